@@ -1,0 +1,49 @@
+# `make` alone lists the targets. Everything runs in .venv, which is set up on first use.
+
+PYTHON ?= python3
+CONFIG ?= configs/sft.yaml
+NPROC ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+RUFF := --isolated --line-length 120 --target-version py310 --select E,F,W,I,B,UP
+
+# Without a GPU, ranks share the cores: a thread pool per rank would fight over them.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+export OMP_NUM_THREADS ?= 1
+endif
+
+OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+install: $(STAMP)  ## set up .venv (PYTHON=python3.12 picks the interpreter)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,plot,parquet]'
+	@touch $@
+
+train: $(STAMP)  ## train: CONFIG=configs/sft.yaml NPROC=2 ARGS="learning_rate=1e-3 max_steps=50"
+	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py $(CONFIG) $(ARGS)
+ifeq ($(CONFIG),configs/sft.yaml)
+	$(BIN)/python configs/tiny/exact_match.py $(OUTPUT_DIR)
+endif
+
+test: $(STAMP)  ## run the tests (CPU, no network)
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check $(RUFF) .
+
+bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/bench.py
+	$(BIN)/python tests/bench.py $(ARGS)
+
+clean:  ## remove what training, tests and the build left behind (keeps .venv)
+	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""mca_lite: train Hugging Face models on megatron-core, from one YAML file.
+
+The public names are imported when they are first used, so that `import mca_lite` takes no time.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AutoConfig": "model_config",
+    "AutoModel": "models",
+    "McaGPTModel": "models",
+    "McaModelConfig": "model_config",
+    "McaTrainer": "trainer",
+    "MegatronLRScheduler": "optim",
+    "MLAMcaModelConfig": "model_config",
+    "Seq2SeqTrainingArguments": "arguments",
+    "TrainerCallback": "callbacks",
+    "TrainingArguments": "arguments",
+    "VirtualModels": "models",
+    "check_pack_seq_aligned": "packing",
+    "get_ltor_masks_and_position_ids": "packing",
+    "get_megatron_lr_scheduler": "optim",
+    "get_seqlens_in_batch": "packing",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,154 @@
+"""The megatron-core backend: DDP on every chunk, the pipeline schedule, megatron's optimizer.
+
+Both backends answer the same few calls; the trainer knows no parallelism.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from . import checkpoint, convert
+from .models import VirtualModels
+from .optim import create_megatron_optimizer
+
+
+class MegatronBackend:
+    """VirtualModels in training. `chunks` are the DDP-wrapped models, what the seeds call models."""
+
+    def __init__(self, models: VirtualModels, args):
+        self.models, self.args, self.config = models, args, models.config
+        self.config.calculate_per_token_loss = args.calculate_per_token_loss
+        self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
+        self.optimizer = None
+
+    # -- where this rank stands
+
+    @property
+    def dp_rank(self) -> int:
+        return mpu.get_data_parallel_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return mpu.get_data_parallel_world_size()
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The schedule with virtual stages wants whole groups of micro-batches."""
+        interleaved = self.config.virtual_pipeline_model_parallel_size is not None
+        return self.config.pipeline_model_parallel_size if interleaved else 1
+
+    @property
+    def length_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens: sequence parallelism cuts them."""
+        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+    @property
+    def needs_equal_lengths(self) -> bool:
+        """Whether all micro-batches of a step must have one length: stages post their receives by it."""
+        return self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
+
+    # -- training
+
+    def _wrap(self, model, first: bool) -> DistributedDataParallel:
+        args = self.args
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=args.grad_reduce_in_fp32,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            bucket_size=args.ddp_bucket_size,
+        )
+        # later chunks' communication is hidden behind the compute of earlier ones: one bucket each
+        return DistributedDataParallel(self.config, config, model, disable_bucketing=not first)
+
+    def create_optimizer(self):
+        """megatron's optimizer; also ties the model's config to it, which the schedule reads."""
+        self.optimizer = create_megatron_optimizer(self.args, self.chunks, self.config.params_dtype)
+        config, chunks = self.config, self.chunks
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if self.args.overlap_grad_reduce:
+            config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        if self.args.overlap_param_gather:
+            sync = [c.start_param_sync for c in chunks]
+            config.param_sync_func = sync if len(chunks) > 1 else sync[0]
+        return self.optimizer
+
+    def train_mode(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    def forward_backward(self, forward_step, micro_batches: list, seq_length: int, forward_only=False) -> list[dict]:
+        """Run the schedule over the micro-batches; on the last pipeline stage the metrics of each, elsewhere [].
+
+        Gradients are left reduced over data parallel ranks and, with per-token loss, divided by the tokens of all.
+        """
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        many = len(self.chunks) > 1
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if many else iterators[0],
+            model=self.chunks if many else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=seq_length,
+            micro_batch_size=micro_batches[0]["input_ids"].shape[0],
+            forward_only=forward_only,
+        )
+
+    def step(self) -> tuple[bool, float, int | None]:
+        """Clip and update -> (whether the update was made, gradient norm before clipping, zeros in the gradient).
+
+        The answer is the same on every rank."""
+        updated, grad_norm, num_zeros = self.optimizer.step()
+        return bool(updated), float(grad_norm or 0.0), None if num_zeros is None else int(num_zeros)
+
+    # -- numbers
+
+    def reduce(self, totals: torch.Tensor) -> torch.Tensor:
+        """Sum of a vector over data parallel ranks, from the last pipeline stage, on every rank. Changes `totals`."""
+        dist.all_reduce(totals, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        if mpu.get_pipeline_model_parallel_world_size() > 1:
+            last = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(totals, src=last, group=mpu.get_pipeline_model_parallel_group())
+        return totals
+
+    @property
+    def is_last_stage(self) -> bool:
+        return mpu.is_pipeline_last_stage(ignore_virtual=True)
+
+    def num_parameters(self) -> tuple[int, int]:
+        """(parameters of this rank, those among them that are trained)"""
+        parameters = list(self.models.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+    # -- Hugging Face out
+
+    def export_hf(self, folder, max_shard_size) -> None:
+        """The trained model in Hugging Face's format. All ranks must call it."""
+        self.finish_param_sync()
+        convert.export_hf(self.models, folder, max_shard_size)
+
+    def finish_param_sync(self) -> None:
+        """With overlap_param_gather the weights of the last update arrive during the next forward pass: fetch them now."""
+        if self.args.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    # -- checkpoints
+
+    def save_state(self, folder, with_optimizer: bool) -> None:
+        """This rank's part of a checkpoint. All ranks must call it."""
+        self.finish_param_sync()
+        checkpoint.save_megatron(folder, self.models, self.optimizer if with_optimizer else None)
+
+    def load_state(self, folder, with_optimizer: bool = True) -> None:
+        """Weights, and the optimizer's state, of a checkpoint of any layout. All ranks must call it."""
+        checkpoint.load_megatron(folder, self.models, self.optimizer if with_optimizer else None)
+        if not with_optimizer and self.optimizer is not None:
+            self.optimizer.reload_model_params()  # the master weights follow

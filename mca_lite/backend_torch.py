@@ -1,0 +1,151 @@
+"""The plain torch backend: a Hugging Face model, torch DDP, AdamW. The fallback, and the oracle of every test.
+
+`forward_backward` has the contract of megatron's schedules, so the trainer's objective runs on both as it is.
+"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import checkpoint, convert, parallel
+from .losses import token_losses
+from .optim import create_torch_optimizer
+
+
+class TokenLossModel(torch.nn.Module):
+    """A Hugging Face decoder that answers as McaGPTModel does: token losses with labels, logits without."""
+
+    def __init__(self, model, loss_chunk_size: int):
+        super().__init__()
+        self.model, self.loss_chunk_size = model, loss_chunk_size
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None):
+        """input_ids, labels [b, s]; attention_mask bool [b or 1, 1, s, s], True meaning hidden -> float32 [b, s]."""
+        if attention_mask is not None:
+            attention_mask = ~attention_mask  # Hugging Face's True means visible
+        kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        if labels is None:
+            return self.model(input_ids, **kwargs).logits
+        hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
+        weight = self.model.get_output_embeddings().weight
+        return token_losses(hidden, weight, labels, chunk_size=self.loss_chunk_size)
+
+
+class TorchBackend:
+    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there are several ranks."""
+
+    micro_batch_multiple = 1
+    length_multiple = 1
+    needs_equal_lengths = False
+    is_last_stage = True
+
+    def __init__(self, model, args):
+        self.args, self.hf_model = args, model
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        wrapped = TokenLossModel(model, args.loss_chunk_size)
+        if self.world > 1:
+            ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+            wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
+        self.chunks = [wrapped]
+        self.optimizer = None
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        device = parallel.device().type
+        self._autocast = lambda: torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
+        self._scaler = None
+        if args.fp16:
+            scale = args.loss_scale or args.initial_loss_scale
+            self._scaler = torch.amp.GradScaler(device, init_scale=scale, growth_interval=args.loss_scale_window)
+
+    @property
+    def dp_rank(self) -> int:
+        return parallel.rank() if self.world > 1 else 0
+
+    @property
+    def dp_size(self) -> int:
+        return self.world
+
+    def create_optimizer(self):
+        self.optimizer = create_torch_optimizer(self.args, self.hf_model)
+        return self.optimizer
+
+    def train_mode(self, training: bool) -> None:
+        self.chunks[0].train(training)
+
+    def forward_backward(self, forward_step, micro_batches: list, seq_length: int, forward_only=False) -> list[dict]:
+        """Metrics of each micro-batch. Gradients are left as MegatronBackend.forward_backward leaves them."""
+        model, metrics, iterator = self.chunks[0], [], iter(micro_batches)
+        tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
+        if not forward_only:
+            self.optimizer.zero_grad()
+        for i in range(len(micro_batches)):
+            more_to_come = i < len(micro_batches) - 1 and self.world > 1
+            with model.no_sync() if more_to_come and not forward_only else contextlib.nullcontext():
+                with self._autocast():
+                    output, loss_func = forward_step(iterator, model)
+                loss, count, measured = loss_func(output)
+                if not self.args.calculate_per_token_loss:
+                    loss = loss / count.clamp(min=1) / len(micro_batches)
+                tokens += count
+                if not forward_only:
+                    (self._scaler.scale(loss) if self._scaler else loss).backward()
+            metrics.append(measured)
+        if not forward_only and self.args.calculate_per_token_loss:
+            self._divide_by_tokens(tokens)
+        return metrics
+
+    def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
+        """DDP has averaged the ranks' sums: make that the sum over all, divided by the tokens of all."""
+        if self.world > 1:
+            dist.all_reduce(tokens)
+        grads = [p.grad for p in self.hf_model.parameters() if p.grad is not None]
+        torch._foreach_mul_(grads, self.world / tokens.clamp(min=1))
+
+    def step(self) -> tuple[bool, float, int | None]:
+        """As MegatronBackend.step."""
+        parameters = [p for p in self.hf_model.parameters() if p.grad is not None]
+        if self._scaler:
+            self._scaler.unscale_(self.optimizer)
+        limit = self.args.max_grad_norm or float("inf")
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        zeros = None
+        if self.args.log_num_zeros_in_grad:
+            zeros = sum(int((p.grad == 0).sum()) for p in parameters)
+        if self._scaler is None:
+            self.optimizer.step()
+            return True, float(grad_norm), zeros
+        self._scaler.step(self.optimizer)  # leaves the update out where a gradient is not finite
+        self._scaler.update(self.args.loss_scale)
+        return bool(grad_norm.isfinite()), float(grad_norm), zeros
+
+    def reduce(self, totals: torch.Tensor) -> torch.Tensor:
+        """Sum of a vector over all ranks, on every rank. Changes `totals`."""
+        if self.world > 1:
+            dist.all_reduce(totals)
+        return totals
+
+    def num_parameters(self) -> tuple[int, int]:
+        parameters = list(self.hf_model.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+    def export_hf(self, folder, max_shard_size) -> None:
+        """The trained model in Hugging Face's format, its weights in the dtype that they were trained for."""
+        if parallel.is_main():
+            dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+            tensors = ((n, p.detach().to("cpu", dtype)) for n, p in self.hf_model.named_parameters())
+            convert.write_safetensors(tensors, Path(folder), max_shard_size)
+            config = self.hf_model.config
+            convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
+        parallel.barrier()
+
+    def finish_param_sync(self) -> None:
+        """Nothing is on its way: DDP has the weights of every update at once."""
+
+    def save_state(self, folder, with_optimizer: bool) -> None:
+        """The checkpoint's weights and optimizer state; the main rank writes them."""
+        checkpoint.save_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)
+
+    def load_state(self, folder, with_optimizer: bool = True) -> None:
+        """What save_state wrote, on every rank."""
+        checkpoint.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)

@@ -1,0 +1,139 @@
+"""The entry point: reads the arguments, checks everything that can be checked alone, then trains.
+
+    torchrun --nproc_per_node N train.py config.yaml [key=value ...]
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .arguments import RunArguments, parse_args
+from .constants import RUN_CONFIG_NAME
+
+USER_ERROR = 2  # exit code for input that cannot be trained on
+
+
+@dataclass
+class Prepared:
+    """What a run needs and no process group does: made, or refused, on every rank alike before ranks meet."""
+
+    folder: Path
+    config: Any
+    tokenizer: Any
+    data: Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as `argv` (None: the command line) says -> exit code. Input that cannot be trained on is told once, by rank 0."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip() + "\n\nREADME.md lists the keys.")
+        return 0
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        run = parse_args(words)
+        if is_main:
+            for line in run.warnings:
+                print(f"note: {line}", flush=True)
+        prepared = prepare(run)
+    except ValueError as error:
+        if is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    train(run, prepared)
+    return 0
+
+
+def prepare(run: RunArguments) -> Prepared:
+    """Load tokenizer, config and data. ValueError says what is wrong with them. No collectives: ranks that wait for the
+    token cache poll for it."""
+    import transformers
+
+    from . import convert, model_config
+    from .data import load_datasets
+
+    transformers.utils.logging.disable_progress_bar()
+    folder = convert.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
+    remote = run.model.trust_remote_code
+    if run.backend.use_mca:
+        config = model_config.AutoConfig.from_pretrained(str(folder), run.training, remote)
+        vocab_size, window = config.vocab_size, config.sliding_window
+        if window is not None and run.data.cutoff_len > window:
+            raise ValueError(
+                f"cutoff_len {run.data.cutoff_len} is longer than the model's sliding window of {window} tokens, which is not "
+                f"built on megatron-core: set cutoff_len to at most {window}, or use_mca: false"
+            )
+    else:
+        config = model_config.load_hf_config(str(folder), remote)
+        vocab_size = config.get_text_config().vocab_size
+    if not run.model.train_from_scratch:
+        convert.SafetensorsSource(str(folder))  # says what is missing, before anything is started
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: no tokenizer could be loaded from this folder: {error}") from None
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is {vocab_size}: they do not belong "
+            "together, or new tokens were added without growing the embedding"
+        )
+    seed = run.training.seed if run.training.data_seed is None else run.training.data_seed
+    return Prepared(folder, config, tokenizer, load_datasets(run.data, run.finetuning.stage, tokenizer, seed))
+
+
+def train(run: RunArguments, prepared: Prepared):
+    """Start the world, train, save, and stop the world -> the trainer."""
+    from . import parallel
+    from .trainer import McaTrainer
+
+    args = run.training
+    parallel.initialize(args, run.backend.use_mca)
+    if parallel.is_main():
+        run.save(Path(args.output_dir) / RUN_CONFIG_NAME)
+        print("\n".join(prepared.data.report), flush=True)
+    trainer = McaTrainer(
+        model=build_model(run, prepared),
+        args=args,
+        tokenizer=prepared.tokenizer,
+        train_dataset=prepared.data.train,
+        eval_dataset=prepared.data.eval,
+        shuffle=not run.data.disable_shuffling,
+        summary={"data": data_summary(run, prepared)},
+    )
+    result = trainer.train()
+    if args.save_hf_model:
+        trainer.save_model()
+    trainer.report.print(
+        f"trained {result.global_step} steps in {result.metrics['train_runtime']:.1f} s, mean loss "
+        f"{result.training_loss:.4f}" + (f"; the model is in {args.output_dir}" if args.save_hf_model else "")
+    )
+    parallel.shutdown()
+    return trainer
+
+
+def build_model(run: RunArguments, prepared: Prepared):
+    """VirtualModels, or a transformers model with use_mca: false, on this rank."""
+    from . import models
+
+    if not run.backend.use_mca:
+        return models.load_torch_model(
+            str(prepared.folder), run.model.train_from_scratch, run.training.seed, run.model.trust_remote_code
+        )
+    if run.model.train_from_scratch:
+        return models.AutoModel.from_config(prepared.config, seed=run.training.seed)
+    return models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
+
+
+def data_summary(run: RunArguments, prepared: Prepared) -> dict[str, str]:
+    data, train_set = run.data, prepared.data.train
+    summary = {
+        "stage": run.finetuning.stage,
+        "dataset": ", ".join(data.dataset),
+        "training": f"{len(train_set):,} samples, {train_set.num_tokens:,} tokens, {train_set.num_trained_tokens:,} trained",
+        "cutoff_len": f"{data.cutoff_len} tokens" + (", documents joined and cut" if data.packing else ""),
+    }
+    if prepared.data.eval is not None:
+        summary["evaluation"] = f"{len(prepared.data.eval):,} samples, {prepared.data.eval.num_trained_tokens:,} trained tokens"
+    return summary

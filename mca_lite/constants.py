@@ -1,0 +1,17 @@
+"""Names of files and numbers that several modules share."""
+
+IGNORE_INDEX = -100  # a label that carries no loss
+
+# Hugging Face's file names
+HF_CONFIG_NAME = "config.json"
+HF_GENERATION_CONFIG_NAME = "generation_config.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+
+# our own
+MCA_CONFIG_NAME = "mca_config.json"
+RUN_CONFIG_NAME = "config.yaml"
+TRAINER_STATE_NAME = "trainer_state.json"
+TRAINER_LOG_NAME = "trainer_log.jsonl"
+LOSS_PLOT_NAME = "training_loss.png"
+CHECKPOINT_PREFIX = "checkpoint"

@@ -1,0 +1,381 @@
+"""Hugging Face weights in and out: runs the families' table both ways, streamed, at any layout.
+
+In: `fill` walks this rank's parameters; for each it reads the slices of the HF tensors that its row names, and only those
+bytes. Out: `export_hf` walks the table in layer order; the ranks that hold a tensor join it, the main rank writes it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from . import parallel
+from .constants import (
+    HF_CONFIG_NAME,
+    HF_GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
+from .families import TE_ALIASES, Row, get_family
+
+# -- sources of Hugging Face tensors ------------------------------------------------------------------------------------
+
+
+class SafetensorsSource:
+    """The tensors of a folder (or hub name) in safetensors format, read by slices."""
+
+    def __init__(self, model_name_or_path: str):
+        from safetensors import safe_open
+
+        self.folder = resolve_folder(model_name_or_path)
+        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.is_file():
+            self._file_of = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / SAFE_WEIGHTS_NAME).is_file():
+            with safe_open(self.folder / SAFE_WEIGHTS_NAME, "pt") as f:
+                self._file_of = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
+        else:
+            raise ValueError(
+                f"{self.folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a model "
+                "in another format can be saved anew by transformers' save_pretrained, and a model without weights "
+                "starts with train_from_scratch: true"
+            )
+        self._open = {}
+        self._safe_open = safe_open
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """The tensor, or the part of it in these rows or columns; other bytes are not read."""
+        file_name = self._file_of[name]
+        if file_name not in self._open:
+            self._open[file_name] = self._safe_open(self.folder / file_name, "pt")
+        part = self._open[file_name].get_slice(name)
+        if rows is not None:
+            return part[rows]
+        return part[:, columns] if columns is not None else part[:]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file_name = self._file_of[name]
+        if file_name not in self._open:
+            self._open[file_name] = self._safe_open(self.folder / file_name, "pt")
+        return tuple(self._open[file_name].get_slice(name).get_shape())
+
+
+class InitSource:
+    """Freshly drawn tensors: each from a seed that its Hugging Face name gives, so that no layout changes a weight.
+
+    Matrices are normal with the config's initializer_range, norms 1, biases 0.
+    """
+
+    def __init__(self, hf_config: dict, seed: int):
+        import transformers
+
+        hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(hf)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._std, self._seed = getattr(hf, "initializer_range", 0.02), seed
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """float32; the whole tensor is drawn, whatever part of it is asked for."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            full = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        else:
+            digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            full = torch.empty(shape, device="cpu").normal_(0.0, self._std, generator=generator)
+        if rows is not None:
+            return full[rows]
+        return full[:, columns] if columns is not None else full
+
+
+def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
+    """The local folder of a model: itself, or the hub's snapshot, fetched where it is not in the cache yet."""
+    if Path(model_name_or_path).is_dir():
+        return Path(model_name_or_path)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    return Path(snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision))
+
+
+# -- in -----------------------------------------------------------------------------------------------------------------
+
+
+def fill(models, source: SafetensorsSource | InitSource) -> None:
+    """Fill every parameter of this rank from `source`, each exactly once.
+
+    models: VirtualModels. No collectives. ValueError names a parameter that no row fills, a tensor that the source lacks,
+    or a shape that does not fit, with the row and both shapes; also HF tensors that no row knows.
+    """
+    config = models.config
+    rows = _rows_by_name(config)
+    known = source.names()
+    _refuse_unknown_tensors(config, known)
+    filled = set()
+    with torch.no_grad():
+        for chunk in models:
+            for name, layer, parameter in chunk.global_parameter_names():
+                row = rows.get(TE_ALIASES.get(name, name))
+                if row is None:
+                    raise ValueError(
+                        f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: no row of the "
+                        f"family's table fills it (families.py)"
+                    )
+                value = _merge(row, layer, parameter, source, known, config)
+                if value.shape != parameter.shape:
+                    raise ValueError(
+                        f"parameter {name.format(layer)} has shape {tuple(parameter.shape)}, and its row {row} gives "
+                        f"{tuple(value.shape)}: the weights do not belong to this config.json"
+                    )
+                assert (id(chunk), name, layer) not in filled, f"{name} of layer {layer} would be filled twice"
+                filled.add((id(chunk), name, layer))
+                parameter.copy_(value)
+
+
+def _rows_by_name(config) -> dict[str, Row]:
+    rows = {row.mca: row for row in get_family(config.hf_model_type).rows}
+    if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
+        rows["output_layer.weight"] = Row("output_layer.weight", rows["embedding.word_embeddings.weight"].hf, "column")
+    return rows
+
+
+def _refuse_unknown_tensors(config, names: Iterable[str]) -> None:
+    known = {hf for row in get_family(config.hf_model_type).rows for hf in row.hf}
+    unknown = []
+    for name in sorted(names):
+        generic = re.sub(r"(\.layers\.)\d+\.", r"\1{}.", name)
+        # old llama checkpoints carry the rotary frequencies, which the config gives
+        if generic not in known and not name.endswith("rotary_emb.inv_freq"):
+            unknown.append(name)
+    if unknown:
+        raise ValueError(
+            f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model does not use here, such as "
+            f"{', '.join(unknown[:3])}: is model_type in config.json right?"
+        )
+
+
+def _merge(row: Row, layer, parameter, source, known, config) -> torch.Tensor:
+    """This rank's part of the megatron tensor that the row's HF tensors make, in the source's dtype."""
+    names = [hf.format(layer) for hf in row.hf]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"the checkpoint lacks {name}, from which {row.mca.format(layer)} {tuple(parameter.shape)} is made")
+    tp, rank = config.tensor_model_parallel_size, mpu.get_tensor_model_parallel_rank()
+    if row.kind == "copy":
+        return source.read(names[0])
+    if row.kind == "row":
+        return source.read(names[0], columns=_part(source.shape(names[0])[1], rank, tp))
+    if row.kind == "gated":
+        return torch.cat([source.read(n, rows=_part(source.shape(n)[0], rank, tp)) for n in names])
+    if row.kind == "qkv":
+        return _read_qkv(names, source, config, rank, tp)
+    vocabulary = row.mca in ("embedding.word_embeddings.weight", "output_layer.weight")
+    real = source.shape(names[0])[0]
+    if vocabulary and real != config.vocab_size:
+        raise ValueError(f"{names[0]} has {real} rows, and config.json says vocab_size {config.vocab_size}")
+    padded = config.padded_vocab_size if vocabulary else real
+    part = _part(padded, rank, tp)
+    value = source.read(names[0], rows=slice(min(part.start, real), min(part.stop, real)))
+    missing = part.stop - part.start - value.shape[0]  # rows that only pad the vocabulary
+    return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
+
+
+def _part(size: int, rank: int, parts: int) -> slice:
+    if size % parts:
+        raise ValueError(f"a dimension of {size} does not divide by tensor_model_parallel_size {parts}")
+    return slice(rank * size // parts, (rank + 1) * size // parts)
+
+
+def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
+    """Rows [queries of the group, key, value] group by group; only the groups that this rank touches are read."""
+    groups, heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
+    d = config.kv_channels
+    per_group = (heads + 2) * d
+    part = _part(groups * per_group, rank, tp)
+    first, last = part.start // per_group, -(-part.stop // per_group)
+    sizes = (heads * d, d, d)
+    pieces = [source.read(n, rows=slice(first * z, last * z)).unflatten(0, (last - first, z)) for n, z in zip(names, sizes, strict=True)]
+    return torch.cat(pieces, dim=1).flatten(0, 1)[part.start - first * per_group : part.stop - first * per_group]
+
+
+# -- out ----------------------------------------------------------------------------------------------------------------
+
+
+def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
+    """The HF tensors, with names, that a whole megatron tensor consists of."""
+    names = [hf.format(layer) for hf in row.hf]
+    if row.kind == "qkv":
+        heads, d = config.num_attention_heads // config.num_query_groups, config.kv_channels
+        grouped = full.unflatten(0, (config.num_query_groups, -1))
+        parts = grouped.split((heads * d, d, d), dim=1)
+        yield from zip(names, (p.flatten(0, 1).contiguous() for p in parts), strict=True)
+    elif row.kind == "gated":
+        yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
+    elif row.mca in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        yield names[0], full[: config.vocab_size]
+    else:
+        yield names[0], full
+
+
+def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole megatron tensor from the parts of all tensor-parallel ranks."""
+    if row.kind == "copy":
+        return parts[0]
+    if row.kind == "row":
+        return torch.cat(parts, dim=1)
+    if row.kind == "gated":
+        halves = [p.chunk(len(row.hf)) for p in parts]
+        return torch.cat([half[i] for i in range(len(row.hf)) for half in halves])
+    return torch.cat(parts)
+
+
+def iter_hf_tensors(models) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other ranks, which must
+    iterate as well. A tied head does not come twice. Collectives: gathers over tensor-parallel groups, sends to rank 0.
+    """
+    if mpu.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return
+    config, main = models.config, parallel.is_main()
+    mine = {}
+    for chunk in models:
+        for name, layer, parameter in chunk.global_parameter_names():
+            mine[TE_ALIASES.get(name, name), layer] = parameter
+    group, tp_group = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
+    owners = _owners(mine, group)
+    for row, layer in _in_layer_order(config):
+        if row.mca == "output_layer.weight" and config.tie_embeddings_and_output_weights:
+            continue
+        owner, shape = owners[row.mca, layer]
+        full = None
+        if owner == group.rank():
+            part = mine[row.mca, layer].detach()
+            if tp_group.size() > 1:
+                parts = [torch.empty_like(part) for _ in range(tp_group.size())]
+                dist.all_gather(parts, part.contiguous(), group=tp_group)
+                full = _join(row, parts)
+            else:
+                full = part
+            if owner != 0 and tp_group.rank() == 0:
+                dist.send(full.contiguous(), 0)
+        if main:
+            if owner != 0:
+                whole = list(shape)
+                if row.kind != "copy":
+                    whole[1 if row.kind == "row" else 0] *= tp_group.size()
+                full = torch.empty(whole, dtype=config.params_dtype, device=parallel.device())
+                dist.recv(full, dist.get_global_rank(group, owner))
+            yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, config))
+
+
+def _owners(mine: dict, group) -> dict:
+    """{(row, layer): (pipeline rank that holds it, shape of its part)}; the first rank, where two hold a tied copy."""
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, {key: tuple(p.shape) for key, p in mine.items()}, group=group)
+    owners = {}
+    for rank, theirs in enumerate(everyone):
+        for key, shape in theirs.items():
+            owners.setdefault(key, (rank, shape))
+    return owners
+
+
+def _in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
+    """(row, layer) of the whole model: what stands before the layers, the layers in turn, what stands behind them."""
+    rows = get_family(config.hf_model_type).rows
+    layered = [row for row in rows if "{}" in row.mca]
+    first = rows.index(layered[0])
+    yield from ((row, None) for row in rows[:first])
+    yield from ((row, layer) for layer in range(config.num_layers) for row in layered)
+    yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
+
+
+def export_hf(models, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB") -> None:
+    """Write config.json and the safetensors of the whole model. All ranks must call it; global rank 0 writes.
+
+    Host memory on rank 0: one shard. See iter_hf_tensors for the collectives.
+    """
+    folder = Path(save_directory)
+    tensors = iter_hf_tensors(models)
+    if parallel.is_main():
+        write_safetensors(tensors, folder, max_shard_size)
+        config = models.config
+        write_hf_config(config.hf_config, config.name_or_path, folder, config.params_dtype)
+    else:
+        for _ in tensors:
+            pass
+    parallel.barrier()
+
+
+def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int) -> None:
+    """Write named tensors under Hugging Face's file names, and the index where there is more than one file.
+
+    A shard is written as soon as the next tensor would not fit. Files get their names at the end, when their number is
+    known, and stale weight files of an earlier export go.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    limit, shards, shard, size = parse_size(max_shard_size), [], {}, 0
+
+    def flush():
+        path = folder / f".shard-{len(shards)}.safetensors.tmp"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append((path, list(shard), size))
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            flush()
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    flush()
+    for stale in [*folder.glob("model-*-of-*.safetensors"), folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]:
+        stale.unlink(missing_ok=True)
+    weight_map = {}
+    for i, (path, names, _) in enumerate(shards):
+        final = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(path, folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(s for _, _, s in shards)}, "weight_map": weight_map}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_hf_config(hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype) -> None:
+    """config.json as the source has it but for the dtype, and the source's generation_config.json."""
+    raw = Path(source or "") / HF_CONFIG_NAME
+    values = json.loads(raw.read_text()) if source and raw.is_file() else dict(hf_config)
+    values.pop("torch_dtype", None)
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    values.pop("_name_or_path", None)
+    (folder / HF_CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n")
+    generation = Path(source or "") / HF_GENERATION_CONFIG_NAME
+    if source and generation.is_file():
+        (folder / HF_GENERATION_CONFIG_NAME).write_bytes(generation.read_bytes())
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"max_shard_size: {size!r} is not a size, expected something like 5GB or 500MB")
+    number, prefix, binary = match.groups()
+    return math.ceil(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))

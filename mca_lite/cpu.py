@@ -1,0 +1,169 @@
+"""What megatron-core 0.16 and torch need changed to train on CPU with gloo: one table, applied only where there is no CUDA.
+
+This is the only file of the package that assigns to another library's attributes. Each row is
+(object, attribute, replacement, reason); `apply()` walks the table once per process.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+
+import torch
+import torch.utils._device
+
+_DEVICE = torch.device("cpu")
+
+
+class _Stream:
+    """A CUDA stream or its context on a device that has one queue of work: everything has finished already."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, *args):
+        pass
+
+    def wait_event(self, *args):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def record_event(self, *args):
+        return _Event()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+
+class _Event:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, *args):
+        pass
+
+    def wait(self, *args):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+def _nothing(*args, **kwargs):
+    return None
+
+
+def _constructor_on_cpu(construct):
+    """A tensor constructor that reads device="cuda..." as the CPU and has no pinned memory to offer."""
+
+    @functools.wraps(construct)
+    def wrapped(*args, **kwargs):
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = _DEVICE
+        kwargs.pop("pin_memory", None)
+        return construct(*args, **kwargs)
+
+    return wrapped
+
+
+def _tensor_type(original):
+    def type_(self, *args, **kwargs):
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    return type_
+
+
+def _all_to_all_single(original):
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+        as_list = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
+        return original(output, input, *as_list, **kwargs)
+
+    return all_to_all_single
+
+
+def _write_in_process(writer_class):
+    """Stands in for the writer that forks: the same function for each bucket, one after the other, in this process."""
+
+    def write(transforms, use_msc, rank, buckets, results):
+        answers = {}
+        for i, bucket in enumerate(buckets):
+            local, token = queue.Queue(), queue.Queue()
+            token.put(i)
+            writer_class.write_preloaded_data(transforms, i, bucket, local, token, True)
+            answer = local.get()[1]
+            if isinstance(answer, Exception):
+                answers = answer
+                break
+            answers[i] = answer
+        results.put(answers)
+
+    return staticmethod(write)
+
+
+def _table():
+    """The rows. Imports megatron, so it is built only when it is applied."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import torch.distributed as dist
+
+    cuda = torch.cuda
+    results = queue.Queue()
+    rng_get, rng_set = (lambda *a, **k: torch.get_rng_state()), (lambda state, *a, **k: torch.set_rng_state(state))
+    no_streams = "megatron orders its collectives with CUDA streams and events; a CPU has no second queue"
+    one_rng = "megatron keeps its dropout states in the CUDA generator; here the CPU generator takes its place"
+    yield cuda, "current_device", lambda: _DEVICE, "megatron places buffers on the current device"
+    yield cuda, "synchronize", _nothing, no_streams
+    yield cuda, "Stream", _Stream, no_streams
+    yield cuda, "Event", _Event, no_streams
+    yield cuda, "current_stream", lambda *a, **k: _Stream(), no_streams
+    yield cuda, "default_stream", lambda *a, **k: _Stream(), no_streams
+    yield cuda, "stream", lambda stream: contextlib.nullcontext(), no_streams
+    yield cuda.nvtx, "range_push", _nothing, "profiler marks are written through the CUDA runtime"
+    yield cuda.nvtx, "range_pop", _nothing, "profiler marks are written through the CUDA runtime"
+    for place in (cuda, cuda.random):
+        yield place, "get_rng_state", rng_get, one_rng
+        yield place, "set_rng_state", rng_set, one_rng
+    yield cuda, "manual_seed", torch.manual_seed, one_rng
+    yield cuda, "_lazy_call", lambda f, **k: f(), "deferred until CUDA starts, which it never does here"
+    yield megatron_random, "_get_cuda_rng_state", rng_get, one_rng
+    yield megatron_random, "_set_cuda_rng_state", rng_set, one_rng
+    for name in "tensor zeros ones empty full zeros_like ones_like empty_like full_like arange rand randn".split():
+        construct = getattr(torch, name)
+        yield torch, name, _constructor_on_cpu(construct), 'the schedules, clipping and p2p name device="cuda"'
+    yield torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron moves tensors with .cuda()"
+    yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
+    yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), "clipping asks for 'torch.cuda.FloatTensor' by name"
+    yield moe_utils, "te_general_gemm", None, "the name is undefined without Transformer Engine and read all the same"
+    yield dist, "all_to_all_single", _all_to_all_single(dist.all_to_all_single), "gloo wants split sizes as lists"
+    writer = filesystem_async.FileSystemWriterAsync
+    in_process = "the checkpoint writer starts processes, which hang or are forbidden inside a gloo rank"
+    yield filesystem_async, "_get_write_results_queue", lambda *a, **k: results, in_process
+    yield writer, "write_preloaded_data_multiproc", _write_in_process(writer), in_process
+
+
+_applied: list[tuple[object, str, object, str]] = []
+
+
+def apply() -> list[tuple[object, str, object, str]]:
+    """The rows that are in force in this process; none where CUDA is there. Calling it again changes nothing."""
+    if torch.cuda.is_available() or _applied:
+        return _applied
+    # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a CPU
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must hold the originals, or models
+    # that transformers builds under it keep buffers (rotary frequencies) that nobody ever fills
+    torch.utils._device._device_constructors()
+    for owner, attribute, replacement, reason in list(_table()):
+        setattr(owner, attribute, replacement)
+        _applied.append((owner, attribute, replacement, reason))
+    return _applied

@@ -1,0 +1,97 @@
+"""Token losses without holding the logits: pure functions over hidden states and the output weight.
+
+Letters: n rows (tokens), h hidden size, V vocabulary, tp the tensor-parallel size. Each rank holds the rows
+[rank * V/tp, (rank + 1) * V/tp) of the output weight.
+
+    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   in float32
+
+The logits exist only for `chunk_size` rows at a time, in the forward and again in the backward pass. Gradients are
+taken in the backward pass, not in the forward one: only then may every row have a weight of its own.
+"""
+
+import torch
+import torch.distributed as dist
+
+from .constants import IGNORE_INDEX
+
+
+def _all_reduce(tensor, op, group):
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def _logits(hidden, weight, first, vocab_size):
+    """float32 [rows, V/tp]; columns that only pad the vocabulary to a multiple of tp are -inf."""
+    logits = (hidden @ weight.t()).float()
+    padding = first + weight.shape[0] - vocab_size
+    if padding > 0:
+        logits[:, max(weight.shape[0] - padding, 0) :] = float("-inf")
+    return logits
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, group, vocab_size, chunk_size):
+        first = weight.shape[0] * (group.rank() if group is not None else 0)
+        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        losses = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+        lse = torch.zeros_like(losses)
+        for rows in kept.split(chunk_size) if len(kept) else ():
+            logits = _logits(hidden[rows], weight, first, vocab_size)
+            top = _all_reduce(logits.max(1).values, dist.ReduceOp.MAX, group)
+            logits -= top[:, None]
+            column = labels[rows] - first
+            here = (column >= 0) & (column < logits.shape[1])
+            target = logits.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+            # target logit and sum of exponentials travel together: one collective for both
+            both = torch.stack([torch.where(here, target, 0.0), logits.exp_().sum(1)])
+            target, total = _all_reduce(both, dist.ReduceOp.SUM, group)
+            losses[rows] = total.log() - target
+            lse[rows] = total.log() + top
+        ctx.save_for_backward(hidden, weight, labels, lse, kept)
+        ctx.first, ctx.vocab_size, ctx.chunk_size = first, vocab_size, chunk_size
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, labels, lse, kept = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.zeros_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        for rows in kept.split(ctx.chunk_size) if len(kept) else ():
+            chunk = hidden[rows]
+            probs = _logits(chunk, weight, ctx.first, ctx.vocab_size).sub_(lse[rows, None]).exp_()
+            column = labels[rows] - ctx.first
+            here = (column >= 0) & (column < probs.shape[1])
+            probs[torch.arange(len(rows), device=rows.device), column.clamp(0, probs.shape[1] - 1)] -= here.float()
+            probs = probs.mul_(grad[rows, None]).to(weight.dtype)
+            if need_hidden:
+                d_hidden[rows] = probs @ weight
+            if need_weight:
+                d_weight += probs.t() @ chunk
+        return d_hidden, d_weight.to(weight.dtype) if need_weight else None, None, None, None, None
+
+
+def token_losses(hidden, weight, labels, group=None, vocab_size=None, chunk_size=1024):
+    """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX.
+
+    hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape, global token ids;
+    group: the tensor-parallel group (None: one rank); vocab_size: the real V, columns beyond it take no part (None:
+    all take part); chunk_size: rows of logits held at once.
+
+    Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden is this rank's part
+    only: the caller's mapping (copy_to or gather_from of megatron) sums it. A weight that needs no gradient gets none.
+    Rows without a label are dropped before any GEMM. Under autocast the GEMMs run in its dtype.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"hidden {tuple(hidden.shape)} does not belong to labels {tuple(labels.shape)}")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    tp = group.size() if group is not None else 1
+    vocab_size = weight.shape[0] * tp if vocab_size is None else vocab_size
+    with torch.autocast(device, enabled=False):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return _TokenLosses.apply(flat, weight, labels.reshape(-1), group, vocab_size, chunk_size).view(labels.shape)

@@ -1,0 +1,311 @@
+"""McaModelConfig: megatron's TransformerConfig that knows its Hugging Face model and the run's parallel layout.
+
+Where it comes from (AutoConfig.from_pretrained):
+
+    mca_config.json in the folder   -> read directly
+    config.json (Hugging Face)      -> translated by the family's table
+"""
+
+import copy
+import difflib
+import enum
+import json
+import math
+import os
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .families import Family, get_family
+from .layers import resolve_transformer_impl
+from .parallel import device
+
+ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu}
+_DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+
+# fields that TrainingArguments and megatron name alike: taken over as they are where the argument is not None
+_FROM_ARGUMENTS = (
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel pipeline_model_parallel_layout bf16 fp16 "
+    "variable_seq_lengths recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "distribute_saved_activations attention_dropout hidden_dropout bias_activation_fusion bias_dropout_fusion "
+    "apply_rope_fusion calculate_per_token_loss loss_chunk_size"
+).split()
+
+
+@dataclass
+class PretrainedConfig:
+    """What a config needs beside megatron's fields: where it came from, and its way to and from JSON."""
+
+    name_or_path: str | None = None
+    hf_model_type: str | None = None
+    hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field that differs from its default, as JSON can hold it. Functions other than the activation are
+        left out: megatron derives them again."""
+        out = {"model_class": type(self).__name__}
+        for f in fields(self):
+            value = _to_json(getattr(self, f.name))
+            default = f.default if f.default is not MISSING else None
+            if value is not _LEFT_OUT and value != _to_json(default):
+                out[f.name] = value
+        return out
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Write mca_config.json into the folder, which is made where it is missing. One rank should call it."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MCA_CONFIG_NAME).write_text(self.to_json_string())
+
+    @classmethod
+    def from_json_file(cls, path: str | os.PathLike, args=None) -> "PretrainedConfig":
+        """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of the saved one."""
+        values = json.loads(Path(path).read_text())
+        name = values.pop("model_class", cls.__name__)
+        target = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}.get(name)
+        if target is None:
+            raise ValueError(f"{path}: model_class {name!r} is unknown, expected McaModelConfig or MLAMcaModelConfig")
+        return target._build(values, args, str(path))
+
+    @classmethod
+    def from_pretrained(cls, model_name_or_path: str, args=None) -> "PretrainedConfig":
+        """mca_config.json where the folder has one, else the HF config.json translated (see AutoConfig)."""
+        return AutoConfig.from_pretrained(model_name_or_path, args)
+
+    @classmethod
+    def _build(cls, values: dict, args, origin: str) -> "PretrainedConfig":
+        known = {f.name for f in fields(cls)}
+        values = {**values, **(_from_arguments(args) if args is not None else {})}
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{origin}: {key!r} is not a field of {cls.__name__}{hint}")
+        return cls(**{k: _from_json(k, v) for k, v in values.items()})
+
+    def update_with_args(self, args) -> None:
+        """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and check them again."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED}
+        layout = kept["pipeline_model_parallel_layout"]
+        kept["pipeline_model_parallel_layout"] = None if layout is None else _to_json(layout)
+        self.__dict__.update(type(self)(**{**kept, **_from_arguments(args)}).__dict__)
+
+    def distribute_config_match(self, other: "PretrainedConfig") -> bool:
+        """Whether weights saved under `other` can be loaded rank by rank, without resharding or conversion."""
+        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
+        names += ["expert_model_parallel_size", "transformer_impl"]
+        return all(getattr(self, n) == getattr(other, n) for n in names)
+
+
+# derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
+_DERIVED = {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype", "autocast_dtype"}
+_DERIVED |= {"microbatch_group_size_per_vp_stage", "params_dtype", "overlap_p2p_comm", "batch_p2p_comm"}
+_LEFT_OUT = object()
+
+
+@dataclass
+class McaModelConfig(TransformerConfig, PretrainedConfig):
+    """A dense or MoE decoder: megatron's fields, the HF model that it came from, and this run's layout.
+
+    Raises ValueError where the layout does not fit the model (heads, query groups, layers), each with what to set.
+    """
+
+    vocab_size: int = 0  # the model's own, without padding
+    max_sequence_length: int = 0
+    tie_embeddings_and_output_weights: bool = False
+    position_embedding_type: str = "rope"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    sliding_window: int | None = None  # tokens; longer sequences are refused, since windows are not built
+    loss_chunk_size: int = 1024  # rows of logits that are held at once
+    add_bias_linear: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    # "allgather", megatron's default, forbids variable lengths even for dense models
+    moe_token_dispatcher_type: str = "alltoall"
+    perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from convert.InitSource
+
+    def __post_init__(self):
+        if isinstance(self.activation_func, str):
+            self.activation_func = ACTIVATIONS[self.activation_func]
+        self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        self.pipeline_dtype = self.params_dtype
+        self.use_cpu_initialization = not torch.cuda.is_available()
+        # two messages between one pair of ranks: batched p2p mixes them up without an error
+        interleaved = self.virtual_pipeline_model_parallel_size is not None
+        self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
+        self.validate()
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """Check the layout against the model; ValueError says what to set. Needs no process group."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        vpp = self.virtual_pipeline_model_parallel_size or 1
+        if vpp > 1 and pp == 1:
+            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
+        if self.num_layers % (pp * vpp) and self.pipeline_model_parallel_layout is None:
+            raise ValueError(
+                f"{self.num_layers} layers cannot be cut evenly into pipeline {pp} x virtual {vpp} stages: set "
+                "pipeline_model_parallel_layout, or sizes that divide the layers"
+            )
+        if tp > 1 and self.expert_model_parallel_size > 1:
+            self.sequence_parallel = True
+        if self.sequence_parallel and tp == 1:
+            self.sequence_parallel = False
+        if self.num_attention_heads % tp:
+            raise ValueError(f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """vocab_size rounded up so that tensor parallelism can cut it: the rows that megatron's embedding holds."""
+        tp = self.tensor_model_parallel_size
+        return -(-self.vocab_size // tp) * tp
+
+    @property
+    def yarn_rotary_scaling_factor(self) -> float:
+        """What makes megatron scale cos and sin by HF's attention factor f: it computes 0.1 ln(this) + 1."""
+        return math.exp(10 * (rope_frequencies(self)[1] - 1.0))
+
+
+@dataclass
+class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
+    """The same for multi-latent attention."""
+
+
+class AutoConfig:
+    """McaModelConfig of a folder or hub name."""
+
+    @staticmethod
+    def from_pretrained(model_name_or_path: str, args=None, trust_remote_code: bool = False) -> McaModelConfig:
+        """The config of a model, with the layout of `args` (TrainingArguments; None: one rank, float32).
+
+        An mca_config.json wins over a config.json. ValueError where config.json asks for what cannot be honoured.
+        """
+        saved = Path(model_name_or_path) / MCA_CONFIG_NAME
+        if saved.is_file():
+            return McaModelConfig.from_json_file(saved, args)
+        return from_hf_config(load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path)
+
+
+def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
+    """transformers' config object of a folder or hub name. ValueError where there is none."""
+    import transformers
+
+    if Path(model_name_or_path).is_dir() and not (Path(model_name_or_path) / HF_CONFIG_NAME).is_file():
+        raise ValueError(f"{model_name_or_path}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
+    return transformers.AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=trust_remote_code)
+
+
+def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
+    """McaModelConfig of a transformers config object, translated by its family's table."""
+    family = get_family(hf.model_type)
+    _refuse_what_is_not_built(hf, family, name_or_path or hf.model_type)
+    values = dict(family.constants)
+    for theirs, ours in family.config.items():
+        value = getattr(hf, theirs, None)
+        if value is not None:
+            values[ours] = value
+    rope = _rope_parameters(hf)
+    values.update(
+        name_or_path=name_or_path,
+        hf_model_type=hf.model_type,
+        hf_config=hf.to_dict(),
+        rotary_base=rope["rope_theta"],
+        rotary_percent=rope.get("partial_rotary_factor", 1.0),
+        sliding_window=family.sliding_window(hf),
+    )
+    return McaModelConfig._build(values, args, name_or_path or hf.model_type)
+
+
+def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
+    problems = [
+        f"{key}: {getattr(hf, key)!r} in config.json cannot be honoured: {why}"
+        for key, in_use, why in family.refusals
+        if in_use(getattr(hf, key, None))
+    ]
+    if getattr(hf, "quantization_config", None):
+        problems.append("quantization_config in config.json cannot be honoured: save the model in bf16 or float32 first")
+    kind = _rope_parameters(hf)["rope_type"]
+    if kind not in _ROPE_TYPES:
+        problems.append(f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}")
+    if problems:
+        raise ValueError(f"{origin}:\n  " + "\n  ".join(problems) + "\nset use_mca: false to train it as plain torch")
+
+
+# those whose frequencies do not depend on the length of the sequence
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _rope_parameters(hf) -> dict[str, Any]:
+    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+    return rope
+
+
+def rope_frequencies(config: McaModelConfig) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin).
+
+    From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to the bit.
+    """
+    scaling = (config.hf_config or {}).get("rope_parameters") or {}
+    if scaling.get("rope_type", "default") != "default":
+        from transformers import AutoConfig as HFAutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config))
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, torch.device("cpu"))
+        return inv_freq.float().to(device()), float(factor)
+    dim = int(config.kv_channels * config.rotary_percent)
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return (1.0 / config.rotary_base**exponent).to(device()), 1.0
+
+
+def _from_arguments(args) -> dict[str, Any]:
+    """Fields of the config that TrainingArguments sets."""
+    out = {n: getattr(args, n) for n in _FROM_ARGUMENTS if getattr(args, n, None) is not None}
+    out["transformer_impl"] = resolve_transformer_impl(getattr(args, "transformer_impl", "auto"))
+    cuda = torch.cuda.is_available()
+    # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
+    out.setdefault("bias_activation_fusion", cuda)
+    out.setdefault("bias_dropout_fusion", cuda)
+    out.setdefault("apply_rope_fusion", cuda and out["transformer_impl"] == "transformer_engine")
+    # always taken over, None included: a saved layout must not outlive the run that it was made for
+    out["virtual_pipeline_model_parallel_size"] = args.virtual_pipeline_model_parallel_size
+    out["pipeline_model_parallel_layout"] = args.pipeline_model_parallel_layout
+    return {**out, **(args.additional_configs or {})}
+
+
+def _to_json(value):
+    """The value as JSON can hold it, or _LEFT_OUT."""
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value in ACTIVATIONS.values():
+        return next(name for name, function in ACTIVATIONS.items() if function is value)
+    if hasattr(value, "input_data"):  # megatron's parsed pipeline layout: the text or list that it was made of
+        return value.input_data
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        return _LEFT_OUT
+
+
+def _from_json(key: str, value):
+    if isinstance(value, str) and value in _DTYPES:
+        return _DTYPES[value]
+    if key == "attention_backend" and isinstance(value, str):
+        from megatron.core.transformer.enums import AttnBackend
+
+        return AttnBackend[value]
+    return value

@@ -1,0 +1,251 @@
+"""The model of one rank: McaGPTModel is one chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+
+from . import convert, parallel
+from .families import TE_ALIASES, get_family
+from .layers import block_spec
+from .losses import token_losses
+from .model_config import AutoConfig, McaModelConfig, load_hf_config, rope_frequencies
+
+
+class _OutputLayer(ColumnParallelLinear):
+    """The output layer, which passes the hidden states through while a loss is taken: losses.py holds no logits.
+
+    It must be *called* in either case: the hooks of megatron's DDP on it wait for its weight.
+    """
+
+    passes_hidden = False
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        if self.passes_hidden:
+            return input_, None
+        return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+
+
+class McaGPTModel(GPTModel):
+    """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
+
+    forward(input_ids [b, s], position_ids [b, s] or None, attention_mask bool [b or 1, 1, s, s] with True meaning
+    hidden, or None for causal, labels [b, s] or None):
+    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX; without, logits
+    [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
+    """
+
+    def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=config.tie_embeddings_and_output_weights,
+            position_embedding_type=config.position_embedding_type,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            vp_stage=vp_stage,
+        )
+        self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
+        if post_process:
+            self.output_layer.__class__ = _OutputLayer
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
+        window = self.config.sliding_window
+        if window is not None and input_ids is not None and input_ids.shape[1] > window:
+            raise ValueError(
+                f"a row of {input_ids.shape[1]} tokens is longer than the model's sliding window of {window}, which is "
+                f"not built: set cutoff_len to at most {window}"
+            )
+        return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+
+    def _postprocess(self, *args, labels=None, **kwargs):
+        if not self.post_process:
+            return super()._postprocess(*args, labels=labels, **kwargs)
+        self.output_layer.passes_hidden = labels is not None
+        return super()._postprocess(*args, labels=labels, **kwargs)
+
+    def compute_language_model_loss(self, labels, hidden):
+        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        group = mpu.get_tensor_model_parallel_group()
+        config = self.config
+        return token_losses(
+            hidden, weight, labels.t().contiguous(), group, config.vocab_size, config.loss_chunk_size
+        ).t()
+
+    def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
+        """(name with {} for the layer's number, the layer's number in the whole model or None, parameter)."""
+        prefix = "decoder.layers."
+        for name, parameter in self.named_parameters():
+            if not name.startswith(prefix):
+                yield name, None, parameter
+                continue
+            local, rest = name[len(prefix) :].split(".", 1)
+            yield f"{prefix}{{}}.{rest}", self.decoder.layers[int(local)].layer_number - 1, parameter
+
+
+class VirtualModels:
+    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of modules."""
+
+    def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
+        self.config = config
+        self.models = models
+
+    def __len__(self):
+        return len(self.models)
+
+    def __getitem__(self, index):
+        return self.models[index]
+
+    def __iter__(self):
+        return iter(self.models)
+
+    def __call__(self, *args, **kwargs):
+        """The forward pass of the only chunk; a rank with several runs through megatron's schedule."""
+        if len(self.models) != 1:
+            raise ValueError(f"this rank holds {len(self.models)} chunks: run them through the pipeline schedule")
+        return self.models[0](*args, **kwargs)
+
+    def get_models(self) -> list[torch.nn.Module]:
+        return self.models
+
+    def parameters(self):
+        return (p for model in self.models for p in model.parameters())
+
+    def named_parameters(self):
+        many = len(self.models) > 1
+        for i, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield (f"model{i}.{name}" if many else name), parameter
+
+    def train(self, mode: bool = True):
+        for model in self.models:
+            model.train(mode)
+        return self
+
+    def eval(self):
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True):
+        for model in self.models:
+            model.requires_grad_(requires_grad)
+        return self
+
+    def state_dict(self) -> dict:
+        """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
+        return {self._key(i): model.state_dict() for i, model in enumerate(self.models)}
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
+        for i, model in enumerate(self.models):
+            model.load_state_dict(state_dict[self._key(i)], strict=strict)
+
+    def sharded_state_dict(self) -> dict:
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict()."""
+        return {self._key(i): model.sharded_state_dict() for i, model in enumerate(self.models)}
+
+    def _key(self, i: int) -> str:
+        return f"model{i}" if len(self.models) > 1 else "model"
+
+    def save_pretrained(self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB") -> None:
+        """Write the Hugging Face checkpoint: config.json and safetensors. All ranks must call it."""
+        convert.export_hf(self, save_directory, max_shard_size)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the padding of the vocabulary."""
+        return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
+
+
+def build_chunks(config: McaModelConfig) -> VirtualModels:
+    """This rank's chunks with weights that nobody has filled yet."""
+    vpp = config.virtual_pipeline_model_parallel_size
+    models = []
+    for stage in range(vpp or 1):
+        vp_stage = stage if vpp else None
+        models.append(
+            McaGPTModel(
+                config,
+                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                vp_stage=vp_stage,
+            )
+        )
+        models[-1].to(device=parallel.device(), dtype=config.params_dtype)
+        _mark_tensor_parallel(models[-1])
+    return VirtualModels(config, models)
+
+
+def _mark_tensor_parallel(model: McaGPTModel) -> None:
+    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises them, which is left out
+    here; a parameter without the mark counts as a duplicate, and the gradient norm comes out too small."""
+    kinds = {row.mca: row.kind for row in get_family(model.config.hf_model_type).rows}
+    for name, _, parameter in model.global_parameter_names():
+        kind = kinds.get(TE_ALIASES.get(name, name), "copy")
+        if kind != "copy" and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, 1)
+
+
+class AutoModel:
+    """Makes VirtualModels; starts the distributed world from `args` where that has not happened."""
+
+    @staticmethod
+    def from_pretrained(model_name_or_path: str, args, trust_remote_code: bool = False) -> VirtualModels:
+        """The model with the folder's (or hub name's) Hugging Face weights, cut for this rank.
+
+        Each rank reads only the bytes of its slices. Collectives: those that start the world.
+        Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
+        """
+        parallel.initialize(args)
+        config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
+        models = build_chunks(config)
+        convert.fill(models, convert.SafetensorsSource(model_name_or_path))
+        return models
+
+    @staticmethod
+    def from_config(config: McaModelConfig, args=None, seed: int = 42) -> VirtualModels:
+        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in every layout."""
+        if args is not None:
+            parallel.initialize(args)
+        models = build_chunks(config)
+        convert.fill(models, convert.InitSource(config.hf_config, seed))
+        return models
+
+
+def load_torch_model(model_name_or_path: str, train_from_scratch=False, seed=42, trust_remote_code=False):
+    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and every test's oracle.
+
+    train_from_scratch draws the same weights as AutoModel.from_config does.
+    """
+    import transformers
+
+    kwargs = dict(dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+    if not train_from_scratch:
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, **kwargs)
+    else:
+        hf = load_hf_config(model_name_or_path, trust_remote_code)
+        model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+        source = convert.InitSource(hf.to_dict(), seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(source.read(name))
+    if Path(model_name_or_path).is_dir():
+        model.name_or_path = str(model_name_or_path)
+    return model.to(parallel.device())

@@ -1,0 +1,173 @@
+"""Optimizers and the learning-rate schedule, the same for both backends.
+
+With n finished steps, w warm-up steps, D = lr_decay_steps and rho = (n - w) / (D - w), the rate is
+max * n / w in the warm-up, then by style:
+
+    constant             max
+    linear               min + (max - min) (1 - rho)
+    cosine               min + (max - min) (1 + cos(pi rho)) / 2
+    inverse-square-root  max(min, max sqrt(max(w, 1)) / sqrt(n))
+    WSD                  max until D - wsd_decay_steps, then linear, cosine, exponential or minus_sqrt down to min
+
+and min behind D. The first update uses the rate of n = 0.
+"""
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+# HF's names -> megatron's
+LR_DECAY_STYLES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
+WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+
+
+class MegatronLRScheduler(OptimizerParamScheduler):
+    """megatron's scheduler with the get_last_lr() that training loops log.
+
+    Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
+    """
+
+    _last_lr: list[float] | None = None
+
+    def get_lr(self, param_group: dict) -> float:
+        return float(super().get_lr(param_group))
+
+    def step(self, increment: int = 1) -> None:
+        """Count `increment` finished steps and set every group's rate and decay for the next one."""
+        super().step(increment)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        """The rate in force, one of each group."""
+        return self._last_lr
+
+
+def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
+    """The schedule that `args` (TrainingArguments) names, over num_training_steps optimizer steps.
+
+    lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate); num_decay_steps, num_stable_steps and decay_type
+    for warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
+    ValueError for a schedule, a keyword or a number of steps that cannot be.
+    """
+    if args.lr_scheduler_type not in LR_DECAY_STYLES:
+        raise ValueError(f"lr_scheduler_type {args.lr_scheduler_type!r}: expected one of {', '.join(LR_DECAY_STYLES)}")
+    style = LR_DECAY_STYLES[args.lr_scheduler_type]
+    kwargs = dict(args.lr_scheduler_kwargs or {})
+    warmup = 0 if args.lr_scheduler_type == "constant" else warmup_steps(args, num_training_steps)
+    min_lr = kwargs.pop("min_lr", None)
+    rate = kwargs.pop("min_lr_rate", None)
+    if min_lr is None:
+        min_lr = (rate or 0.0) * args.learning_rate
+    decay_steps = kwargs.pop("num_decay_steps", None)
+    stable_steps = kwargs.pop("num_stable_steps", None)
+    decay_type = kwargs.pop("decay_type", "linear")
+    warmup = kwargs.pop("num_warmup_steps", warmup)
+    kwargs.pop("warmup_type", None)
+    if kwargs:
+        raise ValueError(f"lr_scheduler_kwargs: {', '.join(kwargs)} is not known to {args.lr_scheduler_type}")
+    end, wsd_steps = num_training_steps, None
+    if style == "WSD":
+        if stable_steps is not None:
+            end = warmup + stable_steps + (decay_steps or max(num_training_steps - warmup - stable_steps, 1))
+        wsd_steps = decay_steps if decay_steps is not None else max(end - warmup - (stable_steps or 0), 1)
+        if decay_type not in WSD_DECAY_STYLES:
+            raise ValueError(f"lr_scheduler_kwargs: decay_type {decay_type!r}: expected one of {WSD_DECAY_STYLES}")
+    elif decay_steps is not None:
+        end = decay_steps
+    if not 0 <= min_lr <= args.learning_rate:
+        raise ValueError(f"min_lr {min_lr} is not between 0 and learning_rate {args.learning_rate}")
+    if warmup >= end and style != "constant":
+        raise ValueError(
+            f"{warmup} warm-up steps leave nothing of the {end} steps to decay in: set warmup_steps below {end}"
+        )
+    return MegatronLRScheduler(
+        optimizer,
+        init_lr=0.0 if warmup else args.learning_rate,
+        max_lr=args.learning_rate,
+        min_lr=min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(end, warmup + 1),
+        lr_decay_style=style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=max(num_training_steps, 1),
+        wd_incr_style="constant",
+        wsd_decay_steps=wsd_steps,
+        lr_wsd_decay_style=decay_type if style == "WSD" else None,
+    )
+
+
+def warmup_steps(args, num_training_steps: int) -> int:
+    """Warm-up in steps: warmup_steps (below 1: a fraction, as in transformers 5), else warmup_ratio of all, rounded up."""
+    share = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio if not args.warmup_steps else None
+    return int(args.warmup_steps) if share is None else -int(-share * num_training_steps // 1)
+
+
+def decays(parameter: torch.nn.Parameter) -> bool:
+    """Weight decay is for matrices: norms and biases, whose tensors have one dimension, have none."""
+    return parameter.dim() != 1
+
+
+def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
+    """megatron's OptimizerConfig of `args` (TrainingArguments)."""
+    return OptimizerConfig(
+        optimizer=args.optim,
+        lr=args.learning_rate,
+        min_lr=0.0,  # None would break the scheduler, which reads it from each group
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_epsilon,
+        sgd_momentum=args.sgd_momentum,
+        fp16=params_dtype == torch.float16,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+        optimizer_cpu_offload=args.optimizer_cpu_offload,
+        optimizer_offload_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+        use_torch_optimizer_for_cpu_offload=args.optimizer_cpu_offload,
+        # never clipping still measures the norm
+        clip_grad=args.max_grad_norm or float("inf"),
+        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+    )
+
+
+def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
+    """megatron's optimizer over DDP-wrapped chunks: Adam or SGD, plain or distributed, with float32 master weights."""
+    optimizer = get_megatron_optimizer(get_optimizer_config(args, params_dtype), chunks)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
+            group["foreach"], group["fused"] = False, True  # one kernel for the whole update
+    for group in optimizer.param_groups:
+        group.pop("min_lr", None), group.pop("max_lr", None)  # the scheduler's own hold, for every group
+    return optimizer
+
+
+def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The same optimizer for a plain torch model: the same groups under megatron's key wd_mult."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in parameters if decays(p)], wd_mult=1.0),
+        dict(params=[p for p in parameters if not decays(p)], wd_mult=0.0),
+    ]
+    groups = [group for group in groups if group["params"]]
+    if args.optim == "sgd":
+        return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)

@@ -1,0 +1,132 @@
+"""Start and stop of the distributed world: process groups, devices, seeds. CUDA with nccl, else CPU with gloo."""
+
+import datetime
+import os
+import random
+import socket
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from . import cpu
+
+# said at import by megatron-core on every machine without them; the local layers do not need them
+warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex|full scope is deprecated)")
+cpu.apply()
+
+
+def device() -> torch.device:
+    """This rank's device: its own GPU where CUDA is there, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def is_main() -> bool:
+    """True on global rank 0: the rank that prints and writes."""
+    return rank() == 0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _stay_on_loopback() -> None:
+    """A world that fits one machine needs no other interface; gloo would pick whichever the host name resolves to."""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if one_machine and loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def start_process_group(timeout_s: float = 1800) -> None:
+    """Join the world that torchrun's variables describe, or make a world of one without torchrun.
+
+    Does nothing when a process group is there already (a test, or a host program, may have made it).
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+        backend = "nccl"
+    else:
+        _stay_on_loopback()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def initialize(args, use_mca: bool = True) -> None:
+    """Start the world for `args` (TrainingArguments): process group, megatron's groups, seeds.
+
+    With use_mca false only torch.distributed starts. Calling it again with the same layout changes nothing;
+    with another layout it is a RuntimeError, since a process can hold one layout only.
+    Collectives: group creation over all ranks.
+    """
+    start_process_group(args.ddp_timeout)
+    if use_mca:
+        _initialize_model_parallel(args)
+    set_seed(args.seed, use_mca)
+
+
+def _initialize_model_parallel(args) -> None:
+    from megatron.core import parallel_state as mpu
+
+    wanted = dict(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+    )
+    if mpu.model_parallel_is_initialized():
+        got = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+        got += (mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size())
+        if got != tuple(wanted.values())[:4]:
+            raise RuntimeError(
+                f"this process already runs with (tp, pp, vpp, cp) = {got}, and {tuple(wanted.values())[:4]} was asked "
+                "for: call mca_lite.parallel.shutdown() first"
+            )
+        return
+    mpu.initialize_model_parallel(
+        **wanted,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(args.ddp_timeout / 60)),
+        # the distributed optimizer asks for gloo twins of the data-parallel groups
+        create_gloo_process_groups=True,
+    )
+
+
+def set_seed(seed: int, use_mca: bool = True) -> None:
+    """Seed python, numpy and torch, and megatron's per-rank dropout states. Megatron wants seeds above 0."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    if use_mca:
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 1)
+
+
+def barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def shutdown() -> None:
+    """Close what `initialize` opened, on every rank. For a clean end only: after a failure of a rank it would wait."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""What is said at the start of a run, and how much work a step is."""
+
+from . import parallel
+from .report import model_flops_per_token
+
+
+def run_summary(trainer, plan) -> dict[str, dict]:
+    """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by itself."""
+    args, state = trainer.args, trainer.state
+    config = getattr(trainer.model, "config", None)
+    total, trained = trainer.backend.num_parameters()
+    megatron = hasattr(config, "tensor_model_parallel_size")
+    sections = {
+        "model": {
+            "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
+            "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
+            "parameters on this rank": f"{total:,} ({trained:,} trained)",
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        },
+        "layout": {
+            "backend": f"megatron-core, {config.transformer_impl} layers" if megatron else "plain torch DDP",
+            "world": f"{args.world_size} ranks on {parallel.device().type}",
+            "tensor x pipeline x data": f"{args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size} x "
+            f"{trainer.backend.dp_size}",
+        },
+        "steps": {
+            "global batch": f"{plan.global_batch_size} samples = micro-batch {plan.micro_batch_size} x accumulation "
+            f"{args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
+            "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} samples)",
+            "from step": state.global_step,
+        },
+    }
+    for notes in (args.notes,) if args.notes else ():
+        sections["chosen"] = {str(i + 1): note for i, note in enumerate(notes)}
+    return {**sections, **trainer.extra_summary}
+
+
+def step_flops(model, tokens: float, seq_length: float) -> float:
+    """Model FLOPs of a step with `tokens` tokens in rows of seq_length, as report.model_flops_per_token counts them.
+
+    0.0 for a model whose sizes are not known.
+    """
+    config = getattr(model, "config", None)
+    if hasattr(config, "num_query_groups"):
+        sizes = dict(
+            num_layers=config.num_layers,
+            num_query_groups=config.num_query_groups,
+            head_dim=config.kv_channels,
+            ffn_hidden_size=config.ffn_hidden_size,
+        )
+    elif all(hasattr(config, n) for n in ("num_hidden_layers", "num_key_value_heads", "intermediate_size")):
+        sizes = dict(
+            num_layers=config.num_hidden_layers,
+            num_query_groups=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            ffn_hidden_size=config.intermediate_size,
+        )
+    else:
+        return 0.0
+    shared = dict(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads, vocab_size=config.vocab_size)
+    return tokens * model_flops_per_token(**sizes, **shared, seq_length=seq_length)

@@ -1,0 +1,396 @@
+"""McaTrainer: the training loop. It has no base class and knows no parallelism; a backend does.
+
+The objective speaks megatron's contract, which both backends run:
+    forward_step(iterator, model) -> (output, loss_func);   loss_func(output) -> (loss, tokens, metrics)
+A metric is a pair (sum, count); pairs are summed over micro-batches, ranks and steps, and divided when they are shown.
+"""
+
+import functools
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import checkpoint, parallel
+from .backend_megatron import MegatronBackend
+from .backend_torch import TorchBackend
+from .callbacks import BestModel, EarlyStopping, TrainerCallback, TrainerControl, TrainerState
+from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
+from .data import BatchPlan, Collator, make_loader
+from .models import VirtualModels
+from .optim import get_megatron_lr_scheduler
+from .packing import get_ltor_masks_and_position_ids
+from .report import Report, Throughput, peak_flops, peak_memory_gib
+from .summary import run_summary, step_flops
+
+
+class TrainOutput(NamedTuple):
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class EvalLoopOutput(NamedTuple):
+    predictions: None
+    label_ids: None
+    metrics: dict[str, float]
+    num_samples: int
+
+
+class McaTrainer:
+    """Trains `model` on `train_dataset`.
+
+    model: VirtualModels (megatron backend) or a transformers model (torch backend). args: TrainingArguments.
+    tokenizer: saved beside the model; its padding token is used. data_collator: list of samples -> {"input_ids", "labels",
+    "attention_mask"} [b, s] with labels already shifted (labels[t] is the target of position t) and padded on the right;
+    None: pads samples {"input_ids", "labels"} that are shifted themselves. Datasets are map-style.
+    """
+
+    metrics_keys = ["loss"]
+    _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
+
+    def __init__(
+        self,
+        model=None,
+        args=None,
+        tokenizer=None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        callbacks: list[TrainerCallback] | None = None,
+        shuffle: bool = True,
+        summary: dict[str, Any] | None = None,
+    ):
+        parallel.start_process_group(args.ddp_timeout)
+        self.args, self.model, self.tokenizer = args, model, tokenizer
+        self.backend = (MegatronBackend if isinstance(model, VirtualModels) else TorchBackend)(model, args)
+        self.models = self.backend.chunks
+        pad = getattr(tokenizer, "pad_token_id", None) or 0
+        self.data_collator = data_collator or Collator(pad)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.shuffle, self.extra_summary = shuffle, summary or {}
+        self.optimizer = self.lr_scheduler = None
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.report = Report(
+            is_main=parallel.is_main(),
+            output_dir=args.output_dir,
+            report_to=args.report_to,
+            plot_loss=args.plot_loss,
+            run_name=args.run_name,
+            disable_tqdm=args.disable_tqdm,
+            config=args.to_dict(),
+        )
+        self.callbacks = list(callbacks or [])
+        if args.eval_strategy != "no":
+            self.callbacks.append(BestModel())
+        if args.early_stopping_patience is not None:
+            self.callbacks.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
+        self.callbacks.append(self.report)
+
+    # -- the loop
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train to max_steps or num_train_epochs -> (global_step, mean loss per trained token, metrics).
+
+        resume_from_checkpoint: a path, True or "auto" (the newest complete one in output_dir, if any), None: args'.
+        Every rank must call it, with as many samples in train_dataset.
+        """
+        plan = self._prepare_train_loop(resume_from_checkpoint)
+        state, throughput, started = self.state, self._throughput(), time.perf_counter()
+        epoch, step = divmod(state.global_step, plan.steps_per_epoch)
+        loader = iter(self._train_loader(plan, epoch, step))
+        whole_run, window = self._zeros(), self._zeros()
+        self._notify("on_train_begin")
+        while state.global_step < state.max_steps and not self.control.should_stop:
+            throughput.start()
+            data, seq_length, totals = self._get_step_iterator_and_seq_length(loader, plan, step)
+            loss, metrics, skipped, grad_norm, num_zeros = self.training_step(self.models, data, seq_length)
+            totals += self._sum_metrics(metrics)
+            totals = self.backend.reduce(totals)
+            window, whole_run = window + totals, whole_run + totals
+            samples = plan.num_samples_of(step)
+            step += 1
+            self._advance(plan, samples, totals, throughput, step)
+            extra = {"grad_norm": grad_norm, "skipped_iter": skipped}
+            if num_zeros is not None:
+                extra["num_zeros_in_grad"] = num_zeros
+            window = self._after_step(window, throughput, extra, end_of_epoch=step == plan.steps_per_epoch)
+            epoch, step = (epoch + 1, 0) if step == plan.steps_per_epoch else (epoch, step)
+        return self._finish(whole_run, time.perf_counter() - started)
+
+    def training_step(self, models, data_iterator, seq_length: int):
+        """One optimizer step over the micro-batches of `data_iterator`
+        -> (loss: mean per token of this rank's micro-batches, metrics of each micro-batch, skipped_iter 0 or 1,
+        grad_norm before clipping, zeros in the gradient or None).
+
+        On pipeline stages before the last the loss is 0 and the metrics are []. Collectives: those of the schedule, the
+        gradient reduction and the optimizer.
+        """
+        self.backend.train_mode(True)
+        micro_batches = list(data_iterator)
+        metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
+        updated, grad_norm, num_zeros = self.backend.step()
+        if updated:
+            self.lr_scheduler.step(1)
+        total, count = self._sum_metrics(metrics)[:2]
+        return total / max(count, 1), metrics, int(not updated), grad_norm, num_zeros
+
+    # -- the objective
+
+    def forward_step(self, data_iterator: Iterator, model):
+        """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
+        inputs = self._prepare_train_inputs(data_iterator)
+        return model(**inputs), functools.partial(self._post_compute_loss, inputs["labels"])
+
+    def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, torch.Tensor | None]:
+        """The next micro-batch as the model takes it, on this rank's device. Causal: no mask is built."""
+        batch = next(data_iterator)
+        inputs = {k: batch[k].to(parallel.device(), non_blocking=True) for k in ("input_ids", "labels")}
+        attention_mask, position_ids = get_ltor_masks_and_position_ids(inputs["input_ids"], build_attention_mask=False)
+        return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}
+
+    def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
+        """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)})."""
+        total, count = losses.sum(), (labels != IGNORE_INDEX).sum()
+        # megatron divides `total` in place afterwards: the metric is a copy
+        metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
+        return total * self._micro_batch_weight, count.int(), metrics
+
+    _micro_batch_weight = 1.0
+
+    # -- data
+
+    def get_train_dataloader(self):
+        """A DataLoader of this data parallel rank's micro-batches, epoch after epoch."""
+        return self._train_loader(self._plan(self.train_dataset), 0, 0)
+
+    def _plan(self, dataset, training: bool = True) -> BatchPlan:
+        if dataset is None or not hasattr(dataset, "__len__"):
+            raise ValueError(f"{'train' if training else 'eval'}_dataset: expected a dataset with a length, got {dataset!r}")
+        args = self.args
+        return BatchPlan(
+            len(dataset),
+            args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            # evaluation takes as many micro-batches at once: a pipeline wants more than one
+            args.gradient_accumulation_steps,
+            self.backend.dp_rank,
+            self.backend.dp_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=self.shuffle and training,
+        )
+
+    def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
+        workers = self.args.dataloader_num_workers
+        return make_loader(self.train_dataset, self.data_collator, plan, epoch, step, num_workers=workers)
+
+    def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
+        """(this rank's micro-batches of the step, their length, the step's counts as _zeros() has them)."""
+        real = plan.num_micro_batches(step)
+        batches = [self._checked(next(loader)) for _ in range(real)]
+        tokens = sum(int(b["attention_mask"].sum()) if "attention_mask" in b else b["input_ids"].numel() for b in batches)
+        for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
+            batches.append({**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORE_INDEX)})
+        multiple = self.backend.length_multiple
+        lengths = [-(-b["input_ids"].shape[1] // multiple) * multiple for b in batches]
+        if self.backend.needs_equal_lengths:
+            lengths = [max(lengths)] * len(batches)
+        batches = [self._pad(batch, length) for batch, length in zip(batches, lengths, strict=True)]
+        if not self.args.calculate_per_token_loss:  # empty micro-batches have no part in the mean over micro-batches
+            filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
+            self._micro_batch_weight = len(batches) * plan.dp_size / filled
+        totals = self._zeros()
+        if self.backend.is_last_stage:
+            totals[-2], totals[-1] = tokens, sum(b["input_ids"].numel() for b in batches)
+        return batches, max(lengths), totals
+
+    def _checked(self, batch: dict) -> dict:
+        """The language inputs of a batch; ValueError for what would give wrong numbers in silence."""
+        missing = [k for k in ("input_ids", "labels") if k not in batch]
+        if missing:
+            raise ValueError(f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted")
+        batch = {k: torch.as_tensor(batch[k]) for k in self._language_input_names if k in batch}
+        if batch["labels"].shape != batch["input_ids"].shape:
+            raise ValueError(
+                f"labels {tuple(batch['labels'].shape)} and input_ids {tuple(batch['input_ids'].shape)} differ in shape"
+            )
+        mask = batch.get("attention_mask")
+        if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
+            raise ValueError("attention_mask has padding on the left: set the tokenizer's padding_side to 'right'")
+        positions = batch.pop("position_ids", None)
+        if positions is not None and not (positions == torch.arange(positions.shape[-1])).all():
+            raise ValueError("position_ids other than 0, 1, 2, ... are not taken: leave them out of the batch")
+        return batch
+
+    def _pad(self, batch: dict, length: int) -> dict:
+        more = length - batch["input_ids"].shape[1]
+        if not more:
+            return batch
+        values = {"input_ids": getattr(self.tokenizer, "pad_token_id", None) or 0, "labels": IGNORE_INDEX}
+        return {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
+
+    # -- numbers: a vector (sum, count) a metric, then the step's tokens without and with padding
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(2 * len(self.metrics_keys) + 2, dtype=torch.float64, device=parallel.device())
+
+    def _sum_metrics(self, metrics: list[dict]) -> torch.Tensor:
+        totals = self._zeros()
+        for i, key in enumerate(self.metrics_keys):
+            for of_micro_batch in metrics:
+                totals[2 * i : 2 * i + 2] += of_micro_batch[key].to(totals.dtype)
+        return totals
+
+    def _means(self, totals: torch.Tensor) -> dict[str, float]:
+        values = totals.tolist()
+        return {key: values[2 * i] / max(values[2 * i + 1], 1) for i, key in enumerate(self.metrics_keys)}
+
+    def _throughput(self) -> Throughput:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        return Throughput(self.args.world_size, peak_flops(name, dtype))
+
+    # -- around a step
+
+    def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
+        args, plan = self.args, self._plan(self.train_dataset)
+        max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * plan.steps_per_epoch)
+        self.state = TrainerState(max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch)
+        self.control = TrainerControl()
+        if self.optimizer is None:
+            self.create_optimizer()
+        self.create_scheduler(max_steps)
+        self._load_from_checkpoint(args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint)
+        self.report.summary(run_summary(self, plan))
+        return plan
+
+    def create_optimizer(self):
+        self.optimizer = self.backend.create_optimizer()
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = get_megatron_lr_scheduler(self.args, num_training_steps, optimizer)
+        return self.lr_scheduler
+
+    def _advance(self, plan, samples, totals, throughput, step) -> None:
+        state, (tokens, positions) = self.state, totals[-2:].tolist()
+        state.global_step += 1
+        state.consumed_samples += samples
+        state.consumed_tokens += int(tokens)
+        state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
+        throughput.stop(int(tokens), int(positions), samples, step_flops(self.model, tokens, positions / max(samples, 1)))
+
+    def _after_step(self, window, throughput, extra, end_of_epoch: bool) -> torch.Tensor:
+        """Log, evaluate and save where it is time -> the window of the next log."""
+        args, state, control = self.args, self.state, self.control
+        last = state.global_step >= state.max_steps
+        control.should_log = state.global_step % args.logging_steps == 0 or last
+        control.should_evaluate = self._is_time(args.eval_strategy, args.eval_steps, end_of_epoch, last)
+        control.should_save = self._is_time(args.save_strategy, args.save_steps, end_of_epoch, last)
+        self._notify("on_step_end")
+        if control.should_log:
+            self._log({**self._means(window), **extra, **throughput.take()})
+            window = self._zeros()
+        if control.should_evaluate and self.eval_dataset is not None:
+            self.evaluate()
+        if control.should_save:
+            self._save_checkpoint()
+        return window
+
+    def _is_time(self, strategy: str, interval: int | None, end_of_epoch: bool, last: bool) -> bool:
+        if strategy == "no":
+            return False
+        return last or (end_of_epoch if strategy == "epoch" else self.state.global_step % interval == 0)
+
+    def _log(self, numbers: dict) -> None:
+        state = self.state
+        logs = {"step": state.global_step, "epoch": state.epoch, **numbers}
+        logs.update(learning_rate=self.lr_scheduler.get_last_lr()[0], consumed_samples=state.consumed_samples)
+        logs.update(consumed_tokens=state.consumed_tokens, peak_memory_gib=peak_memory_gib())
+        state.log_history.append(logs)
+        self._notify("on_log", logs=logs)
+
+    def _notify(self, event: str, **kwargs) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.args, self.state, self.control, trainer=self, **kwargs)
+
+    def _finish(self, whole_run: torch.Tensor, seconds: float) -> TrainOutput:
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            checkpoint.load_model(self.state.best_model_checkpoint, self.backend)
+            self.report.print(f"loaded the best checkpoint {self.state.best_model_checkpoint}")
+        if parallel.is_main():
+            os.makedirs(self.args.output_dir, exist_ok=True)
+            self.state.save(os.path.join(self.args.output_dir, TRAINER_STATE_NAME))
+        self._notify("on_train_end")
+        loss = self._means(whole_run)["loss"]
+        return TrainOutput(self.state.global_step, loss, {"train_loss": loss, "train_runtime": seconds})
+
+    # -- evaluation
+
+    def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Metrics over the whole set, sum / count over all ranks. Collective."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        plan = self._plan(dataset, training=False)
+        loader = make_loader(dataset, self.data_collator, plan, num_epochs=1)
+        metrics = self.evaluation_loop(loader, "evaluation", metric_key_prefix=metric_key_prefix).metrics
+        self.state.log_history.append({"step": self.state.global_step, "epoch": self.state.epoch, **metrics})
+        self.report.log(self.state.log_history[-1])
+        self._notify("on_evaluate", metrics=metrics)
+        return metrics
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Forward passes over a loader of get_train_dataloader's kind -> metrics and the number of samples."""
+        plan, batches = dataloader.batch_sampler.plan, iter(dataloader)
+        weight, self._micro_batch_weight = self._micro_batch_weight, 1.0
+        self.backend.train_mode(False)
+        totals = self._zeros()
+        for step in range(plan.steps_per_epoch):
+            data, seq_length, counts = self._get_step_iterator_and_seq_length(batches, plan, step)
+            totals += counts + self._sum_metrics(
+                self.backend.forward_backward(self.forward_step, data, seq_length, forward_only=True)
+            )
+        self.backend.train_mode(True)
+        self._micro_batch_weight = weight
+        means = self._means(self.backend.reduce(totals))
+        metrics = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
+        return EvalLoopOutput(None, None, metrics, plan.num_samples)
+
+    # -- files
+
+    def _save_checkpoint(self) -> None:
+        folder = checkpoint.save(self)
+        self._notify("on_save", path=str(folder))
+        checkpoint.write_state_and_prune(self, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        """Continue where a checkpoint stopped: weights, optimizer, schedule, random states, position in the data."""
+        folder = checkpoint.find(self.args, resume_from_checkpoint, self.report.print)
+        if folder is not None:
+            checkpoint.load(folder, self)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All ranks must call it.
+
+        Hugging Face's format with save_hf_model; else, or without save_only_model on an internal call, a checkpoint.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.save_hf_model:
+            self.backend.export_hf(folder, self.args.max_shard_size)
+        else:
+            checkpoint.save_model(folder, self.backend)
+        if self.tokenizer is not None and parallel.is_main():
+            self.tokenizer.save_pretrained(folder)
+        parallel.barrier()

@@ -1,0 +1,479 @@
+"""The log, the progress line, the callbacks, the rates, the embedded example and the shipped configurations."""
+
+import importlib.util
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers import TrainerState as HFTrainerState
+
+from mca_lite import report as report_module
+from mca_lite.arguments import parse_args
+from mca_lite.callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
+from mca_lite.report import (
+    Report,
+    Throughput,
+    format_duration,
+    format_progress,
+    format_summary,
+    model_flops_per_token,
+    peak_flops,
+    peak_memory_gib,
+    read_log,
+    smooth,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "configs" / "tiny"
+ARGS = SimpleNamespace(metric_for_best_model="loss", greater_is_better=None)
+
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra plot")
+
+
+class Clock:
+    """A clock that shows what the test says."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_report(tmp_path, **options):
+    options = {"is_main": True, "output_dir": str(tmp_path), "disable_tqdm": True, **options}
+    return Report(**options)
+
+
+def begin(report, **state):
+    state = TrainerState(**state)
+    report.on_train_begin(ARGS, state, TrainerControl())
+    return state
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "trainer_log.jsonl").read_text().splitlines()]
+
+
+# trainer_state.json
+
+
+def test_state_survives_a_round_trip_and_bears_hugging_face_names(tmp_path):
+    state = TrainerState(
+        global_step=7, epoch=0.7, max_steps=10, num_train_epochs=1.0, consumed_samples=56, consumed_tokens=900,
+        log_history=[{"step": 5, "loss": 1 / 3}], best_metric=0.1, best_step=5, best_model_checkpoint="checkpoint-5",
+    )  # fmt: skip
+    path = tmp_path / "trainer_state.json"
+    state.save(str(path))
+    assert TrainerState.load(str(path)) == state
+    written = json.loads(path.read_text())
+    hf_names = set(HFTrainerState.__dataclass_fields__)
+    assert set(written) - hf_names == {"consumed_samples", "consumed_tokens"}
+    assert written["best_global_step"] == 5
+
+
+def test_state_file_of_hugging_face_is_read(tmp_path):
+    path = tmp_path / "trainer_state.json"
+    HFTrainerState(global_step=3, epoch=0.5, best_global_step=2, max_steps=9).save_to_json(str(path))
+    state = TrainerState.load(str(path))
+    assert (state.global_step, state.epoch, state.best_step, state.max_steps) == (3, 0.5, 2, 9)
+
+
+@pytest.mark.parametrize("content", ['{"global_step": 1', "[]", "{}"])
+def test_broken_state_file_is_named(tmp_path, content):
+    path = tmp_path / "trainer_state.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="trainer_state.json.*another checkpoint"):
+        TrainerState.load(str(path))
+
+
+# best model and early stopping
+
+
+def evaluate(callback, state, step, **metrics):
+    control = TrainerControl()
+    state.global_step = step
+    callback.on_evaluate(ARGS, state, control, metrics)
+    return control
+
+
+def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
+    best, state = BestModel(), TrainerState()
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, math.nan)):
+        control = evaluate(best, state, step, eval_loss=loss)
+        assert control.should_save == (step <= 2)
+        best.on_save(ARGS, state, control, f"checkpoint-{step}")
+    assert (state.best_metric, state.best_step, state.best_model_checkpoint) == (1.0, 2, "checkpoint-2")
+
+
+def test_best_model_finds_a_checkpoint_saved_before_the_evaluation():
+    best, state = BestModel(), TrainerState(global_step=4)
+    best.on_save(ARGS, state, TrainerControl(), "checkpoint-4")
+    assert not evaluate(best, state, 4, eval_loss=1.0).should_save
+    assert state.best_model_checkpoint == "checkpoint-4"
+
+
+def test_best_model_takes_the_direction_from_the_name_of_the_metric():
+    best, state = BestModel(metric="accuracy"), TrainerState()
+    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
+        evaluate(best, state, step, eval_accuracy=accuracy, eval_loss=1.0)
+    assert state.best_step == 2
+    reversed_best, state = BestModel(metric="eval_accuracy", greater_is_better=False), TrainerState()
+    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
+        evaluate(reversed_best, state, step, eval_accuracy=accuracy)
+    assert state.best_step == 3
+
+
+def test_missing_metric_is_an_error_that_names_what_there_is():
+    with pytest.raises(ValueError, match="no eval_bleu, only eval_loss: set metric_for_best_model"):
+        evaluate(BestModel(metric="bleu"), TrainerState(), 1, eval_loss=1.0)
+
+
+def test_early_stopping_counts_evaluations_in_a_row_and_respects_the_threshold():
+    # gains: 1.0 (first), 0.5 > 0.1, 0.05 not, 0.2 since the best > 0.1, then three without
+    losses = (2.0, 1.5, 1.45, 1.3, 1.25, 1.4, 1.3)
+    stopping, state = EarlyStopping(patience=3, threshold=0.1), TrainerState()
+    stopping.on_train_begin(ARGS, state, TrainerControl())
+    stops = [evaluate(stopping, state, step, eval_loss=loss).should_stop for step, loss in enumerate(losses)]
+    assert stops == [False] * 6 + [True]
+
+
+def test_early_stopping_goes_on_counting_after_a_resume():
+    history = [{"step": 1, "eval_loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.1}]
+    stopping, state = EarlyStopping(patience=2), TrainerState(global_step=2, log_history=history)
+    stopping.on_train_begin(ARGS, state, TrainerControl())
+    assert stopping.evaluations_without_gain == 1
+    assert evaluate(stopping, state, 3, eval_loss=1.0).should_stop
+
+
+@pytest.mark.parametrize("options", [{"patience": 0}, {"patience": 1, "threshold": -0.5}])
+def test_early_stopping_refuses_numbers_that_mean_nothing(options):
+    with pytest.raises(ValueError, match="early_stopping_"):
+        EarlyStopping(**options)
+
+
+# trainer_log.jsonl and the progress line
+
+
+def test_log_holds_unrounded_numbers_as_they_were_given(tmp_path):
+    report = make_report(tmp_path)
+    begin(report, max_steps=2)
+    report.log({"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": torch.tensor(0.5)})
+    assert lines(tmp_path) == [{"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": 0.5}]
+    report.on_log(ARGS, TrainerState(), TrainerControl(), {"step": 2, "eval_loss": 0.25})  # flushed line by line
+    assert lines(tmp_path)[1] == {"step": 2, "eval_loss": 0.25}
+
+
+def test_resumed_log_is_cut_after_the_resumed_step_and_a_torn_line_goes(tmp_path):
+    old = "".join(json.dumps({"step": step, "loss": step / 7}) + "\n" for step in (1, 2, 3))
+    (tmp_path / "trainer_log.jsonl").write_text(old + '{"step": 4, "lo')
+    report = make_report(tmp_path)
+    begin(report, global_step=2, max_steps=9)
+    report.log({"step": 3, "loss": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "loss": 1 / 7}, {"step": 2, "loss": 2 / 7}, {"step": 3, "loss": 0.5}]
+
+
+def test_new_run_starts_an_empty_log(tmp_path):
+    (tmp_path / "trainer_log.jsonl").write_text('{"step": 1}\n')
+    begin(make_report(tmp_path), max_steps=9)
+    assert lines(tmp_path) == []
+
+
+def test_broken_line_within_a_log_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="log.jsonl:2"):
+        read_log(str(tmp_path / "log.jsonl"))
+
+
+def test_other_ranks_print_and_write_nothing(tmp_path, capsys):
+    report = make_report(tmp_path, is_main=False, disable_tqdm=False)
+    state = begin(report, max_steps=2)
+    report.log({"step": 1, "loss": 1.0})
+    report.on_step_end(ARGS, state, TrainerControl())
+    report.on_train_end(ARGS, state, TrainerControl())
+    report.summary({"model": {"name": "x"}})
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_twice_with_one_report_works(tmp_path):
+    report = make_report(tmp_path)
+    for _ in range(2):
+        state = begin(report, max_steps=1)
+        report.log({"step": 1, "loss": 1.0})
+        report.on_train_end(ARGS, state, TrainerControl())
+    assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
+    clock = Clock()
+    report = make_report(tmp_path, clock=clock)
+    begin(report, global_step=10, max_steps=30)
+    clock.now = 40.0  # 10 steps in 40 s: 10 more take 40 s
+    report.log({
+        "step": 20, "epoch": 0.128, "loss": 2.34564, "grad_norm": 1.2345, "learning_rate": 1e-4, "skipped_iter": 0,
+        "tokens_per_second": 12345.6, "consumed_samples": 640, "peak_memory_gib": 0.4,
+    })  # fmt: skip
+    expected = "step 20/30  epoch 0.13  loss 2.3456  grad_norm 1.23  lr 1.0e-04  12.3k tokens/s  eta 40s\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_progress_line_shows_skipped_steps_and_metrics_of_the_objective():
+    line = format_progress({"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5}, max_steps=4)
+    assert line == "step 3/4  loss 1.0000  skipped_iter 2  eval_loss 0.5000"
+
+
+def test_bar_counts_steps_and_lets_lines_through(tmp_path, capsys):
+    report = make_report(tmp_path, disable_tqdm=False)
+    state = begin(report, max_steps=4)
+    state.global_step = 3
+    report.on_step_end(ARGS, state, TrainerControl())
+    report.log({"step": 3, "loss": 1.5})
+    report.print("saved")
+    report.on_train_end(ARGS, state, TrainerControl())
+    out, err = capsys.readouterr()
+    assert out.strip() == "saved"
+    assert "3/4" in err and "loss 1.5000" in err
+
+
+def test_durations_read_well():
+    assert [format_duration(s) for s in (-1, 58.4, 80, 7500)] == ["0s", "58s", "1m20s", "2h05m"]
+
+
+def test_summary_lists_sections_in_one_column():
+    text = format_summary({"model": {"layers": 4, "parameters": 1234567, "name": None}, "empty": {"x": None},
+                           "batch": {"sizes": [1, 2], "packing": False, "rate": 1e-4}})  # fmt: skip
+    assert text.splitlines() == [
+        "model",
+        "  layers      4",
+        "  parameters  1,234,567",
+        "batch",
+        "  sizes       1, 2",
+        "  packing     no",
+        "  rate        0.0001",
+    ]
+
+
+# trackers and the plot
+
+
+def hide(monkeypatch, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        report_module.importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest)
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "extra"),
+    [
+        ("tensorboard", {"report_to": ["tensorboard"]}, "tensorboard"),
+        ("wandb", {"report_to": ["wandb"]}, "wandb"),
+        ("matplotlib", {"plot_loss": True}, "plot"),
+    ],
+)
+def test_missing_package_is_an_error_on_every_rank_that_names_the_extra(tmp_path, monkeypatch, package, options, extra):
+    hide(monkeypatch, package)
+    for is_main in (True, False):
+        with pytest.raises(ValueError, match=rf"mca-lite\[{extra}\]"):
+            make_report(tmp_path, is_main=is_main, **options)
+
+
+def test_unknown_tracker_is_an_error_and_none_is_not(tmp_path):
+    assert make_report(tmp_path, report_to="none").trackers == []
+    with pytest.raises(ValueError, match="'mlflow', expected any of tensorboard, wandb or none"):
+        make_report(tmp_path, report_to=["mlflow"])
+
+
+def test_trackers_get_every_number_under_the_step(tmp_path, monkeypatch):
+    written, calls = [], []
+    writer = SimpleNamespace(add_scalar=lambda *values: written.append(values), close=lambda: calls.append("close"))
+    run = SimpleNamespace(log=lambda logs, step: calls.append((logs, step)), finish=lambda: calls.append("finish"))
+    tensorboard = SimpleNamespace(SummaryWriter=lambda folder, purge_step: calls.append(purge_step) or writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
+    monkeypatch.setattr(report_module, "_require", lambda *args, **options: None)
+    report = make_report(tmp_path, report_to=["tensorboard", "wandb"])
+    state = begin(report, global_step=4, max_steps=9)
+    report.log({"step": 5, "loss": 0.5, "eval_loss": 0.25})
+    report.on_train_end(ARGS, state, TrainerControl())
+    assert written == [("train/loss", 0.5, 5), ("eval/loss", 0.25, 5)]
+    assert calls == [5, ({"loss": 0.5, "eval_loss": 0.25}, 5), "close", "finish"]
+
+
+def test_smoothing_is_a_weighted_mean_that_does_not_start_at_zero():
+    # w = 1/2: (1), (1/2 * 1 + 3) / (1/2 + 1), (1/4 * 1 + 1/2 * 3 + 5) / (1/4 + 1/2 + 1)
+    assert smooth([1.0, 3.0, 5.0], weight=0.5) == pytest.approx([1.0, 3.5 / 1.5, 6.75 / 1.75])
+    assert smooth([2.0] * 5) == pytest.approx([2.0] * 5)
+
+
+@needs_matplotlib
+def test_plot_is_a_picture_of_the_whole_log(tmp_path):
+    report = make_report(tmp_path, plot_loss=True)
+    state = begin(report, max_steps=3)
+    for step in (1, 2, 3):
+        report.log({"step": step, "loss": 1 / step})
+    report.log({"step": 3, "eval_loss": 0.5})
+    report.on_train_end(ARGS, state, TrainerControl())
+    assert (tmp_path / "training_loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# speed
+
+
+def test_throughput_is_tokens_over_time_since_the_last_line():
+    clock = Clock()
+    throughput = Throughput(world_size=4, peak_flops=1e12, clock=clock)
+    assert throughput.take() == {}
+    for seconds, tokens, positions in ((1.0, 300, 400), (3.0, 500, 600)):
+        throughput.start()
+        clock.now += seconds
+        throughput.stop(tokens, positions, samples=2, model_flops=4e12)
+        clock.now += 100.0  # between steps (saving, evaluation) no time is counted
+    rates = throughput.take()
+    assert rates == pytest.approx({
+        "step_time_s": 2.0,
+        "tokens_per_second": 200.0,  # 800 tokens in 4 s
+        "tokens_per_second_per_device": 50.0,
+        "padding_fraction": 0.2,  # 200 of 1000
+        "tflops_per_device": 0.5,  # 8e12 in 4 s on 4 devices
+        "mfu": 0.5,
+    })  # fmt: skip
+    assert throughput.take() == {}
+    assert (throughput.total_samples, throughput.total_tokens, throughput.total_time_s) == (4, 800, 4.0)
+
+
+def test_throughput_without_a_known_peak_or_count_leaves_those_keys_out():
+    throughput = Throughput()
+    throughput.start()
+    throughput.stop(1, 1)
+    assert not {"mfu", "tflops_per_device"} & set(throughput.take())
+    throughput.start()
+    throughput.stop(1, 1, model_flops=1.0)
+    assert "mfu" not in throughput.take()
+
+
+def test_flops_of_a_model_counted_by_hand():
+    # h=4, 2 heads of 3, 1 group, ffn 5, V 7. Weights of a layer: q 4*6, k and v 2*4*3, output 6*4, MLP 3*4*5: 132.
+    # Core of a token at L=10, causal: half of 2 matrices * 2 FLOPs * 10 positions * 6 = 120 forward, three times that
+    # with the backward pass = 360. Logits 4*7 weights.
+    sizes = dict(hidden_size=4, num_layers=2, num_attention_heads=2, num_query_groups=1, head_dim=3, ffn_hidden_size=5,
+                 vocab_size=7, seq_length=10)  # fmt: skip
+    assert model_flops_per_token(**sizes) == 2 * (6 * 132 + 360) + 6 * 28
+    assert model_flops_per_token(**sizes, gated_mlp=False) == 2 * (6 * (132 - 20) + 360) + 6 * 28
+
+
+def test_flops_of_qwen3_8b_are_six_per_weight_and_the_core():
+    sizes = dict(hidden_size=4096, num_layers=36, num_attention_heads=32, num_query_groups=8, head_dim=128,
+                 ffn_hidden_size=12288, vocab_size=151936)  # fmt: skip
+    weights = 8_190_735_360 - 151936 * 4096  # the model's parameters without the embedding table
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096
+    assert model_flops_per_token(**sizes, seq_length=0) == 6 * (weights - norms)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GB200", None),
+        ("", None),
+    ],
+)
+def test_peak_is_known_by_name_or_not_at_all(name, peak):
+    assert peak_flops(name, torch.bfloat16) == peak_flops(name, "fp16") == peak
+    assert peak_flops(name, torch.float32) is None
+
+
+def test_peak_memory_is_in_gib():
+    assert psutil.Process().memory_info().rss / 2**30 * 0.9 < peak_memory_gib() < 64
+
+
+# the embedded example and the shipped configurations
+
+
+def test_example_script_writes_the_committed_bytes(tmp_path):
+    subprocess.run([sys.executable, str(TINY / "make.py"), str(tmp_path)], check=True)
+    made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(made) == 7
+    for name in made:
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), f"make.py writes another {name}"
+
+
+def test_example_holds_out_what_it_asks_and_stays_small():
+    def answers(name):
+        records = [json.loads(line) for line in (TINY / name).read_text().splitlines()]
+        return {m["content"] for record in records for m in record["messages"] if m["role"] == "assistant"}
+
+    heldout = answers("heldout.jsonl")
+    assert len(heldout) == 200 and not heldout & answers("sft.jsonl")
+    assert not any(date in (TINY / "pt.jsonl").read_text() for date in heldout)
+    assert sum(path.stat().st_size for path in TINY.rglob("*") if "__pycache__" not in path.parts) < 1_000_000
+
+
+def test_example_template_marks_the_answers_and_their_stop_token():
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    turns = [("user", "Say 1."), ("assistant", "1999"), ("user", "Again."), ("assistant", "ok")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    kept = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(kept) == "1999<|im_end|>ok<|im_end|>"
+    assert tokenizer.tokenize("1999") == ["1", "9", "9", "9"]
+
+
+def test_example_tokenizer_gives_any_text_back():
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    rng = random.Random(0)
+    for text in ["Zürich\n\n  ok 12 — ½ ", "".join(chr(rng.randrange(32, 0x3000)) for _ in range(200))]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# The published sizes of the models that the real configurations name, and the world that their first lines start.
+REAL = {
+    "qwen3_0.6b_pt": (8, dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16)),
+    "qwen3_4b_sft_one_gpu": (1, dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32)),
+    "qwen3_8b_sft": (8, dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32)),
+    "llama3_70b_sft_multinode": (64, dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64)),
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configuration_parses_and_fits_its_model_and_world(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    world_size, sizes = REAL.get(path.stem, (2, None))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    words = []
+    if sizes is not None:  # the model is on a hub, which a test cannot ask: a config.json of the same sizes stands in
+        config = json.loads((TINY / "model" / "config.json").read_text()) | sizes | {"num_key_value_heads": 8}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        words = [f"model_name_or_path={tmp_path}"]
+    run = parse_args([str(path), *words])
+    assert run.warnings == []
+    training = run.training
+    assert training.train_global_batch_size == training.global_batch_size
+    assert training.world_size == training.model_parallel_size * training.data_parallel_size
+    assert isinstance(training.lr_scheduler_kwargs.get("min_lr", 0.0), float)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configuration_starts_with_the_command_that_runs_it(path):
+    text = path.read_text()
+    head = text.split("\nmodel_name_or_path")[0]
+    assert f"train.py configs/{path.name}" in head
+    assert path.stem not in REAL or ("torchrun" in head and "sbatch" in head)
