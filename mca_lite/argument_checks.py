@@ -220,7 +220,7 @@ def _cast_list(value: Any, kind: Any) -> list:
 
 def _cast_dict(value: Any) -> dict:
     value = _parse(value) if isinstance(value, str) else value
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError('expected a mapping, as YAML or as JSON text such as {"key": 1}')
     return dict(value)
 
@@ -512,7 +512,7 @@ def _normalise_layout(args: Any, bad: set[str]) -> list[Problem]:
         layout, pp = args.pipeline_model_parallel_layout.replace(" ", ""), args.pipeline_model_parallel_size
         reason = layout_defect(layout, pp)
         if reason:
-            suggestion = f"{key}: {balanced_layout(4 * pp, pp)} (for {4 * pp} layers)"
+            suggestion = f"{key}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
             problems.append(Problem(key, layout, reason, suggestion))
             layout = None
         else:
@@ -707,7 +707,11 @@ def check_model(numbers: dict[str, Any], args: Any) -> list[Problem]:
     problems = []
     uneven = [f"{count} {what}" for what, count in shared.items() if count % tp != 0]
     if uneven:
-        best = max(size for size in range(1, tp + 1) if tp % size == 0 and all(n % size == 0 for n in shared.values()))
+        best = max(
+            size
+            for size in range(1, min(tp, *shared.values()) + 1)
+            if tp % size == 0 and all(n % size == 0 for n in shared.values())
+        )
         key = "tensor_model_parallel_size"
         problems.append(
             Problem(key, tp, f"the model has {' and '.join(uneven)}: no multiple of {tp}", f"{key}: {best}")
@@ -738,7 +742,7 @@ def _check_layers(layers: int, args: Any) -> list[Problem]:
         reason = (
             f"it counts chunks on each rank, not layers in a chunk: {pp} x {vpp} stages are more than {layers} layers"
         )
-        fits = [chunks for chunks in range(1, vpp) if layers % (chunks * pp) == 0]
+        fits = [chunks for chunks in range(1, min(vpp, layers + 1)) if layers % (chunks * pp) == 0]
         suggestion = f"{key}: {fits[-1]}" if fits else f"{layout_key}: {balanced_layout(layers, pp)} instead of {key}"
         return [Problem(key, vpp, reason, suggestion)]
     key = "pipeline_model_parallel_size"

@@ -438,7 +438,7 @@ class ArgumentParser:
             if word.startswith("--"):
                 key = key[2:].replace("-", "_")
                 if not equals:
-                    text = rest.pop(0) if rest and self._is_value(rest[0]) else "true"
+                    text = rest.pop(0) if rest and self._is_value(key, rest[0]) else "true"
                 words.append((key, _word_value(text)))
             elif equals and key.isidentifier():
                 words.append((key, _word_value(text)))
@@ -448,10 +448,14 @@ class ArgumentParser:
                 problems.append(Problem(word, None, "expected a YAML file, key=value or --key value", "key=value"))
         return paths, words, problems
 
-    def _is_value(self, word: str) -> bool:
+    def _is_value(self, option: str, word: str) -> bool:
+        """Whether the word after `--option` is its value, rather than the next key or, for a flag, the file."""
         key, equals, _ = word.partition("=")
         known = key in self.fields or key in ALIASES or lookup(IGNORED_KEYS, key) or lookup(UNSUPPORTED, key)
-        return not word.startswith("--") and not (equals and known)
+        flag = option in self.fields and isinstance(default_of(self.fields[option]), bool)
+        if word.startswith("--") or (equals and known):
+            return False
+        return not (flag and word.endswith((".yaml", ".yml", ".json")))
 
     def build(self, values: dict[str, Any]) -> Parsed:
         """Sorts raw values into the groups; nothing is raised."""

@@ -9,6 +9,7 @@ Where it comes from (AutoConfig.from_pretrained):
 import copy
 import difflib
 import enum
+import functools
 import json
 import math
 import os
@@ -36,6 +37,10 @@ _FROM_ARGUMENTS = (
     "distribute_saved_activations attention_dropout hidden_dropout bias_activation_fusion bias_dropout_fusion "
     "apply_rope_fusion calculate_per_token_loss loss_chunk_size"
 ).split()
+_ALWAYS_FROM_ARGUMENTS = (
+    "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout expert_tensor_parallel_size "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules"
+).split()
 
 
 @dataclass
@@ -47,10 +52,12 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field that differs from its default, as JSON can hold it. Functions other than the activation are
-        left out: megatron derives them again."""
+        """Every field that differs from its default, as JSON can hold it. What is derived from other fields is left out,
+        and so are functions other than the activation: they are derived again, for the layout that reads them."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
+            if f.name in _DERIVED:
+                continue
             value = _to_json(getattr(self, f.name))
             default = f.default if f.default is not MISSING else None
             if value is not _LEFT_OUT and value != _to_json(default):
@@ -95,20 +102,20 @@ class PretrainedConfig:
     def update_with_args(self, args) -> None:
         """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and check them again."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED}
-        layout = kept["pipeline_model_parallel_layout"]
-        kept["pipeline_model_parallel_layout"] = None if layout is None else _to_json(layout)
-        self.__dict__.update(type(self)(**{**kept, **_from_arguments(args)}).__dict__)
+        self.__dict__.update(type(self)._build(kept, args, self.name_or_path or "the model's config").__dict__)
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """Whether weights saved under `other` can be loaded rank by rank, without resharding or conversion."""
         names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
         names += ["expert_model_parallel_size", "transformer_impl"]
-        return all(getattr(self, n) == getattr(other, n) for n in names)
+        mine, theirs = _to_json(self.pipeline_model_parallel_layout), _to_json(other.pipeline_model_parallel_layout)
+        return mine == theirs and all(getattr(self, n) == getattr(other, n) for n in names)
 
 
 # derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
 _DERIVED = {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype", "autocast_dtype"}
 _DERIVED |= {"microbatch_group_size_per_vp_stage", "params_dtype", "overlap_p2p_comm", "batch_p2p_comm"}
+_DERIVED |= {"use_cpu_initialization"}
 _LEFT_OUT = object()
 
 
@@ -136,15 +143,17 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def __post_init__(self):
         if isinstance(self.activation_func, str):
+            if self.activation_func not in ACTIVATIONS:
+                raise ValueError(f"activation_func {self.activation_func!r}: expected one of {', '.join(ACTIVATIONS)}")
             self.activation_func = ACTIVATIONS[self.activation_func]
         self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
+        self.validate()
+        super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         interleaved = self.virtual_pipeline_model_parallel_size is not None
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
-        self.validate()
-        super().__post_init__()
 
     def validate(self) -> None:
         """Check the layout against the model; ValueError says what to set. Needs no process group."""
@@ -170,10 +179,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
-    @property
-    def yarn_rotary_scaling_factor(self) -> float:
-        """What makes megatron scale cos and sin by HF's attention factor f: it computes 0.1 ln(this) + 1."""
-        return math.exp(10 * (rope_frequencies(self)[1] - 1.0))
+    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these names. It asks for them in
+    # every layer. HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
+    yarn_rotary_scaling_factor = math.exp(10)
+    yarn_mscale_all_dim = 0.0
+
+    @functools.cached_property
+    def yarn_mscale(self) -> float:
+        return rope_frequencies(self)[1] - 1.0
 
 
 @dataclass
@@ -280,9 +293,11 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_dropout_fusion", cuda)
     out.setdefault("apply_rope_fusion", cuda and out["transformer_impl"] == "transformer_engine")
     # always taken over, None included: a saved layout must not outlive the run that it was made for
-    out["virtual_pipeline_model_parallel_size"] = args.virtual_pipeline_model_parallel_size
-    out["pipeline_model_parallel_layout"] = args.pipeline_model_parallel_layout
-    return {**out, **(args.additional_configs or {})}
+    out.update({n: getattr(args, n) for n in _ALWAYS_FROM_ARGUMENTS})
+    more = args.additional_configs or {}
+    if derived := sorted(_DERIVED & more.keys()):
+        raise ValueError(f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys")
+    return {**out, **more}
 
 
 def _to_json(value):

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from . import checkpoint, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
+from .batches import BatchPlan, Collator, make_loader
 from .callbacks import BestModel, EarlyStopping, TrainerCallback, TrainerControl, TrainerState
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
-from .data import BatchPlan, Collator, make_loader
 from .models import VirtualModels
 from .optim import get_megatron_lr_scheduler
 from .packing import get_ltor_masks_and_position_ids

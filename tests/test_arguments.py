@@ -103,6 +103,7 @@ def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, b
         "save_total_limit=null",
     ]
     run = parse_args([*words, *base, "eval_strategy=no"])
+    assert parse_args(["--bf16", str(path), *base, "eval_strategy=no"]).training.max_steps == 1
     args = run.training
     assert (args.max_steps, args.logging_steps, args.save_steps, args.seed) == (2, 3, 4, 5)
     assert args.bf16 is True

@@ -12,10 +12,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite import data
+from mca_lite import build_once, data, token_cache
 from mca_lite.arguments import DataArguments
+from mca_lite.batches import FILLER, BatchPlan, Collator, make_loader
 from mca_lite.constants import IGNORE_INDEX
-from mca_lite.data import FILLER, BatchPlan, Collator, load_datasets, make_loader, show_sample
+from mca_lite.data import load_datasets, show_sample
+from mca_lite.encoding import Encoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -41,7 +43,7 @@ def tokenizer():
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "POLL_S", 0.01)
+    monkeypatch.setattr(build_once, "POLL_S", 0.01)
 
 
 def write(path, *answers: str) -> str:
@@ -177,8 +179,8 @@ def test_a_shown_sample_marks_what_is_trained(tokenizer):
 
 def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(tokenizer, tmp_path, monkeypatch):
     file, calls = write(tmp_path / "a.jsonl", "b", "c"), []
-    encode = data.Encoder.encode
-    monkeypatch.setattr(data.Encoder, "encode", lambda self, chunk: (calls.append(len(chunk)), encode(self, chunk))[1])
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, chunk: (calls.append(len(chunk)), encode(self, chunk))[1])
     first = load(tokenizer, "sft", file)
     assert load(tokenizer, "sft", file).report == first.report and calls == [2]
     load(tokenizer, "sft", file, val_size=1)  # chosen from the cache
@@ -201,7 +203,7 @@ def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_p
 
 
 def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK_RECORDS", 2)
+    monkeypatch.setattr(token_cache, "CHUNK_RECORDS", 2)
     file = write(tmp_path / "a.jsonl", *"bcdefgh", "x" * 50)
     options = {"cutoff_len": 40, "preprocessing_num_workers": 2}
     two = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "two"), **options)
@@ -239,7 +241,7 @@ def test_one_builds_and_the_others_wait(tmp_path):
         time.sleep(0.2)
         temporary.write_text("done")
 
-    assert in_threads(lambda: (data._build_once(target, build, "building"), target.read_text())[1]) == ["done"] * 4
+    assert in_threads(lambda: (build_once.build_once(target, build, "building"), target.read_text())[1]) == ["done"] * 4
     assert built == [1]
     assert os.listdir(target.parent) == ["target"]
 
@@ -250,25 +252,25 @@ def test_the_writer_s_error_reaches_all(tmp_path):
         time.sleep(0.2)
         raise ValueError("a.jsonl:3: wrong")
 
-    results = in_threads(lambda: data._build_once(tmp_path / "target", build, "building"))
+    results = in_threads(lambda: build_once.build_once(tmp_path / "target", build, "building"))
     assert results == [(ValueError, "a.jsonl:3: wrong")] * 4
     assert os.listdir(tmp_path) == ["target.error"]
-    data._build_once(tmp_path / "target", lambda temporary, progress: temporary.write_text(""), "building")
+    build_once.build_once(tmp_path / "target", lambda temporary, progress: temporary.write_text(""), "building")
     assert os.listdir(tmp_path) == ["target"]  # a later run is not told of an old error
 
 
 @pytest.mark.parametrize("owner", [f"{socket.gethostname()}:999999999:x", "elsewhere:1:x"])
 def test_a_dead_writer_s_lock_is_taken_over(tmp_path, monkeypatch, owner):
-    monkeypatch.setattr(data, "STALE_S", 0.1)
+    monkeypatch.setattr(build_once, "STALE_S", 0.1)
     (tmp_path / "target.lock").write_text(owner)
     (tmp_path / "target.0123.tmp").mkdir()
-    data._build_once(tmp_path / "target", lambda temporary, progress: temporary.write_text("mine"), "building")
+    build_once.build_once(tmp_path / "target", lambda temporary, progress: temporary.write_text("mine"), "building")
     assert os.listdir(tmp_path) == ["target"]
 
 
 def test_a_living_writer_s_lock_is_respected(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "STALE_S", 0.3)
-    monkeypatch.setattr(data, "REFRESH_S", 0.05)
+    monkeypatch.setattr(build_once, "STALE_S", 0.3)
+    monkeypatch.setattr(build_once, "REFRESH_S", 0.05)
     target, built = tmp_path / "target", []
 
     def build(temporary, progress):
@@ -276,7 +278,7 @@ def test_a_living_writer_s_lock_is_respected(tmp_path, monkeypatch):
         time.sleep(0.8)
         temporary.write_text("")
 
-    in_threads(lambda: data._build_once(target, build, "building"), count=2)
+    in_threads(lambda: build_once.build_once(target, build, "building"), count=2)
     assert built == [1]
 
 

@@ -6,7 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite.records import Encoder, Source, detect_format, mask_of_spans, read_records, resolve
+from mca_lite.encoding import Encoder, mask_of_spans
+from mca_lite.records import Source, detect_format, read_records, resolve
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,0 +1,65 @@
+"""Tiny models and data that tests share: under 100 kB, made on the spot."""
+
+import torch
+
+VOCAB = 61  # odd: tensor parallelism has to pad it
+
+FAMILY_KEYS = {
+    "llama": dict(rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+    "mistral": dict(head_dim=12, sliding_window=None),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(head_dim=8, tie_word_embeddings=True),
+}  # fmt: skip
+
+
+def hf_config(family: str, **changes):
+    """A transformers config of 4 layers, 4 heads in 2 query groups, hidden 32, with what is special about the family."""
+    from transformers import AutoConfig
+
+    keys = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    return AutoConfig.for_model(family, **{**keys, **FAMILY_KEYS[family], **changes})
+
+
+def save_model(folder, family: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", **changes) -> str:
+    """Save a model with random weights: norms and biases too, so that a mistaken one shows."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(hf_config(family, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return str(folder)
+
+
+def samples(count: int = 22, seed: int = 1) -> list[dict]:
+    """Shifted samples of unequal length with uneven label masks; one has no label at all."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for i in range(count):
+        length = int(torch.randint(5, 15, (1,), generator=generator))
+        tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: 1 + i % 4] = -100
+        labels[length - (i % 3) :] = -100
+        if i == 5:
+            labels[:] = -100
+        out.append({"input_ids": tokens[:-1], "labels": labels})
+    return out

@@ -1,0 +1,47 @@
+"""One short training run on this rank, in any layout and on either backend: what the parity tests compare."""
+
+import json
+
+from tests import tiny
+
+
+def train(model_path: str, output_dir: str, backend: str = "megatron", export: bool = False, steps=None, **changes) -> list:
+    """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
+
+    Global batch 8 of 22 samples: the last step of an epoch is a partial window with fillers.
+    """
+    from mca_lite.arguments import TrainingArguments
+    from mca_lite.models import AutoModel, load_torch_model
+    from mca_lite.trainer import McaTrainer
+
+    keys = dict(
+        output_dir=output_dir,
+        global_batch_size=8,
+        max_steps=steps or 4,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs={"min_lr": 1e-3},
+        warmup_steps=1,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        adam_epsilon=1e-6,  # 1e-8 amplifies the rounding of near-zero gradients
+        adam_beta2=0.95,
+        save_strategy="no",
+        max_shard_size="20KB",
+        disable_tqdm=True,
+    )
+    args = TrainingArguments(**{**keys, **changes})
+    model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
+    trainer = McaTrainer(model=model, args=args, train_dataset=tiny.samples(), eval_dataset=tiny.samples(9, seed=2))
+    trainer.train()
+    if export:
+        trainer.save_model()
+    history = trainer.state.log_history
+    evals = [("eval", h["eval_loss"]) for h in history if "eval_loss" in h]
+    return [(h["loss"], h["grad_norm"]) for h in history if "loss" in h] + evals
+
+
+def read_log(output_dir: str) -> list[dict]:
+    with open(f"{output_dir}/trainer_log.jsonl") as file:
+        return [json.loads(line) for line in file]
