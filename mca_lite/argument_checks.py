@@ -1,102 +1,20 @@
-"""The rules that arguments must keep: types, limits, names, and what must agree with what.
+"""The rules of what must agree with what, within a group of arguments, and with the world, the model and the data.
 
-Every check returns Problems instead of raising, so that all of a run's problems are shown at once. A check is given
-`bad`, the keys that have a problem already: their values were put back to the default, and a rule that involves one of
-them says nothing.
+Every check returns Problems instead of raising. It is given `bad`, the keys that have a problem already: their values
+were put back to the default, and a rule that involves one of them says nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import functools
 import math
-import os
 import re
-import types
-import typing
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
-# Other people's names for our keys.
-ALIASES = {
-    "interleave_probs": "mix_weights",
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "evaluation_strategy": "eval_strategy",
-}
-
-# Keys that are known, and what this version takes for them: (values, what the other values would need). A name that
-# ends in * stands for all keys that begin so. A version that learns one of them deletes its row.
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "stage": (("pt", "sft"), "preference training"),
-    "finetuning_type": (("full",), "training of adapters"),
-    "adapter_name_or_path": ((None,), "training of adapters"),
-    "neat_packing": ((False,), "packing of samples"),
-    "sequence_packing": ((False,), "packing of samples"),
-    "context_parallel_size": ((1,), "context parallelism"),
-    "expert_model_parallel_size": ((1,), "mixture-of-experts models"),
-    "expert_tensor_parallel_size": ((None, 1), "mixture-of-experts models"),
-    "num_experts": ((None,), "mixture-of-experts models"),
-    "num_moe_experts": ((None,), "mixture-of-experts models"),
-    "moe_*": ((None, False), "mixture-of-experts models"),
-    "mtp_num_layers": ((None, 0), "multi-token prediction"),
-    "multi_latent_attention": ((False,), "multi-latent attention"),
-    "quantization_bit": ((None,), "quantised weights"),
-    "rope_scaling": ((None,), "rope scaling other than that of the model's config.json"),
-    "label_smoothing_factor": ((0, None), "label smoothing"),
-    "neftune_noise_alpha": ((None,), "noise on embeddings"),
-    "streaming": ((False, None), "data sets that are never read as a whole"),
-}
-
-# Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
-_IGNORED_BY_REASON = {
-    "the tokenizer's own chat template is used": "template tool_format",
-    "the tokenizer's own is used": "use_fast_tokenizer resize_vocab",
-    "training is what train.py does": "do_train",
-    "eval_strategy decides it": "do_eval eval_on_start",
-    "there is no prediction stage": "do_predict predict_with_generate",
-    "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm torch_compile",
-    "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel",
-    "set recompute_granularity: full": "gradient_checkpointing gradient_checkpointing_kwargs",
-    "recompute_granularity decides it": "disable_gradient_checkpointing",
-    "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank",
-    "nccl with CUDA, gloo without": "ddp_backend use_cpu",
-    "every parameter is used in every step": "ddp_find_unused_parameters",
-    "there are no buffers to send": "ddp_broadcast_buffers",
-    "set ddp_bucket_size, in parameters": "ddp_bucket_cap_mb",
-    "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
-    "calculate_per_token_loss does it": "average_tokens_across_devices",
-    "mix_weights decides it": "mix_strategy",
-    "cache_dir holds tokenised data": "tokenized_path",
-    "one process tokenises for all": "data_shared_file_system preprocessing_batch_size buffer_size",
-    "no sample is dropped": "dataloader_drop_last",
-    "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory",
-    "batches are filled in the order of the data": "group_by_length",
-    "logging_steps decides it": "logging_strategy logging_first_step",
-    "everything is written to output_dir": "logging_dir",
-    "the log shows what was computed": "logging_nan_inf_filter log_level print_param_status",
-    "checkpoints go to a file system that all nodes share": "save_on_each_node",
-    "no logits are kept": "prediction_loss_only eval_accumulation_steps compute_accuracy",
-    "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen ignore_pad_token_for_loss",
-    "torch's default holds": "tf32",
-    "nothing is generated in training": "use_cache",
-    "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token",
-    "no stage or finetuning_type of this version reads it": "lora_* pref_* dpo_* ref_model freeze_*",
-    "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only",
-}
-IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
-
-# What to say about keys that are no keys here although they read like some.
-HINTS = {
-    "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size: <layers / (pipeline size x this)>",
-    "micro_batch_size": "per_device_train_batch_size",
-    "train_iters": "max_steps",
-    "lr": "learning_rate",
-    "max_length": "cutoff_len",
-    "max_seq_length": "cutoff_len",
-}
+from .argument_keys import unsupported_problem
+from .argument_values import Problem, cast
+from .pipeline_layout import balanced_layout, layout_defect, layout_stages
 
 OPTIMIZERS = {"adam": "adam", "adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
 REPORTERS = ("tensorboard", "wandb")
@@ -120,238 +38,6 @@ SCHEDULER_KWARGS: dict[str, Any] = {
 }
 SCHEDULER_KWARG_ALIASES = {"min_lr_ratio": "min_lr_rate"}
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong: the key, the value that came, why it does not work, and what would."""
-
-    key: str
-    value: Any
-    reason: str
-    suggestion: str
-
-    def __str__(self) -> str:
-        came = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
-        return f"{self.key}{'' if self.value is None else f': {came}'}\n    {self.reason}\n    try: {self.suggestion}"
-
-
-class ConfigError(ValueError):
-    """All `problems` of a configuration; its text shows each with key, value, reason and a value that works."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''} in the configuration:"
-        super().__init__("\n\n".join([count, *map(str, self.problems)]))
-
-
-class ConfigLoader(yaml.SafeLoader):
-    """YAML that refuses a key written twice, and reads 1e-5 as a number and 2024-01-31 as text."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        check_duplicates(node)
-        return super().construct_mapping(node, deep)
-
-
-ConfigLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rows if not tag.endswith(":timestamp")]
-    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def check_duplicates(node: yaml.MappingNode) -> None:
-    """Raises yaml.MarkedYAMLError where a mapping has the same key twice: YAML would take the last without a word."""
-    seen = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is written twice", problem_mark=key.start_mark)
-        seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-
-
-def loads_yaml(text: str) -> Any:
-    """A YAML text's value. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=ConfigLoader)
-
-
-def lookup(table: dict[str, Any], key: str) -> Any:
-    """The table's row for a key, exact or by a prefix that ends in *; None where there is none."""
-    if key in table:
-        return table[key]
-    return next((row for name, row in table.items() if name.endswith("*") and key.startswith(name[:-1])), None)
-
-
-# ---- types and limits of single values
-
-
-def cast(value: Any, hint: Any) -> Any:
-    """`value` as the annotation `hint` wants it: text is read as a number, a truth value, a list (by commas) or a dict
-    (JSON or YAML). Raises ValueError with what was expected."""
-    if isinstance(value, enum.Enum):
-        value = value.value
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return None if value is None else cast(value, next(kind for kind in args if kind is not type(None)))
-    if origin is Literal:
-        # YAML reads a bare no as false, and eval_strategy: no is what everybody writes.
-        text = "no" if value is False else str(value).strip().lower()
-        if text not in args:
-            raise ValueError(f"expected one of {', '.join(args)}")
-        return text
-    if origin is list:
-        return _cast_list(value, args[0])
-    if origin is dict:
-        return _cast_dict(value)
-    return {bool: _cast_bool, int: _cast_int, float: _cast_float, str: _cast_str}[hint](value)
-
-
-def _cast_list(value: Any, kind: Any) -> list:
-    if isinstance(value, str) and value.strip().startswith("["):
-        value = _parse(value)
-    elif isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    elif not isinstance(value, (list, tuple)):
-        value = [value]
-    return [cast(item, kind) for item in value]
-
-
-def _cast_dict(value: Any) -> dict:
-    value = _parse(value) if isinstance(value, str) else value
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError('expected a mapping, as YAML or as JSON text such as {"key": 1}')
-    return dict(value)
-
-
-def _parse(text: str) -> Any:
-    try:
-        return loads_yaml(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"expected JSON or YAML text ({error})") from None
-
-
-def _cast_bool(value: Any) -> bool:
-    text = str(value).strip().lower()
-    if text in ("true", "yes", "on", "1"):
-        return True
-    if text in ("false", "no", "off", "0"):
-        return False
-    raise ValueError("expected true or false")
-
-
-def _cast_int(value: Any) -> int:
-    try:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d+\s*", value):
-            return int(value)
-        number = _cast_float(value)
-    except ValueError:
-        raise ValueError("expected a whole number") from None
-    if not number.is_integer():
-        raise ValueError("expected a whole number")
-    return int(number)
-
-
-def _cast_float(value: Any) -> float:
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    raise ValueError("expected a finite number")
-
-
-def _cast_str(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise ValueError("expected text")
-
-
-@functools.cache
-def type_hints(group_class: type) -> dict[str, Any]:
-    """Field name -> annotation, as an object."""
-    return typing.get_type_hints(group_class)
-
-
-def default_of(item: dataclasses.Field) -> Any:
-    """A field's default, dataclasses.MISSING where it has none."""
-    return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-
-
-def example(key: str, default: Any, help_text: str) -> str:
-    """What to write instead: the key with its default, or what it is where the default is no value."""
-    if isinstance(default, bool):
-        default = str(default).lower()
-    return f"{key}: {default}" if isinstance(default, (str, int, float)) else f"{key}: <{help_text}>"
-
-
-def cast_fields(group: Any, bad: set[str]) -> list[Problem]:
-    """Casts each field of a dataclass object in place; None, and a value that cannot be cast, become the default."""
-    problems = []
-    hints = type_hints(type(group))
-    for item in dataclasses.fields(group):
-        if item.name in bad:
-            continue
-        value, default = getattr(group, item.name), default_of(item)
-        if value is None and default is not dataclasses.MISSING:
-            value = default
-        try:
-            setattr(group, item.name, cast(value, hints[item.name]))
-        except ValueError as error:
-            hint = example(item.name, default, item.metadata.get("help", ""))
-            problems.append(Problem(item.name, value, str(error), hint))
-            setattr(group, item.name, default)
-    return problems
-
-
-def check_ranges(group: Any, bad: set[str]) -> list[Problem]:
-    """Fields against the limits in their metadata (see arguments.arg); a value outside is put back to its default."""
-    words = {
-        "low": ("at least", lambda value, limit: value >= limit),
-        "above": ("more than", lambda value, limit: value > limit),
-        "high": ("at most", lambda value, limit: value <= limit),
-        "below": ("less than", lambda value, limit: value < limit),
-    }
-    problems = []
-    for item in dataclasses.fields(group):
-        value = getattr(group, item.name)
-        limits = {name: item.metadata[name] for name in words if name in item.metadata}
-        if item.name in bad or value is None or all(words[name][1](value, limit) for name, limit in limits.items()):
-            continue
-        wanted = " and ".join(f"{words[name][0]} {limit}" for name, limit in limits.items())
-        default = default_of(item)
-        suggestion = example(item.name, limits.get("low") if default is None else default, item.metadata["help"])
-        problems.append(Problem(item.name, value, f"it must be {wanted}", suggestion))
-        setattr(group, item.name, default)
-    return problems
-
-
-def unsupported_problem(key: str, value: Any) -> Problem | None:
-    """The Problem of a value that this version does not take for a key, None where it does."""
-    row = lookup(UNSUPPORTED, key)
-    if row is None or value in row[0]:
-        return None
-    choices = " or ".join(str(choice).lower() for choice in row[0] if choice is not None)
-    suggestion = "the key left out" if row[0][0] is None else f"{key}: {choices}"
-    return Problem(key, value, f"not in this version: {row[1]}", suggestion)
-
-
-def check_unsupported(group: Any, bad: set[str]) -> list[Problem]:
-    """Fields against UNSUPPORTED; a value that is not taken is put back to its default."""
-    problems = []
-    for item in dataclasses.fields(group):
-        problem = None if item.name in bad else unsupported_problem(item.name, getattr(group, item.name))
-        if problem:
-            problems.append(problem)
-            setattr(group, item.name, default_of(item))
-    return problems
 
 
 # ---- TrainingArguments: normalise, then consistency
@@ -391,6 +77,12 @@ TRAINING_RULES = (
         lambda a: a.overlap_param_gather and not (a.use_distributed_optimizer and a.overlap_grad_reduce),
         "it needs the distributed optimizer and overlap_grad_reduce",
         "use_distributed_optimizer: true and overlap_grad_reduce: true",
+    ),
+    Rule(
+        "optim use_distributed_optimizer",
+        lambda a: a.optim == "sgd" and a.use_distributed_optimizer,
+        "megatron's distributed optimizer knows Adam only",
+        "use_distributed_optimizer: false, or optim: adam",
     ),
     Rule(
         "expert_model_parallel_size tensor_model_parallel_size sequence_parallel",
@@ -631,60 +323,6 @@ def check_scheduler(args: Any, bad: set[str]) -> list[Problem]:
         )
     args.lr_scheduler_kwargs = values
     return problems
-
-
-# ---- the pipeline's layout
-
-
-def layout_stages(layout: str) -> list[str]:
-    """The stages of a layout in megatron's syntax, repeats written out: "Et*2|tL" -> ["Ett", "tL"]."""
-    text = layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # groups before single letters, as megatron does
-        text = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), text)
-    return text.split("|")
-
-
-def layout_defect(layout: str, pp: int) -> str | None:
-    """Why a layout does not work for pp pipeline ranks, whatever the model; None where it does."""
-    stages = layout_stages(layout)
-    letters = "".join(stages)
-    if set(letters) - set("EtL"):
-        return (
-            f"unknown letters {''.join(sorted(set(letters) - set('EtL')))!r}: E is the embedding, t a layer, L the loss"
-        )
-    if letters.count("E") != 1 or letters.count("L") != 1 or not letters.startswith("E") or not letters.endswith("L"):
-        return "it must begin with the embedding E and end with the loss L, once each"
-    if len(stages) % pp != 0:
-        return f"its {len(stages)} stages cannot be shared evenly by {pp} pipeline ranks"
-    return None
-
-
-def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
-    """A layout of pp x vpp stages in megatron's syntax that holds every layer: stages differ by one at most, ranks
-    too, and those of the embedding and the loss are the last to get one more. Stage s lies on rank s % pp.
-
-    Raises ValueError where there are fewer layers than stages.
-    """
-    stages = pp * (vpp or 1)
-    if num_layers < stages:
-        raise ValueError(
-            f"{num_layers} layers cannot fill {stages} stages: set pipeline sizes whose product is at most that"
-        )
-    counts = [num_layers // stages] * stages
-    extra_on_rank = [0] * pp
-    free = list(range(stages))
-
-    def cost(stage: int) -> tuple:
-        rank = stage % pp
-        return extra_on_rank[rank], rank == pp - 1, rank == 0, stage == stages - 1, stage == 0, stage
-
-    for _ in range(num_layers % stages):
-        best = min(free, key=cost)
-        free.remove(best)
-        counts[best] += 1
-        extra_on_rank[best % pp] += 1
-    texts = ["t" if count == 1 else f"t*{count}" for count in counts]
-    return "E" + "|".join(texts) + "L"
 
 
 # ---- the model and the run as a whole

@@ -129,6 +129,9 @@ def load(folder: str | os.PathLike, trainer) -> None:
     max_steps, epochs = trainer.state.max_steps, trainer.state.num_train_epochs
     trainer.state = TrainerState.load(folder / TRAINER_STATE_NAME)
     trainer.state.max_steps, trainer.state.num_train_epochs = max_steps, epochs
+    best = trainer.state.best_model_checkpoint
+    if best is not None and (folder.parent / Path(best).name).is_dir():  # the run's folder may have been moved since
+        trainer.state.best_model_checkpoint = str(folder.parent / Path(best).name)
     # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
     trainer.lr_scheduler.num_steps = 0
     trainer.lr_scheduler.step(record["scheduler_steps"])

@@ -47,7 +47,9 @@ class _TokenLosses(torch.autograd.Function):
             # target logit and sum of exponentials travel together: one collective for both
             both = torch.stack([torch.where(here, target, 0.0), logits.exp_().sum(1)])
             target, total = _all_reduce(both, dist.ReduceOp.SUM, group)
-            losses[rows] = total.log() - target
+            # a label that no rank holds would leave the target's logit at 0, a loss that looks like any other
+            unknown = (labels[rows] < 0) | (labels[rows] >= vocab_size)
+            losses[rows] = (total.log() - target).masked_fill_(unknown, float("nan"))
             lse[rows] = total.log() + top
         ctx.save_for_backward(hidden, weight, labels, lse, kept)
         ctx.first, ctx.vocab_size, ctx.chunk_size = first, vocab_size, chunk_size
@@ -74,7 +76,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def token_losses(hidden, weight, labels, group=None, vocab_size=None, chunk_size=1024):
-    """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX.
+    """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX, NaN where it is no token id.
 
     hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape, global token ids;
     group: the tensor-parallel group (None: one rank); vocab_size: the real V, columns beyond it take no part (None:

@@ -31,12 +31,11 @@ _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 # fields that TrainingArguments and megatron name alike: taken over as they are where the argument is not None
 _FROM_ARGUMENTS = (
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size "
-    "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel pipeline_model_parallel_layout bf16 fp16 "
-    "variable_seq_lengths recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "distribute_saved_activations attention_dropout hidden_dropout bias_activation_fusion bias_dropout_fusion "
-    "apply_rope_fusion calculate_per_token_loss loss_chunk_size"
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "sequence_parallel bf16 fp16 variable_seq_lengths distribute_saved_activations attention_dropout hidden_dropout "
+    "bias_activation_fusion bias_dropout_fusion apply_rope_fusion calculate_per_token_loss loss_chunk_size"
 ).split()
+# None included: a saved layout must not outlive the run that it was made for
 _ALWAYS_FROM_ARGUMENTS = (
     "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout expert_tensor_parallel_size "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules"
@@ -52,7 +51,7 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field that differs from its default, as JSON can hold it. What is derived from other fields is left out,
+        """Every field that differs from its default, as JSON can hold it. What follows from other fields is left out,
         and so are functions other than the activation: they are derived again, for the layout that reads them."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
@@ -100,7 +99,7 @@ class PretrainedConfig:
         return cls(**{k: _from_json(k, v) for k, v in values.items()})
 
     def update_with_args(self, args) -> None:
-        """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and check them again."""
+        """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and check them."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED}
         self.__dict__.update(type(self)._build(kept, args, self.name_or_path or "the model's config").__dict__)
 
@@ -114,8 +113,8 @@ class PretrainedConfig:
 
 # derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
 _DERIVED = {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype", "autocast_dtype"}
-_DERIVED |= {"microbatch_group_size_per_vp_stage", "params_dtype", "overlap_p2p_comm", "batch_p2p_comm"}
-_DERIVED |= {"use_cpu_initialization"}
+_OVERWRITTEN = {"params_dtype", "pipeline_dtype", "overlap_p2p_comm", "batch_p2p_comm", "use_cpu_initialization"}
+_DERIVED |= {"microbatch_group_size_per_vp_stage"} | _OVERWRITTEN
 _LEFT_OUT = object()
 
 
@@ -132,6 +131,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     position_embedding_type: str = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
+    transformer_impl: str = "auto"  # replaced by what it comes to: local or transformer_engine
     sliding_window: int | None = None  # tokens; longer sequences are refused, since windows are not built
     loss_chunk_size: int = 1024  # rows of logits that are held at once
     add_bias_linear: bool = False
@@ -146,6 +146,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             if self.activation_func not in ACTIVATIONS:
                 raise ValueError(f"activation_func {self.activation_func!r}: expected one of {', '.join(ACTIVATIONS)}")
             self.activation_func = ACTIVATIONS[self.activation_func]
+        if self.transformer_impl == "auto":
+            self.transformer_impl = resolve_transformer_impl("auto")
         self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
@@ -179,8 +181,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
-    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these names. It asks for them in
-    # every layer. HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
+    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these names; it asks in every
+    # layer. HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
     yarn_rotary_scaling_factor = math.exp(10)
     yarn_mscale_all_dim = 0.0
 
@@ -246,10 +248,13 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
         if in_use(getattr(hf, key, None))
     ]
     if getattr(hf, "quantization_config", None):
-        problems.append("quantization_config in config.json cannot be honoured: save the model in bf16 or float32 first")
+        problems.append("quantization_config in config.json cannot be honoured: save the model in bf16 or fp32 first")
     kind = _rope_parameters(hf)["rope_type"]
     if kind not in _ROPE_TYPES:
         problems.append(f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}")
+    # default rope in these models of transformers passes it over, and the scaled ones cannot run with it
+    if (part := _rope_parameters(hf).get("partial_rotary_factor") or 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none")
     if problems:
         raise ValueError(f"{origin}:\n  " + "\n  ".join(problems) + "\nset use_mca: false to train it as plain torch")
 
@@ -292,10 +297,9 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_activation_fusion", cuda)
     out.setdefault("bias_dropout_fusion", cuda)
     out.setdefault("apply_rope_fusion", cuda and out["transformer_impl"] == "transformer_engine")
-    # always taken over, None included: a saved layout must not outlive the run that it was made for
     out.update({n: getattr(args, n) for n in _ALWAYS_FROM_ARGUMENTS})
     more = args.additional_configs or {}
-    if derived := sorted(_DERIVED & more.keys()):
+    if derived := sorted(_OVERWRITTEN & more.keys()):
         raise ValueError(f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys")
     return {**out, **more}
 

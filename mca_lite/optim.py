@@ -54,8 +54,8 @@ class MegatronLRScheduler(OptimizerParamScheduler):
 def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
     """The schedule that `args` (TrainingArguments) names, over num_training_steps optimizer steps.
 
-    lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate); num_decay_steps, num_stable_steps and decay_type
-    for warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
+    lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps, num_stable_steps and
+    decay_type for warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
     ValueError for a schedule, a keyword or a number of steps that cannot be.
     """
     if args.lr_scheduler_type not in LR_DECAY_STYLES:
@@ -65,19 +65,20 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     warmup = 0 if args.lr_scheduler_type == "constant" else warmup_steps(args, num_training_steps)
     min_lr = kwargs.pop("min_lr", None)
     rate = kwargs.pop("min_lr_rate", None)
+    if min_lr is not None and rate is not None:
+        raise ValueError(f"lr_scheduler_kwargs: min_lr {min_lr} and min_lr_rate {rate} are both given: set one of them")
     if min_lr is None:
         min_lr = (rate or 0.0) * args.learning_rate
     decay_steps = kwargs.pop("num_decay_steps", None)
-    stable_steps = kwargs.pop("num_stable_steps", None)
-    decay_type = kwargs.pop("decay_type", "linear")
-    warmup = kwargs.pop("num_warmup_steps", warmup)
-    kwargs.pop("warmup_type", None)
+    stable_steps = kwargs.pop("num_stable_steps", None) if style == "WSD" else None
+    decay_type = kwargs.pop("decay_type", "linear") if style == "WSD" else None
     if kwargs:
         raise ValueError(f"lr_scheduler_kwargs: {', '.join(kwargs)} is not known to {args.lr_scheduler_type}")
     end, wsd_steps = num_training_steps, None
     if style == "WSD":
         if stable_steps is not None:
-            end = warmup + stable_steps + (decay_steps or max(num_training_steps - warmup - stable_steps, 1))
+            rest = max(num_training_steps - warmup - stable_steps, 1)
+            end = warmup + stable_steps + (rest if decay_steps is None else decay_steps)
         wsd_steps = decay_steps if decay_steps is not None else max(end - warmup - (stable_steps or 0), 1)
         if decay_type not in WSD_DECAY_STYLES:
             raise ValueError(f"lr_scheduler_kwargs: decay_type {decay_type!r}: expected one of {WSD_DECAY_STYLES}")
@@ -88,6 +89,11 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     if warmup >= end and style != "constant":
         raise ValueError(
             f"{warmup} warm-up steps leave nothing of the {end} steps to decay in: set warmup_steps below {end}"
+        )
+    if wsd_steps is not None and not 0 <= wsd_steps <= end - warmup:
+        raise ValueError(
+            f"lr_scheduler_kwargs: num_decay_steps {wsd_steps} is not between 0 and the {end - warmup} steps "
+            f"that {warmup} warm-up steps leave of {end}"
         )
     return MegatronLRScheduler(
         optimizer,
@@ -102,12 +108,12 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
         wd_incr_steps=max(num_training_steps, 1),
         wd_incr_style="constant",
         wsd_decay_steps=wsd_steps,
-        lr_wsd_decay_style=decay_type if style == "WSD" else None,
+        lr_wsd_decay_style=decay_type,
     )
 
 
 def warmup_steps(args, num_training_steps: int) -> int:
-    """Warm-up in steps: warmup_steps (below 1: a fraction, as in transformers 5), else warmup_ratio of all, rounded up."""
+    """Warm-up in steps, rounded up: warmup_steps (below 1: a fraction, as in transformers 5), else warmup_ratio."""
     share = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio if not args.warmup_steps else None
     return int(args.warmup_steps) if share is None else -int(-share * num_training_steps // 1)
 
@@ -119,6 +125,8 @@ def decays(parameter: torch.nn.Parameter) -> bool:
 
 def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     """megatron's OptimizerConfig of `args` (TrainingArguments)."""
+    # without a GPU everything is on the CPU already, and megatron's hybrid optimizer finds no GPU tensors to pair
+    offload = args.optimizer_cpu_offload and torch.cuda.is_available()
     return OptimizerConfig(
         optimizer=args.optim,
         lr=args.learning_rate,
@@ -138,9 +146,9 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
         hysteresis=args.hysteresis,
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
-        optimizer_cpu_offload=args.optimizer_cpu_offload,
-        optimizer_offload_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
-        use_torch_optimizer_for_cpu_offload=args.optimizer_cpu_offload,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=args.optimizer_offload_fraction if offload else 0.0,
+        use_torch_optimizer_for_cpu_offload=offload,
         # never clipping still measures the norm
         clip_grad=args.max_grad_norm or float("inf"),
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,

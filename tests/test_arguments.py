@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mca_lite import arguments
+from mca_lite.argument_checks import check_model
+from mca_lite.argument_parser import ArgumentParser, read_config_file
+from mca_lite.argument_values import ConfigError
 from mca_lite.arguments import (
-    ArgumentParser,
-    ConfigError,
     DataArguments,
     FinetuningArguments,
     ModelArguments,
     Seq2SeqTrainingArguments,
     TrainingArguments,
     UseMcaArguments,
-    balanced_layout,
-    check_model,
     parse_args,
 )
+from mca_lite.pipeline_layout import balanced_layout
 
 GROUPS = [ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments]
 NUMBERS = {
@@ -131,7 +130,7 @@ def test_json_files_and_json_values_are_read(tmp_path, base):
 def test_a_key_written_twice_in_a_file_is_an_error(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    problem = keys_of(arguments.read_config_file, path)["config file"]
+    problem = keys_of(read_config_file, path)["config file"]
     assert "written twice" in problem.reason and "line" in problem.reason
 
 
@@ -139,7 +138,7 @@ def test_a_key_written_twice_in_a_file_is_an_error(tmp_path, text):
 def test_a_file_that_is_no_flat_mapping_is_an_error(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    assert "config file" in keys_of(arguments.read_config_file, path)
+    assert "config file" in keys_of(read_config_file, path)
 
 
 def test_parse_dict_takes_python_values():

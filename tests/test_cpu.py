@@ -1,0 +1,151 @@
+"""The table of patches: each has a reason, none is in force where CUDA is there, and none harms other libraries."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+import transformers
+
+from mca_lite import cpu, parallel  # noqa: F401 - parallel applies the patches
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are not in force where CUDA is there")
+
+
+@pytest.fixture
+def fresh_cpu():
+    """cpu.py as a module that has applied nothing yet."""
+    spec = importlib.util.spec_from_file_location("fresh_cpu_for_test", cpu.__file__)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@without_cuda
+def test_every_patch_is_in_force_and_has_a_reason_of_its_own_words():
+    rows = cpu.apply()
+    assert len(rows) > 30
+    for owner, attribute, replacement, reason in rows:
+        name = f"{getattr(owner, '__name__', owner)}.{attribute}"
+        assert isinstance(reason, str) and len(reason.split()) >= 5, name
+        assert getattr(owner, attribute) is (
+            replacement.__func__ if isinstance(replacement, staticmethod) else replacement
+        ), name
+    names = [(id(owner), attribute) for owner, attribute, *_ in rows]
+    assert len(names) == len(set(names))
+
+
+@without_cuda
+def test_applying_again_changes_nothing():
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, *_ in cpu.apply()]
+    count = len(before)
+    assert len(cpu.apply()) == count
+    assert all(getattr(owner, attribute) is value for owner, attribute, value in before)
+
+
+def test_nothing_is_patched_where_cuda_is_there(fresh_cpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def table():
+        raise AssertionError("the table was read")
+
+    places = [(torch, "zeros"), (torch, "tensor"), (torch.cuda, "current_device"), (torch.cuda, "Stream")]
+    places += [(torch.Tensor, "cuda"), (torch.Tensor, "type"), (torch.distributed, "all_to_all_single")]
+    before = [getattr(owner, attribute) for owner, attribute in places]
+    monkeypatch.setattr(fresh_cpu, "_table", table)
+    assert fresh_cpu.apply() == []
+    assert all(getattr(owner, name) is old for (owner, name), old in zip(places, before, strict=True))
+
+
+def test_the_table_can_be_read_without_changing_anything(fresh_cpu):
+    before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
+    rows = list(fresh_cpu._table())
+    assert len(rows) > 30 and (torch.zeros, torch.cuda.current_device, torch.Tensor.type) == before
+
+
+@without_cuda
+def test_constructors_read_cuda_as_the_cpu_and_leave_other_devices_alone():
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.empty(2, device=torch.device("cuda", 0), pin_memory=True).device.type == "cpu"
+    assert torch.arange(3, dtype=torch.int32, device="cuda").tolist() == [0, 1, 2]
+    assert torch.ones_like(torch.zeros(2), device="meta").device.type == "meta"
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.full((2,), 3.0).tolist() == [3.0, 3.0]
+
+
+@without_cuda
+def test_constructors_obey_the_default_device_of_a_context():
+    for make in (
+        lambda: torch.zeros(2),
+        lambda: torch.tensor([1.0]),
+        lambda: torch.arange(0, 4, 2),
+        lambda: torch.rand(2),
+        lambda: torch.full((2,), 1.0),
+        lambda: torch.empty(2),
+    ):
+        with torch.device("meta"):
+            assert make().device.type == "meta"
+        assert make().device.type == "cpu"
+
+
+def tiny(rope_parameters=None):
+    return transformers.Qwen3Config(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        rope_parameters=rope_parameters or {"rope_type": "default", "rope_theta": 1e4},
+    )
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("scaling, factor", [(None, 1.0), (LINEAR, 4.0)])
+def test_a_model_that_transformers_loads_after_the_patches_has_right_rotary_frequencies(tmp_path, scaling, factor):
+    # 1 / theta^(2i / d) for i = 0..3, theta = 10^4, d = 8
+    expected = torch.tensor([1.0, 0.1, 0.01, 0.001]) / factor
+    transformers.AutoModelForCausalLM.from_config(tiny(scaling)).save_pretrained(tmp_path)
+    for _ in range(2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        rope = model.model.rotary_emb
+        for name in ("inv_freq", "original_inv_freq"):
+            torch.testing.assert_close(getattr(rope, name).cpu(), expected, rtol=1e-6, atol=0)
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_a_model_built_under_the_meta_device_is_all_meta_and_one_built_after_it_is_not():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny())
+    tensors = [*model.parameters(), *model.buffers()]
+    assert tensors and all(t.device.type == "meta" for t in tensors)
+    inv_freq = transformers.AutoModelForCausalLM.from_config(tiny()).model.rotary_emb.inv_freq
+    torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]), rtol=1e-6, atol=0)
+
+
+@without_cuda
+def test_seeds_and_random_states_are_those_of_the_cpu_generator():
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), first)
+
+
+@without_cuda
+def test_types_convert_and_are_named_as_megatron_asks_for_them():
+    x = torch.ones(2)
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert x.type(torch.float64).dtype == torch.float64
+    assert x.cuda() is x
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    torch.cuda.synchronize()

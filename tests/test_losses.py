@@ -1,0 +1,174 @@
+"""Token losses on one rank, against torch's cross entropy over logits that are held whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mca_lite.losses import token_losses
+
+TOLERANCE = dict(rtol=1e-6, atol=1e-6)  # fp32: the two differ in the order of their sums only
+
+
+def problem(rows=13, hidden=16, vocab=37, ignored=(2, 5, 6, 12), seed=0):
+    """(hidden [rows, h], weight [V, h], labels [rows]) with rows that carry no loss."""
+    g = torch.Generator().manual_seed(seed)
+    h = torch.randn(rows, hidden, generator=g, requires_grad=True)
+    w = (torch.randn(vocab, hidden, generator=g) * 0.5).requires_grad_()
+    y = torch.randint(0, vocab, (rows,), generator=g)
+    y[list(ignored)] = -100
+    return h, w, y
+
+
+def reference(h, w, y, row_weights, vocab=None):
+    """(losses, d hidden, d weight) of the weighted sum, through torch."""
+    h, w = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    logits = F.linear(h, w)[..., :vocab].float()
+    losses = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-100, reduction="none").view(y.shape)
+    (losses * row_weights).sum().backward()
+    return losses.detach(), h.grad, w.grad
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 5, 9, 1024])  # 9 rows are kept: 4 and 5 leave a shorter chunk
+def test_losses_and_gradients_equal_cross_entropy_for_any_chunk(chunk_size):
+    h, w, y = problem()
+    losses = token_losses(h, w, y, chunk_size=chunk_size)
+    losses.sum().backward()
+    expected, d_hidden, d_weight = reference(h, w, y, torch.ones(13))
+    assert losses.dtype == torch.float32 and losses.shape == y.shape
+    torch.testing.assert_close(losses, expected, **TOLERANCE)
+    torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
+    torch.testing.assert_close(w.grad, d_weight, **TOLERANCE)
+
+
+def test_every_row_may_have_a_weight_of_its_own_of_either_sign():
+    h, w, y = problem()
+    row_weights = torch.linspace(-3.0, 2.0, 13)
+    (token_losses(h, w, y, chunk_size=4) * row_weights).sum().backward()
+    _, d_hidden, d_weight = reference(h, w, y, row_weights)
+    torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
+    torch.testing.assert_close(w.grad, d_weight, **TOLERANCE)
+
+
+def test_a_gradient_that_is_expanded_from_one_number_is_taken():
+    h, w, y = problem()
+    token_losses(h, w, y, chunk_size=4).mean().backward()
+    _, d_hidden, _ = reference(h, w, y, torch.full((13,), 1 / 13))
+    torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
+
+
+def test_leading_dimensions_stay_and_a_transposed_view_is_taken():
+    h, w, y = problem(rows=12, ignored=(0, 7))
+    view = h.view(3, 4, 16).transpose(0, 1)  # not contiguous: megatron's [s, b, h]
+    labels = y.view(3, 4).t()
+    losses = token_losses(view, w, labels, chunk_size=5)
+    losses.sum().backward()
+    expected, d_hidden, _ = reference(h, w, y, torch.ones(12))
+    assert losses.shape == (4, 3)
+    torch.testing.assert_close(losses.t().reshape(-1), expected, **TOLERANCE)
+    torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
+
+
+def test_columns_that_only_pad_the_vocabulary_take_no_part():
+    h, w, y = problem(vocab=40)
+    y[y >= 37] = 3
+    losses = token_losses(h, w, y, vocab_size=37, chunk_size=4)
+    losses.sum().backward()
+    expected, d_hidden, d_weight = reference(h, w, y, torch.ones(13), vocab=37)
+    torch.testing.assert_close(losses, expected, **TOLERANCE)
+    torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
+    torch.testing.assert_close(w.grad, d_weight, **TOLERANCE)
+    assert torch.equal(w.grad[37:], torch.zeros(3, 16))
+    with torch.no_grad():
+        w[37:] = 1e4  # whatever stands there
+    assert torch.equal(token_losses(h, w, y, vocab_size=37, chunk_size=4), losses)
+
+
+def test_a_batch_without_labels_has_loss_zero_and_gradients_of_zeros():
+    h, w, _ = problem()
+    losses = token_losses(h, w, torch.full((13,), -100))
+    losses.sum().backward()
+    assert torch.equal(losses, torch.zeros(13))
+    # zeros, not None: data parallel ranks that have labels wait for this rank's gradients
+    assert torch.equal(h.grad, torch.zeros_like(h)) and torch.equal(w.grad, torch.zeros_like(w))
+
+
+def test_ignored_rows_get_no_gradient_even_where_their_values_are_not_finite():
+    h, w, y = problem()
+    with torch.no_grad():
+        h[2] = float("nan")
+    losses = token_losses(h, w, y)
+    losses.sum().backward()
+    assert losses[2] == 0 and torch.equal(h.grad[2], torch.zeros(16))
+    assert h.grad.isfinite().all() and w.grad.isfinite().all()
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    h, w, y = problem()
+    w.requires_grad_(False)
+    token_losses(h, w, y).sum().backward()
+    assert w.grad is None
+    torch.testing.assert_close(h.grad, reference(h, w, y, torch.ones(13))[1], **TOLERANCE)
+
+
+def test_frozen_hidden_states_get_no_gradient():
+    h, w, y = problem()
+    token_losses(h.detach(), w, y).sum().backward()
+    assert h.grad is None
+    torch.testing.assert_close(w.grad, reference(h, w, y, torch.ones(13))[2], **TOLERANCE)
+
+
+def test_evaluation_without_gradients_gives_the_same_losses():
+    h, w, y = problem()
+    with torch.no_grad():
+        losses = token_losses(h, w, y)
+    assert not losses.requires_grad and torch.equal(losses, token_losses(h, w, y).detach())
+
+
+def test_large_logits_do_not_overflow():
+    h, w, y = problem()
+    losses = token_losses(h * 1000, w, y)
+    expected = reference(h * 1000, w, y, torch.ones(13))[0]
+    assert losses.isfinite().all()
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-3)  # logits of 1e4 have steps of 1e-3 in fp32
+
+
+def test_bf16_weights_give_float32_losses_and_bf16_gradients():
+    h, w, y = problem()
+    h16, w16 = (x.detach().bfloat16().requires_grad_() for x in (h, w))
+    losses = token_losses(h16, w16, y, chunk_size=4)
+    losses.sum().backward()
+    expected, d_hidden, d_weight = reference(h16.float(), w16.float(), y, torch.ones(13))
+    assert losses.dtype == torch.float32
+    assert h16.grad.dtype == w16.grad.dtype == torch.bfloat16
+    # logits and probabilities are rounded to 8 bits of mantissa on the way
+    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(h16.grad.float(), d_hidden, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(w16.grad.float(), d_weight, rtol=5e-2, atol=5e-2)
+
+
+def test_autocast_runs_in_its_dtype_and_leaves_float32_gradients():
+    h, w, y = problem()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = token_losses(h, w, y, chunk_size=4)
+        losses.sum().backward()
+    plain = token_losses(h.detach().bfloat16(), w.detach().bfloat16(), y, chunk_size=4)
+    assert torch.equal(losses.detach(), plain)
+    assert losses.dtype == h.grad.dtype == w.grad.dtype == torch.float32
+    torch.testing.assert_close(h.grad, reference(h, w, y, torch.ones(13))[1], rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("label", [37, 36, -1])  # beyond the weight's rows, in the padding, negative
+def test_a_label_that_is_no_token_id_makes_its_own_loss_nan(label):
+    h, w, y = problem()
+    y[y == 36] = 0
+    expected = reference(h, w, y, torch.ones(13), vocab=36)[0]
+    y[0] = label
+    losses = token_losses(h, w, y, vocab_size=36)
+    assert losses[0].isnan()
+    torch.testing.assert_close(losses[1:], expected[1:], **TOLERANCE)
+
+
+def test_labels_of_another_shape_are_refused():
+    h, w, y = problem()
+    with pytest.raises(ValueError, match=r"hidden \(13, 16\) does not belong to labels \(12,\)"):
+        token_losses(h, w, y[:12])

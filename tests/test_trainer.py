@@ -1,0 +1,298 @@
+"""The loop: its objective against plain code, evaluation, callbacks, precision, and what users call from Python."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import tiny, world
+from tests.test_parity import PP2, SP, TP2, VPP2, assert_same_curve
+from tests.training import read_log, train
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("trainer") / "model", "qwen3")
+
+
+def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:
+    """The run of tests.training.train in thirty lines of plain torch: one sample at a time, HF's logits, own shuffle."""
+    import numpy as np
+    from transformers import AutoModelForCausalLM
+
+    model, data = AutoModelForCausalLM.from_pretrained(path), tiny.samples()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-6)
+    curve, order = [], []
+    for step in range(steps):
+        for group in optimizer.param_groups:  # warm-up of one step, then a cosine from 1e-2 to 1e-3
+            rho = (step - 1) / (steps - 1)
+            group["lr"] = 0.0 if step == 0 else 1e-3 + 9e-3 * (1 + math.cos(math.pi * rho)) / 2
+        if not order:
+            epoch = step // 3
+            order = np.random.default_rng([42, epoch]).permutation(len(data)).tolist()
+        chosen, order = order[:8], order[8:]
+        total, count = 0.0, 0
+        for i in chosen:
+            logits = model(data[i]["input_ids"][None]).logits[0].float()
+            total = total + F.cross_entropy(logits, data[i]["labels"], ignore_index=-100, reduction="sum")
+            count += int((data[i]["labels"] != -100).sum())
+        (total / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((float(total) / count, float(norm)))
+    return curve
+
+
+def test_torch_backend_trains_as_a_plain_loop(model_path, tmp_path):
+    [got] = world.run(train, 1, model_path, str(tmp_path), backend="torch")
+    assert_same_curve(got, world.run(plain_loop, 1, model_path, 4)[0])
+
+
+def plain_eval(path: str) -> float:
+    from transformers import AutoModelForCausalLM
+
+    model, total, count = AutoModelForCausalLM.from_pretrained(path), 0.0, 0
+    for sample in tiny.samples(9, seed=2):
+        with torch.no_grad():
+            logits = model(sample["input_ids"][None]).logits[0]
+        total += float(F.cross_entropy(logits, sample["labels"], ignore_index=-100, reduction="sum"))
+        count += int((sample["labels"] != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("ranks, keys", [(2, {}), (2, PP2), (2, {**TP2, **SP}), (2, {**PP2, **VPP2})])
+def test_evaluation_is_sum_over_count_of_the_whole_set(model_path, tmp_path, ranks, keys):
+    keys = dict(keys, eval_strategy="steps", eval_steps=1, steps=1, per_device_eval_batch_size=2)
+    keys.update(learning_rate=1e-12, lr_scheduler_type="constant", lr_scheduler_kwargs={}, warmup_steps=0)
+    wanted = world.run(plain_eval, 1, model_path)[0]
+    for curve in world.run(train, ranks, model_path, str(tmp_path), **keys):
+        name, value = curve[-1]
+        assert name == "eval" and abs(value - wanted) < 1e-5
+
+
+MEAN = dict(calculate_per_token_loss=False)
+
+
+@pytest.mark.parametrize("ranks, keys", [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))])
+def test_mean_of_micro_batches_agrees_with_the_torch_backend(model_path, tmp_path, ranks, keys):
+    """One sample a micro-batch: the mean of 8 means, and of 6 in the last step of the epoch, fillers left out."""
+    [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **MEAN)
+    [per_token] = world.run(train, 1, model_path, str(tmp_path / "tokens"), backend="torch")
+    assert abs(wanted[2][1] - per_token[2][1]) > 1e-3, "the two objectives do not differ on this data"
+    for got in world.run(train, ranks, model_path, str(tmp_path), **keys, **MEAN):
+        assert_same_curve(got, wanted)
+
+
+@pytest.mark.parametrize("keys", [dict(optim="sgd", learning_rate=0.05), dict(max_grad_norm=0.0)])
+def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
+    keys = {"lr_scheduler_kwargs": {}, **keys}
+    [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **keys)
+    for got in world.run(train, 2, model_path, str(tmp_path), **TP2, **keys):
+        assert_same_curve(got, wanted)
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, TP2), (2, dict(use_distributed_optimizer=True)), (2, PP2)])
+def test_bf16_follows_the_torch_backend_in_bf16(model_path, tmp_path, ranks, keys):
+    """bf16 rounds to 3 digits, and megatron keeps residuals in bf16 where autocast keeps them in float32: 2 % of the loss."""
+    [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", bf16=True)
+    for got in world.run(train, ranks, model_path, str(tmp_path), bf16=True, **keys):
+        for (loss, norm), (loss_torch, norm_torch) in zip(got, wanted, strict=True):
+            assert loss == pytest.approx(loss_torch, rel=0.02)
+            assert norm == pytest.approx(norm_torch, rel=0.1)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_fp16_overflow_skips_the_update_and_the_schedule(model_path, tmp_path, backend):
+    """A loss scale of 2^32 overflows float16 at once; it halves until it fits, and then training goes on."""
+    keys = dict(fp16=True, steps=30, hysteresis=1, num_train_epochs=20)
+    world.run(train, 1, model_path, str(tmp_path), backend=backend, **keys)
+    log = read_log(tmp_path)
+    skipped = [line["skipped_iter"] for line in log]
+    assert skipped[0] == 1 and skipped[-1] == 0
+    assert log[0]["learning_rate"] == 0.0, "the schedule moved although nothing was updated"
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+def train_with_dropout(path, out, **keys):
+    return train(path, out, attention_dropout=0.2, hidden_dropout=0.2, **keys)
+
+
+def test_dropout_is_the_same_on_all_ranks_of_a_model_and_repeats(model_path, tmp_path):
+    plain = world.run(train, 2, model_path, str(tmp_path / "plain"), **TP2)
+    first = world.run(train_with_dropout, 2, model_path, str(tmp_path / "a"), **TP2)
+    again = world.run(train_with_dropout, 2, model_path, str(tmp_path / "b"), **TP2)
+    assert first[0] == first[1] == again[0]
+    assert first[0][0] != plain[0][0]
+
+
+@pytest.mark.parametrize("keys", [dict(recompute_granularity="full"), dict(recompute_granularity="selective")])
+def test_recomputation_changes_no_number(model_path, tmp_path, keys):
+    wanted = world.run(train, 2, model_path, str(tmp_path / "a"), **PP2)[0]
+    assert_same_curve(world.run(train, 2, model_path, str(tmp_path / "b"), **PP2, **keys)[0], wanted, 1e-6)
+
+
+def test_uneven_pipeline_layout_trains_every_layer(model_path, tmp_path):
+    wanted = world.run(train, 1, model_path, str(tmp_path / "a"), backend="torch")[0]
+    keys = dict(PP2, pipeline_model_parallel_layout="Ettt|tL")
+    for got in world.run(train, 2, model_path, str(tmp_path / "b"), **keys):
+        assert_same_curve(got, wanted)
+
+
+# -- the Python interface
+
+
+def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
+    """AutoModel, TrainingArguments, tokenizer, a collator that shifts, a dataset with more columns than are trained."""
+    from tests.toy_tokenizer import word_tokenizer
+
+    from mca_lite import AutoModel, McaTrainer, Seq2SeqTrainingArguments
+    from mca_lite.models import load_torch_model
+
+    def data_collator(features):
+        rows = [f["ids"] for f in features]
+        longest = max(len(r) for r in rows) - 1
+        batch = {k: torch.full((len(rows), longest), v) for k, v in (("input_ids", 0), ("labels", -100), ("attention_mask", 0))}
+        for i, row in enumerate(rows):
+            batch["input_ids"][i, : len(row) - 1] = torch.tensor(row[:-1])
+            batch["labels"][i, : len(row) - 1] = torch.tensor(row[1:])
+            batch["attention_mask"][i, : len(row) - 1] = 1
+        return batch
+
+    args = Seq2SeqTrainingArguments(
+        output_dir=out,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=3,
+        learning_rate=5e-3,
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    model = AutoModel.from_pretrained(path, args) if backend == "megatron" else load_torch_model(path)
+    dataset = [{"ids": list(range(i, i + 6 + i % 3)), "note": "not for the model"} for i in range(10)]
+    trainer = McaTrainer(
+        model=model, args=args, tokenizer=word_tokenizer(), data_collator=data_collator, train_dataset=dataset
+    )
+    first = trainer.train()
+    trainer.save_model(out + "/final")
+    args.overwrite_output_dir = True
+    again = trainer.train()
+    return dict(
+        steps=first.global_step, losses=[first.training_loss, again.training_loss], metrics=sorted(first.metrics)
+    )
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_trainer_works_from_python_and_trains_twice(model_path, tmp_path, backend):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    [got] = world.run(use_as_the_seed_shows, 1, model_path, str(tmp_path), backend)
+    assert got["steps"] == 9  # 10 samples, 4 a step: 3 steps an epoch, the last of them half full
+    assert got["losses"][1] < got["losses"][0]
+    assert got["metrics"] == ["train_loss", "train_runtime"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "final")) > 0
+    history = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert history["global_step"] == 9 and history["log_history"]
+
+
+def with_batch(path: str, out: str, changes: dict) -> str:
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=out, disable_tqdm=True)
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
+    batch = {k: v for k, v in {**batch, **changes}.items() if v is not None}
+    trainer = McaTrainer(AutoModel.from_pretrained(path, args), args, data_collator=lambda _: dict(batch), train_dataset=[0])
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"labels": None}, "labels"),
+        ({"labels": torch.ones(1, 3, dtype=torch.long)}, "differ in shape"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding_side"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids"),
+    ],
+)
+def test_a_batch_that_would_train_wrong_is_refused(model_path, tmp_path, changes, words):
+    assert words in world.run(with_batch, 1, model_path, str(tmp_path), changes)[0]
+
+
+def test_a_dataset_without_a_length_is_refused(model_path, tmp_path):
+    assert "with a length" in world.run(with_dataset, 1, model_path, str(tmp_path))[0]
+
+
+def with_dataset(path: str, out: str) -> str:
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=out)
+    with pytest.raises(ValueError) as error:
+        McaTrainer(AutoModel.from_pretrained(path, args), args, train_dataset=iter([1])).train()
+    return str(error.value)
+
+
+# -- callbacks
+
+
+def record_events(path: str, out: str, **keys) -> dict:
+    import mca_lite.trainer as module
+    from mca_lite import TrainerCallback, TrainingArguments
+    from mca_lite.models import load_torch_model
+
+    events = []
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            events.append(f"step {state.global_step}")
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            events.append("log")
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            events.append("evaluate")
+
+        def on_save(self, args, state, control, path, **kwargs):
+            events.append("save")
+
+        def on_train_end(self, args, state, control, **kwargs):
+            events.append("end")
+
+    args = TrainingArguments(output_dir=out, per_device_train_batch_size=8, disable_tqdm=True, **keys)
+    trainer = module.McaTrainer(
+        load_torch_model(path), args, train_dataset=tiny.samples(), eval_dataset=tiny.samples(9, seed=2), callbacks=[Recorder()]
+    )
+    trainer.train()
+    with torch.no_grad():
+        final = trainer.evaluate()["eval_loss"]
+    return dict(events=events, state=vars(trainer.state), final=final)
+
+
+def test_callbacks_are_called_in_order(model_path, tmp_path):
+    keys = dict(max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2, save_steps=4)
+    [got] = world.run(record_events, 1, model_path, str(tmp_path), **keys)
+    wanted = ["step 1", "step 2", "log", "evaluate", "save", "step 3", "step 4", "log", "evaluate", "save", "end"]
+    assert got["events"][: len(wanted)] == wanted  # the first evaluation is the best so far, and is saved for it
+
+
+def test_early_stopping_and_the_best_checkpoint_at_the_end(model_path, tmp_path):
+    keys = dict(
+        max_steps=40, learning_rate=0.05, lr_scheduler_type="constant", eval_strategy="steps", eval_steps=1, save_steps=1,
+        early_stopping_patience=2, load_best_model_at_end=True, save_total_limit=2,
+    )  # fmt: skip
+    [got] = world.run(record_events, 1, model_path, str(tmp_path), **keys)
+    state = got["state"]
+    assert state["global_step"] < 40
+    assert state["best_step"] == state["global_step"] - 2
+    assert got["final"] == pytest.approx(state["best_metric"], abs=1e-6)
+    left = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
+    assert left == sorted(f"checkpoint-{n}" for n in (state["best_step"], state["global_step"]))
