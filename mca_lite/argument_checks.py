@@ -91,6 +91,12 @@ TRAINING_RULES = (
         "sequence_parallel: true",
     ),
     Rule(
+        "warmup_steps max_steps lr_scheduler_type",
+        lambda a: 0 < a.max_steps <= a.warmup_steps and not a.lr_scheduler_type.startswith("constant"),
+        "the rate would still grow when the run of max_steps {a.max_steps} ends",
+        "warmup_ratio: 0.1 in place of warmup_steps",
+    ),
+    Rule(
         "load_best_model_at_end eval_strategy",
         lambda a: a.load_best_model_at_end and a.eval_strategy == "no",
         "without evaluation no checkpoint is the best one",

@@ -93,11 +93,17 @@ def find(args, asked: str | bool | None, say=print) -> Path | None:
     """
     there = list_checkpoints(args.output_dir)
     if asked in (True, "auto"):
-        say(f"resuming from {there[-1]}" if there else f"no checkpoint in {args.output_dir}: starting from the beginning")
+        say(
+            f"resuming from {there[-1]}"
+            if there
+            else f"no checkpoint in {args.output_dir}: starting from the beginning"
+        )
         return there[-1] if there else None
     if asked not in (None, False):
         if not (Path(asked) / TRAINER_STATE_NAME).is_file():
-            raise ValueError(f"resume_from_checkpoint: {asked} is not a complete checkpoint; complete ones: {there or 'none'}")
+            raise ValueError(
+                f"resume_from_checkpoint: {asked} is not a complete checkpoint; complete ones: {there or 'none'}"
+            )
         say(f"resuming from {asked}")
         return Path(asked)
     if there and not args.overwrite_output_dir:
@@ -124,7 +130,9 @@ def load(folder: str | os.PathLike, trainer) -> None:
     now = _training_record(trainer)
     for key in ("num_samples", "global_batch_size", "data_seed"):
         if record[key] != now[key]:
-            raise ValueError(f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on")
+            raise ValueError(
+                f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
+            )
     trainer.backend.load_state(folder)
     max_steps, epochs = trainer.state.max_steps, trainer.state.num_train_epochs
     trainer.state = TrainerState.load(folder / TRAINER_STATE_NAME)
@@ -234,7 +242,9 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     if not (folder / DIST_NAME).is_dir():
-        raise ValueError(f"{folder} holds no distributed checkpoint: it was written by the torch backend (use_mca: false)")
+        raise ValueError(
+            f"{folder} holds no distributed checkpoint: it was written by the torch backend (use_mca: false)"
+        )
     state = models.sharded_state_dict()
     where = {}
     if optimizer is not None:
@@ -298,7 +308,9 @@ def _sharded_optimizer(optimizer, models, read: bool):
             dtype = {} if isinstance(tensor, ShardedTensorFactory) else {"dtype": value.dtype}
             sharded[key] = replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **dtype)
             where[key] = (id(tensor.data), name)
-    assert len(sharded) == sum(map(len, full.values())), "a trained parameter has no sharded tensor in the model's state"
+    assert len(sharded) == sum(map(len, full.values())), (
+        "a trained parameter has no sharded tensor in the model's state"
+    )
     return sharded, where
 
 
@@ -318,7 +330,9 @@ def _read_states(optimizer, models, full: dict) -> None:
 
 def _optimizer_steps(optimizer, models) -> int:
     """Updates made so far: the same for all parameters; the largest over ranks, since some own no piece."""
-    counts = [int(inner.state[main]["step"]) for inner, _, main, _ in _owned(optimizer, models) if "step" in inner.state[main]]
+    counts = [
+        int(inner.state[main]["step"]) for inner, _, main, _ in _owned(optimizer, models) if "step" in inner.state[main]
+    ]
     steps = torch.tensor(max(counts, default=0), device=parallel.device())
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)
     return int(steps)
@@ -350,7 +364,9 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     from safetensors.torch import load_file
 
     if not (folder / "model.safetensors").is_file():
-        raise ValueError(f"{folder} holds no weights of the torch backend: it was written by megatron-core (use_mca: true)")
+        raise ValueError(
+            f"{folder} holds no weights of the torch backend: it was written by megatron-core (use_mca: true)"
+        )
     weights = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
 """The entry point: reads the arguments, checks everything that can be checked alone, then trains.
 
-    torchrun --nproc_per_node N train.py config.yaml [key=value ...]
+torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 """
 
 import os
@@ -135,5 +135,7 @@ def data_summary(run: RunArguments, prepared: Prepared) -> dict[str, str]:
         "cutoff_len": f"{data.cutoff_len} tokens" + (", documents joined and cut" if data.packing else ""),
     }
     if prepared.data.eval is not None:
-        summary["evaluation"] = f"{len(prepared.data.eval):,} samples, {prepared.data.eval.num_trained_tokens:,} trained tokens"
+        summary["evaluation"] = (
+            f"{len(prepared.data.eval):,} samples, {prepared.data.eval.num_trained_tokens:,} trained tokens"
+        )
     return summary

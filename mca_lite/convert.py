@@ -25,6 +25,8 @@ from .constants import (
 )
 from .families import TE_ALIASES, Row, get_family
 
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows of these are tokens: tp may pad them
+
 # -- sources of Hugging Face tensors ------------------------------------------------------------------------------------
 
 
@@ -36,11 +38,17 @@ class SafetensorsSource:
 
         self.folder = resolve_folder(model_name_or_path)
         index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if index.is_file():
-            self._file_of = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / SAFE_WEIGHTS_NAME).is_file():
+        if (self.folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
             with safe_open(self.folder / SAFE_WEIGHTS_NAME, "pt") as f:
                 self._file_of = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
+        elif index.is_file():
+            self._file_of = json.loads(index.read_text())["weight_map"]
+            gone = sorted(name for name in set(self._file_of.values()) if not (self.folder / name).is_file())
+            if gone:
+                raise ValueError(
+                    f"{self.folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
+                    f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
+                )
         else:
             raise ValueError(
                 f"{self.folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a model "
@@ -121,13 +129,12 @@ def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path
 def fill(models, source: SafetensorsSource | InitSource) -> None:
     """Fill every parameter of this rank from `source`, each exactly once.
 
-    models: VirtualModels. No collectives. ValueError names a parameter that no row fills, a tensor that the source lacks,
-    or a shape that does not fit, with the row and both shapes; also HF tensors that no row knows.
+    models: VirtualModels. No collectives. ValueError names a parameter that no row fills, a tensor that the source lacks
+    (on every rank, whichever needs it), one of another shape, with the row and both shapes, or one that no row knows.
     """
     config = models.config
     rows = _rows_by_name(config)
-    known = source.names()
-    _refuse_unknown_tensors(config, known)
+    _check_names(config, source.names())
     filled = set()
     with torch.no_grad():
         for chunk in models:
@@ -138,12 +145,9 @@ def fill(models, source: SafetensorsSource | InitSource) -> None:
                         f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: no row of the "
                         f"family's table fills it (families.py)"
                     )
-                value = _merge(row, layer, parameter, source, known, config)
-                if value.shape != parameter.shape:
-                    raise ValueError(
-                        f"parameter {name.format(layer)} has shape {tuple(parameter.shape)}, and its row {row} gives "
-                        f"{tuple(value.shape)}: the weights do not belong to this config.json"
-                    )
+                _check_shapes(row, layer, parameter, source, config)
+                value = _merge(row, layer, source, config)
+                assert value.shape == parameter.shape, f"{name} {tuple(parameter.shape)}: {row} gives {tuple(value.shape)}"
                 assert (id(chunk), name, layer) not in filled, f"{name} of layer {layer} would be filled twice"
                 filled.add((id(chunk), name, layer))
                 parameter.copy_(value)
@@ -156,27 +160,53 @@ def _rows_by_name(config) -> dict[str, Row]:
     return rows
 
 
-def _refuse_unknown_tensors(config, names: Iterable[str]) -> None:
-    known = {hf for row in get_family(config.hf_model_type).rows for hf in row.hf}
-    unknown = []
-    for name in sorted(names):
-        generic = re.sub(r"(\.layers\.)\d+\.", r"\1{}.", name)
-        # old llama checkpoints carry the rotary frequencies, which the config gives
-        if generic not in known and not name.endswith("rotary_emb.inv_freq"):
-            unknown.append(name)
+def _check_names(config, names: set[str]) -> None:
+    """Refuse a source that lacks a tensor of the whole model, or holds one that the model does not use.
+
+    Every rank looks at all stages: all of them stop, and none waits for another in a collective.
+    """
+    wanted = {hf.format(layer): row for row, layer in _in_layer_order(config) for hf in row.hf}
+    tied = config.tie_embeddings_and_output_weights
+    missing = [n for n, row in wanted.items() if n not in names and not (tied and row.mca == "output_layer.weight")]
+    if missing:
+        hint = "; where the embedding is the head as well, tie_word_embeddings: true" if "lm_head.weight" in missing else ""
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a {config.hf_model_type} model with "
+            f"{config.num_layers} layers, such as {', '.join(missing[:3])}: save or download it again, or set in "
+            f"config.json what it holds{hint}"
+        )
+    # old llama checkpoints carry the rotary frequencies, which the config gives
+    unknown = sorted(n for n in names - wanted.keys() if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ValueError(
-            f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model does not use here, such as "
-            f"{', '.join(unknown[:3])}: is model_type in config.json right?"
+            f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with {config.num_layers} "
+            f"layers does not use here, such as {', '.join(unknown[:3])}: are model_type and num_hidden_layers in "
+            "config.json right?"
         )
 
 
-def _merge(row: Row, layer, parameter, source, known, config) -> torch.Tensor:
+def _check_shapes(row: Row, layer, parameter, source, config) -> None:
+    """The row's HF tensors must have, whole, the shapes of which this rank's parameter is a part."""
+    (rows, *rest), tp = parameter.shape, config.tensor_model_parallel_size
+    expected = {
+        "copy": [(rows, *rest)],
+        "row": [(rows, *(size * tp for size in rest))],
+        "column": [(config.vocab_size if row.mca in _VOCABULARY else rows * tp, *rest)],
+        "gated": [(rows * tp // len(row.hf), *rest)] * len(row.hf),
+        "qkv": [(config.num_query_groups * size, *rest) for size in _qkv_sizes(config)],
+    }[row.kind]
+    for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
+        if (got := source.shape(name)) != wanted:
+            hint = f" (vocab_size {config.vocab_size})" if row.mca in _VOCABULARY else ""
+            raise ValueError(
+                f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill {row.mca.format(layer)} "
+                f"{tuple(parameter.shape)} as {row.kind}: the weights do not belong to this config.json"
+            )
+
+
+def _merge(row: Row, layer, source, config) -> torch.Tensor:
     """This rank's part of the megatron tensor that the row's HF tensors make, in the source's dtype."""
     names = [hf.format(layer) for hf in row.hf]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"the checkpoint lacks {name}, from which {row.mca.format(layer)} {tuple(parameter.shape)} is made")
     tp, rank = config.tensor_model_parallel_size, mpu.get_tensor_model_parallel_rank()
     if row.kind == "copy":
         return source.read(names[0])
@@ -186,11 +216,8 @@ def _merge(row: Row, layer, parameter, source, known, config) -> torch.Tensor:
         return torch.cat([source.read(n, rows=_part(source.shape(n)[0], rank, tp)) for n in names])
     if row.kind == "qkv":
         return _read_qkv(names, source, config, rank, tp)
-    vocabulary = row.mca in ("embedding.word_embeddings.weight", "output_layer.weight")
     real = source.shape(names[0])[0]
-    if vocabulary and real != config.vocab_size:
-        raise ValueError(f"{names[0]} has {real} rows, and config.json says vocab_size {config.vocab_size}")
-    padded = config.padded_vocab_size if vocabulary else real
+    padded = config.padded_vocab_size if row.mca in _VOCABULARY else real
     part = _part(padded, rank, tp)
     value = source.read(names[0], rows=slice(min(part.start, real), min(part.stop, real)))
     missing = part.stop - part.start - value.shape[0]  # rows that only pad the vocabulary
@@ -203,14 +230,18 @@ def _part(size: int, rank: int, parts: int) -> slice:
     return slice(rank * size // parts, (rank + 1) * size // parts)
 
 
+def _qkv_sizes(config) -> tuple[int, int, int]:
+    """Rows of a query group's queries, key and value."""
+    d = config.kv_channels
+    return config.num_attention_heads // config.num_query_groups * d, d, d
+
+
 def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
     """Rows [queries of the group, key, value] group by group; only the groups that this rank touches are read."""
-    groups, heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
-    d = config.kv_channels
-    per_group = (heads + 2) * d
-    part = _part(groups * per_group, rank, tp)
+    sizes = _qkv_sizes(config)
+    per_group = sum(sizes)
+    part = _part(config.num_query_groups * per_group, rank, tp)
     first, last = part.start // per_group, -(-part.stop // per_group)
-    sizes = (heads * d, d, d)
     pieces = [source.read(n, rows=slice(first * z, last * z)).unflatten(0, (last - first, z)) for n, z in zip(names, sizes, strict=True)]
     return torch.cat(pieces, dim=1).flatten(0, 1)[part.start - first * per_group : part.stop - first * per_group]
 
@@ -222,13 +253,11 @@ def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, t
     """The HF tensors, with names, that a whole megatron tensor consists of."""
     names = [hf.format(layer) for hf in row.hf]
     if row.kind == "qkv":
-        heads, d = config.num_attention_heads // config.num_query_groups, config.kv_channels
-        grouped = full.unflatten(0, (config.num_query_groups, -1))
-        parts = grouped.split((heads * d, d, d), dim=1)
+        parts = full.unflatten(0, (config.num_query_groups, -1)).split(_qkv_sizes(config), dim=1)
         yield from zip(names, (p.flatten(0, 1).contiguous() for p in parts), strict=True)
     elif row.kind == "gated":
         yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
-    elif row.mca in ("embedding.word_embeddings.weight", "output_layer.weight"):
+    elif row.mca in _VOCABULARY:
         yield names[0], full[: config.vocab_size]
     else:
         yield names[0], full
@@ -374,7 +403,7 @@ def parse_size(size: str | int) -> int:
     """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. ValueError for anything else."""
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
     if match is None:
         raise ValueError(f"max_shard_size: {size!r} is not a size, expected something like 5GB or 500MB")
     number, prefix, binary = match.groups()

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16 and torch need changed to train on CPU with gloo: one table, applied only where there is no CUDA.
+"""What megatron-core 0.16 and torch need changed to train on CPU with gloo: one table, not applied where CUDA is there.
 
 This is the only file of the package that assigns to another library's attributes. Each row is
 (object, attribute, replacement, reason); `apply()` walks the table once per process.
@@ -160,8 +160,8 @@ def apply() -> list[tuple[object, str, object, str]]:
         return _applied
     # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a CPU
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must hold the originals, or models
-    # that transformers builds under it keep buffers (rotary frequencies) that nobody ever fills
+    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must hold the originals, or
+    # models that transformers builds under it keep buffers (rotary frequencies) that nobody ever fills
     torch.utils._device._device_constructors()
     for owner, attribute, replacement, reason in list(_table()):
         setattr(owner, attribute, replacement)

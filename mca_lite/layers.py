@@ -31,7 +31,7 @@ def transformer_engine_works() -> bool:
 
 
 def resolve_transformer_impl(asked: str) -> str:
-    """"local" or "transformer_engine" for "auto", "local" or "transformer_engine"."""
+    """ "local" or "transformer_engine" for "auto", "local" or "transformer_engine"."""
     if asked == "auto":
         return "transformer_engine" if transformer_engine_works() else "local"
     if asked == "transformer_engine" and not transformer_engine_works():

@@ -181,8 +181,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
-    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these names; it asks in every
-    # layer. HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
+    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these names, in each layer.
+    # HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
     yarn_rotary_scaling_factor = math.exp(10)
     yarn_mscale_all_dim = 0.0
 

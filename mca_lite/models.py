@@ -176,7 +176,9 @@ class VirtualModels:
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
     """This rank's chunks with weights that nobody has filled yet."""
-    vpp = config.virtual_pipeline_model_parallel_size
+    tp, vpp = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if config.ffn_hidden_size % tp:
+        raise ValueError(f"tensor_model_parallel_size {tp} does not divide the MLP's {config.ffn_hidden_size} columns")
     models = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None

@@ -36,8 +36,8 @@ def _document_lengths(attention_mask: torch.Tensor) -> torch.Tensor:
 def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed batch.
 
-    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The rows stand one behind the
-    other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7, 9, 12] and 3.
+    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The rows stand one behind
+    the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7, 9, 12] and 3.
     """
     lengths = _document_lengths(attention_mask).to(torch.int32)
     zero = torch.zeros(1, dtype=torch.int32, device=lengths.device)

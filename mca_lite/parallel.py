@@ -4,7 +4,6 @@ import datetime
 import os
 import random
 import socket
-import warnings
 
 import numpy as np
 import torch
@@ -12,8 +11,6 @@ import torch.distributed as dist
 
 from . import cpu
 
-# said at import by megatron-core on every machine without them; the local layers do not need them
-warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex|full scope is deprecated)")
 cpu.apply()
 
 

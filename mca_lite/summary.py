@@ -57,5 +57,7 @@ def step_flops(model, tokens: float, seq_length: float) -> float:
         )
     else:
         return 0.0
-    shared = dict(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads, vocab_size=config.vocab_size)
+    shared = dict(
+        hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads, vocab_size=config.vocab_size
+    )
     return tokens * model_flops_per_token(**sizes, **shared, seq_length=seq_length)

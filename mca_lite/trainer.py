@@ -171,7 +171,9 @@ class McaTrainer:
 
     def _plan(self, dataset, training: bool = True) -> BatchPlan:
         if dataset is None or not hasattr(dataset, "__len__"):
-            raise ValueError(f"{'train' if training else 'eval'}_dataset: expected a dataset with a length, got {dataset!r}")
+            raise ValueError(
+                f"{'train' if training else 'eval'}_dataset: expected a dataset with a length, got {dataset!r}"
+            )
         args = self.args
         return BatchPlan(
             len(dataset),
@@ -192,7 +194,9 @@ class McaTrainer:
         """(this rank's micro-batches of the step, their length, the step's counts as _zeros() has them)."""
         real = plan.num_micro_batches(step)
         batches = [self._checked(next(loader)) for _ in range(real)]
-        tokens = sum(int(b["attention_mask"].sum()) if "attention_mask" in b else b["input_ids"].numel() for b in batches)
+        tokens = sum(
+            int(b["attention_mask"].sum()) if "attention_mask" in b else b["input_ids"].numel() for b in batches
+        )
         for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
             batches.append({**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORE_INDEX)})
         multiple = self.backend.length_multiple
@@ -264,7 +268,9 @@ class McaTrainer:
         if self.optimizer is None:
             self.create_optimizer()
         self.create_scheduler(max_steps)
-        self._load_from_checkpoint(args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint)
+        self._load_from_checkpoint(
+            args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        )
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -283,7 +289,9 @@ class McaTrainer:
         state.consumed_samples += samples
         state.consumed_tokens += int(tokens)
         state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
-        throughput.stop(int(tokens), int(positions), samples, step_flops(self.model, tokens, positions / max(samples, 1)))
+        throughput.stop(
+            int(tokens), int(positions), samples, step_flops(self.model, tokens, positions / max(samples, 1))
+        )
 
     def _after_step(self, window, throughput, extra, end_of_epoch: bool) -> torch.Tensor:
         """Log, evaluate and save where it is time -> the window of the next log."""

@@ -34,7 +34,13 @@ def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
     whole = world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=WHOLE, **keys)[0]
     stopped(model_path, tmp_path / "parts", ranks, keys)
     parts = world.run(
-        train, ranks, model_path, str(tmp_path / "parts"), steps=WHOLE, resume_from_checkpoint="auto", **{**SAVE, **keys}
+        train,
+        ranks,
+        model_path,
+        str(tmp_path / "parts"),
+        steps=WHOLE,
+        resume_from_checkpoint="auto",
+        **{**SAVE, **keys},
     )[0]
     assert parts == whole
     steps = [line["step"] for line in read_log(tmp_path / "parts")]

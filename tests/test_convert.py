@@ -1,6 +1,7 @@
 """Hugging Face weights in and out: the same bytes after a round trip in every layout, and errors that name the tensor."""
 
 import contextlib
+import ctypes
 import filecmp
 import functools
 import io
@@ -65,7 +66,7 @@ def assert_same_bytes(got: dict, wanted: dict):
 def make_args(**keys):
     from mca_lite.arguments import TrainingArguments
 
-    return TrainingArguments(output_dir="unused", **keys)
+    return TrainingArguments(output_dir="unused", gradient_accumulation_steps=2, **keys)  # virtual stages want two
 
 
 def through_every_family(sources: dict, bf16_sources: dict, out: str, keys: dict) -> dict:
@@ -135,10 +136,13 @@ def export_at_tp4(path: str, out: str) -> list:
 
 def memory_of_a_round_trip(path: str, out: str, keys: dict, max_shard_size: int) -> dict:
     """Bytes of this rank's parameters, and by how much private memory rose while they were read and written."""
+    from mca_lite import parallel
     from mca_lite.models import AutoModel
 
     args = make_args(**keys)
-    make_args()  # what a first use allocates is not what is measured
+    parallel.initialize(args)
+    # blocks above 64 KiB go back to the system when they are freed: the rise is what is held, not what malloc keeps
+    ctypes.CDLL(None).mallopt(-3, 65536)
     with PeakMemory() as reading:
         models = AutoModel.from_pretrained(path, args)
     with PeakMemory() as writing:
@@ -381,11 +385,11 @@ def test_rank_reads_the_bytes_of_its_own_slices_and_no_others(layout, trip):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> str:
-    """A model of 50 MB whose largest tensor has 1 MB."""
+    """A model of 50 MB whose largest tensor has 1 MB, 2 MB where gate and up are joined."""
     keys = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=12, vocab_size=999)
     path = save_model(tmp_path_factory.mktemp("large") / "model", "qwen3", head_dim=64, **keys)
     yield path
-    shutil.rmtree(path)
+    shutil.rmtree(path)  # pytest keeps the folders of three runs
 
 
 @pytest.mark.parametrize("keys", [TP2, PP2], ids=["tp2", "pp2"])
@@ -395,8 +399,8 @@ def test_memory_holds_the_local_shard_and_little_else(keys, large, tmp_path):
     assert 45 * mb < whole < 60 * mb
     for measured in world.run(memory_of_a_round_trip, 2, large, str(tmp_path), keys, 4_000_000):
         assert 0.45 * whole < measured["own"] < 0.55 * whole
-        assert measured["own"] < measured["reading"] < measured["own"] + 8 * mb
-        assert measured["writing"] < 16 * mb  # a shard, what safetensors makes of it, and the parts of one tensor
+        assert measured["own"] < measured["reading"] < measured["own"] + 4 * mb
+        assert measured["writing"] < 12 * mb  # a shard of 4 MB, and one tensor: its parts, joined, and as it is written
     assert_same_bytes(tensors(tmp_path), tensors(large))
     shutil.rmtree(tmp_path)
 
@@ -526,7 +530,7 @@ def errors(sources, tmp_path_factory):
     Path(paths["none"]).mkdir()
     shutil.copy(f"{sources['llama']}/config.json", paths["none"])
     paths["shard gone"] = str(shutil.copytree(sources["qwen3"], folder / "shard gone"))
-    Path(paths["shard gone"], "model-00002-of-00005.safetensors").rename(folder / "gone")
+    next(Path(paths["shard gone"]).glob("model-00002-of-*.safetensors")).unlink()
     return world.run(load_errors, 1, paths, {})[0]
 
 
@@ -542,7 +546,7 @@ def test_folder_without_weights_says_what_was_expected(errors):
 
 
 def test_shard_that_is_gone_is_named(errors):
-    for part in ("model-00002-of-00005.safetensors", "model.safetensors.index.json"):
+    for part in ("model-00002-of-", "lacks it", "model.safetensors.index.json"):
         assert part in errors["shard gone"], errors["shard gone"]
 
 
@@ -556,7 +560,7 @@ def test_every_pipeline_rank_refuses_what_one_of_them_lacks(sources, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=33), ["3 attention heads", "parallel 2"]),
+        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36), ["3 attention heads", "parallel 2"]),
         (dict(intermediate_size=49), ["49", "tensor_model_parallel_size", "2"]),
     ],
     ids=["heads", "columns"],

@@ -326,7 +326,7 @@ def test_configs_of_different_pipeline_layouts_do_not_match():
         ("qwen3", dict(attention_bias=True), "attention_bias: True"),
         ("llama", dict(mlp_bias=True), "mlp_bias: True"),
         ("llama", dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config"),
-        ("qwen3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope scaling 'dynamic'"),
+        ("qwen3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "scaling 'dynamic'"),
         # transformers' own default rope passes it over: half a rotation would be another model
         (
             "llama",

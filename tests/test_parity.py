@@ -14,7 +14,9 @@ from tests.training import train
 TOLERANCE = 1e-5  # float32, summed in another order
 
 DIST_OPT = dict(use_distributed_optimizer=True)
-OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=2000)
+OVERLAP = dict(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=2000
+)
 TP2 = dict(tensor_model_parallel_size=2)
 PP2 = dict(pipeline_model_parallel_size=2)
 SP = dict(sequence_parallel=True)

@@ -79,7 +79,9 @@ def test_evaluation_is_sum_over_count_of_the_whole_set(model_path, tmp_path, ran
 MEAN = dict(calculate_per_token_loss=False)
 
 
-@pytest.mark.parametrize("ranks, keys", [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))])
+@pytest.mark.parametrize(
+    "ranks, keys", [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))]
+)
 def test_mean_of_micro_batches_agrees_with_the_torch_backend(model_path, tmp_path, ranks, keys):
     """One sample a micro-batch: the mean of 8 means, and of 6 in the last step of the epoch, fillers left out."""
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **MEAN)
@@ -157,7 +159,10 @@ def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
     def data_collator(features):
         rows = [f["ids"] for f in features]
         longest = max(len(r) for r in rows) - 1
-        batch = {k: torch.full((len(rows), longest), v) for k, v in (("input_ids", 0), ("labels", -100), ("attention_mask", 0))}
+        batch = {
+            k: torch.full((len(rows), longest), v)
+            for k, v in (("input_ids", 0), ("labels", -100), ("attention_mask", 0))
+        }
         for i, row in enumerate(rows):
             batch["input_ids"][i, : len(row) - 1] = torch.tensor(row[:-1])
             batch["labels"][i, : len(row) - 1] = torch.tensor(row[1:])
@@ -207,7 +212,9 @@ def with_batch(path: str, out: str, changes: dict) -> str:
     args = TrainingArguments(output_dir=out, disable_tqdm=True)
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
     batch = {k: v for k, v in {**batch, **changes}.items() if v is not None}
-    trainer = McaTrainer(AutoModel.from_pretrained(path, args), args, data_collator=lambda _: dict(batch), train_dataset=[0])
+    trainer = McaTrainer(
+        AutoModel.from_pretrained(path, args), args, data_collator=lambda _: dict(batch), train_dataset=[0]
+    )
     try:
         trainer.train()
     except ValueError as error:
@@ -269,7 +276,11 @@ def record_events(path: str, out: str, **keys) -> dict:
 
     args = TrainingArguments(output_dir=out, per_device_train_batch_size=8, disable_tqdm=True, **keys)
     trainer = module.McaTrainer(
-        load_torch_model(path), args, train_dataset=tiny.samples(), eval_dataset=tiny.samples(9, seed=2), callbacks=[Recorder()]
+        load_torch_model(path),
+        args,
+        train_dataset=tiny.samples(),
+        eval_dataset=tiny.samples(9, seed=2),
+        callbacks=[Recorder()],
     )
     trainer.train()
     with torch.no_grad():

@@ -5,7 +5,9 @@ import json
 from tests import tiny
 
 
-def train(model_path: str, output_dir: str, backend: str = "megatron", export: bool = False, steps=None, **changes) -> list:
+def train(
+    model_path: str, output_dir: str, backend: str = "megatron", export: bool = False, steps=None, **changes
+) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
 
     Global batch 8 of 22 samples: the last step of an epoch is a partial window with fillers.

@@ -53,7 +53,9 @@ def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
     context, folder = _server(), tempfile.mkdtemp()
     answers = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers), daemon=True)
+        context.Process(
+            target=_rank, args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:

@@ -1,0 +1,87 @@
+"""train.py as a user runs it: one real torchrun, the same file on one process and the torch backend, and its errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.training import read_log
+
+ROOT = Path(__file__).parents[1]
+SHORT = (
+    "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
+)
+
+
+def run(words: str, tmp_path, nproc: int | None = None, code: int = 0) -> subprocess.CompletedProcess:
+    command = [sys.executable, "train.py"]
+    if nproc:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+        command += ["--nproc_per_node", str(nproc), "train.py"]
+    command += [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    layout = "tensor_model_parallel_size=2 sequence_parallel=true"
+    shown = run(f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2)
+    run(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
+    ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
+    assert [line["step"] for line in ours] == [1, 2, 3]
+    for a, b in zip(ours, theirs, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), key
+    needed = "step epoch loss grad_norm learning_rate consumed_samples consumed_tokens tokens_per_second skipped_iter"
+    needed += " tokens_per_second_per_device padding_fraction tflops_per_device step_time_s peak_memory_gib"
+    assert set(needed.split()) <= ours[0].keys()
+    for words in ("trained tokens in «»", "tensor x pipeline x data  2 x 1 x 1", "parameters on this rank", "step 3/3"):
+        assert words in shown.stdout, words
+    assert shown.stdout.count("step 3/3") == 1, "only rank 0 speaks"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "tp2")
+    assert AutoTokenizer.from_pretrained(tmp_path / "tp2").chat_template
+    saved = yaml.safe_load((tmp_path / "tp2" / "config.yaml").read_text())
+    assert saved["learning_rate"] == 3e-3 and saved["tensor_model_parallel_size"] == 2
+
+
+def test_the_saved_config_reproduces_the_run(tmp_path):
+    run(f"configs/pt.yaml {SHORT} warmup_steps=1 use_mca=false output_dir={tmp_path / 'a'}", tmp_path)
+    run(f"{tmp_path / 'a' / 'config.yaml'} output_dir={tmp_path / 'b'}", tmp_path)
+    first, again = ([(x["loss"], x["grad_norm"]) for x in read_log(tmp_path / n)] for n in "ab")
+    assert first == again
+
+
+def test_all_errors_are_shown_at_once_without_a_traceback(tmp_path):
+    result = run(
+        "configs/sft.yaml learning_rat=1 bf16=maybe tensor_model_parallel_size=3 eval_strategy=never", tmp_path, code=2
+    )
+    for words in ("learning_rate", "bf16", "tensor_model_parallel_size", "eval_strategy", "epoch"):
+        assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_data_that_is_not_there_is_named(tmp_path):
+    result = run("configs/sft.yaml dataset=nowhere.jsonl", tmp_path, code=2)
+    assert "nowhere.jsonl" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_model_that_cannot_be_honoured_is_refused(tmp_path):
+    import shutil
+
+    shutil.copytree(ROOT / "configs/tiny/model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "hidden_act": "gelu", "attention_bias": True}))
+    result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
+    assert "hidden_act" in result.stderr and "attention_bias" in result.stderr
+    config = {**config, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
+    assert "sliding window of 64" in result.stderr

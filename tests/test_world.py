@@ -1,0 +1,75 @@
+"""The worlds that tests run in: a rank that fails or hangs fails its test by name, and the next test is not touched."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from tests import world
+
+
+def fail_on_rank_1():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def hang_on_rank_1():
+    import torch.distributed as dist
+
+    time.sleep(60 if dist.get_rank() == 1 else 0)
+
+
+def die_on_rank_1():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(7)
+    time.sleep(30)
+
+
+def test_a_failing_rank_fails_the_test_with_its_traceback():
+    with pytest.raises(AssertionError, match="(?s)rank 1 failed.*KeyError: 'lost'"):
+        world.run(fail_on_rank_1, 2)
+
+
+def test_a_hanging_rank_is_named_and_ended():
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] still run"):
+        world.run(hang_on_rank_1, 2, timeout_s=2)
+    assert time.monotonic() - started < 10
+
+
+def test_a_dead_rank_is_named():
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] died without an answer, exit codes \[7\]"):
+        world.run(die_on_rank_1, 2)
+
+
+def start_and_stop(tp: int) -> dict:
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    from mca_lite import TrainingArguments, parallel
+
+    args = TrainingArguments(output_dir="unused", tensor_model_parallel_size=tp)
+    parallel.initialize(args)
+    parallel.initialize(args)  # the same layout again changes nothing
+    running = dict(tp=mpu.get_tensor_model_parallel_world_size(), threads=threading.active_count())
+    try:
+        args.tensor_model_parallel_size = 1
+        parallel.initialize(args)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    parallel.shutdown()
+    return dict(running, refused=refused, left=dist.is_initialized(), mpu=mpu.model_parallel_is_initialized())
+
+
+def test_a_world_starts_once_and_stops_clean():
+    for answer in world.run(start_and_stop, 2, 2):
+        assert answer["tp"] == 2
+        assert "shutdown()" in answer["refused"]
+        assert answer["left"] is False and answer["mpu"] is False
