@@ -422,8 +422,6 @@ def check_data(args: Any, bad: set[str]) -> list[Problem]:
 def check_run(run: Any, bad: set[str]) -> list[Problem]:
     """What the groups must agree on: stage, data and evaluation."""
     data, strategy, problems = run.data, run.training.eval_strategy, []
-    if run.finetuning.stage != "pt" and data.packing and not bad & {"packing", "stage"}:
-        problems.append(Problem("packing", True, "not in this version: packing for sft", "packing: false"))
     has_data = data.eval_dataset or data.val_size > 0
     if strategy != "no" and not has_data and not bad & {"eval_strategy", "eval_dataset", "val_size"}:
         suggestion = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"

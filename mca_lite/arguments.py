@@ -50,8 +50,8 @@ class DataArguments(ArgumentGroup):
     eval_dataset: list[str] | None = arg(None, "files or names to evaluate on")
     val_size: float = arg(0.0, "samples split off for evaluation: a fraction below 1, or a count", low=0)
     cutoff_len: int = arg(2048, "tokens a row, at most", low=1)
-    packing: bool | None = arg(None, "join documents and cut them into rows of cutoff_len (None: yes for stage pt)")
-    neat_packing: bool = arg(False, "packing in which samples do not see each other")
+    packing: bool | None = arg(None, "pt: join documents and cut them (None: yes); sft: pack samples (None: no)")
+    neat_packing: bool = arg(False, "the same as packing for sft; for pt: documents do not see each other")
     train_on_prompt: bool = arg(False, "the prompt carries loss too")
     mask_history: bool = arg(False, "only the last answer of a conversation carries loss")
     mix_weights: list[float] | None = arg(
@@ -257,6 +257,8 @@ class RunArguments:
     def __post_init__(self) -> None:
         if self.data.packing is None:
             self.data.packing = self.finetuning.stage == "pt"
+        if self.data.neat_packing or (self.data.packing and self.finetuning.stage != "pt"):
+            self.training.sequence_packing = True  # packs of samples reach the model with their borders
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:

@@ -3,15 +3,18 @@
 Both backends answer the same few calls; the trainer knows no parallelism.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from . import checkpoint, convert
+from . import checkpoint, convert, parallel
 from .models import VirtualModels
 from .optim import create_megatron_optimizer
+from .packing import row_layout
 
 
 class MegatronBackend:
@@ -20,6 +23,7 @@ class MegatronBackend:
     def __init__(self, models: VirtualModels, args):
         self.models, self.args, self.config = models, args, models.config
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
+        self.config.rows_are_packed = args.sequence_packing
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self.optimizer = None
 
@@ -40,14 +44,55 @@ class MegatronBackend:
         return self.config.pipeline_model_parallel_size if interleaved else 1
 
     @property
+    def context_parallel(self) -> tuple[int, int]:
+        """(size, this rank's number)"""
+        return self.config.context_parallel_size, mpu.get_context_parallel_rank()
+
+    @property
+    def document_multiple(self) -> int:
+        """Documents are padded to a multiple of this many tokens: each is cut into two chunks a context-parallel rank."""
+        cp = self.config.context_parallel_size
+        return 2 * cp if cp > 1 else 1
+
+    @property
     def length_multiple(self) -> int:
-        """Rows are padded to a multiple of this many tokens: sequence parallelism cuts them."""
-        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        """Rows are padded to a multiple of this many tokens: sequence parallelism cuts what context parallelism leaves."""
+        tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        cp = self.config.context_parallel_size
+        return cp * math.lcm(2, tp) if cp > 1 else tp
 
     @property
     def needs_equal_lengths(self) -> bool:
         """Whether all micro-batches of a step must have one length: stages post their receives by it."""
         return self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank adds a step's tokens to the totals: one rank of those that read the same batch."""
+        return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_context_parallel_rank() == 0
+
+    def model_inputs(self, batch: dict) -> dict:
+        """This rank's part of a batch, on its device: tokens and labels cut alike, and the borders of packed documents."""
+        size, rank = self.context_parallel
+        device, params = parallel.device(), batch.get("packed_seq_params")
+        s = batch["input_ids"].shape[1]
+        layout = row_layout((0, s), size, rank, device) if params is None else params.layout
+        ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
+        if size > 1:
+            ids, labels = ids[:, layout.index], labels[:, layout.index]
+        positions = layout.positions.expand(ids.shape)
+        return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params)
+
+    def over_context_parallel(self, total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss sum, tokens) as megatron's schedule wants them from a rank that holds a part of each row.
+
+        Per token it sums both over all ranks itself. Otherwise it divides here, by the row's tokens, and averages over
+        context-parallel ranks, which have to be summed.
+        """
+        if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
+            return total, count
+        dist.all_reduce(count, group=mpu.get_context_parallel_group())
+        return total * self.config.context_parallel_size, count
 
     # -- training
 
@@ -117,10 +162,6 @@ class MegatronBackend:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(totals, src=last, group=mpu.get_pipeline_model_parallel_group())
         return totals
-
-    @property
-    def is_last_stage(self) -> bool:
-        return mpu.is_pipeline_last_stage(ignore_virtual=True)
 
     def num_parameters(self) -> tuple[int, int]:
         """(parameters of this rank, those among them that are trained)"""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from . import checkpoint, convert, parallel
 from .losses import token_losses
 from .optim import create_torch_optimizer
+from .packing import block_diagonal_mask
 
 
 class TokenLossModel(torch.nn.Module):
@@ -36,10 +37,10 @@ class TokenLossModel(torch.nn.Module):
 class TorchBackend:
     """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there are several ranks."""
 
-    micro_batch_multiple = 1
-    length_multiple = 1
+    micro_batch_multiple = document_multiple = length_multiple = 1
+    context_parallel = (1, 0)
     needs_equal_lengths = False
-    is_last_stage = True
+    counts_tokens = True
 
     def __init__(self, model, args):
         self.args, self.hf_model = args, model
@@ -65,6 +66,20 @@ class TorchBackend:
     @property
     def dp_size(self) -> int:
         return self.world
+
+    def model_inputs(self, batch: dict) -> dict:
+        """The batch on this rank's device; packed documents are kept apart by a mask and by positions that restart."""
+        device, params = parallel.device(), batch.get("packed_seq_params")
+        ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
+        if params is None:
+            positions = batch["position_ids"].to(device)
+            return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None)
+        mask = block_diagonal_mask(batch["cu_seqlens"], device)
+        positions = params.layout.positions[None]
+        return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
+
+    def over_context_parallel(self, total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return total, count
 
     def create_optimizer(self):
         self.optimizer = create_torch_optimizer(self.args, self.hf_model)

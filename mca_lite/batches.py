@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from .constants import IGNORE_INDEX
@@ -18,6 +19,8 @@ FILLER = -1  # a sample index that stands for "no sample left": collated like sa
 
 class Collator:
     """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], padded on the right.
+
+    A sample that holds several documents brings an attention_mask with their numbers, which is taken over.
 
     s is the longest sample rounded up to a multiple of pad_to_multiple_of, or always max_length (rounded up) where one
     is given. Padding has label IGNORE_INDEX and attention_mask 0 (1: a token).
@@ -43,8 +46,50 @@ class Collator:
         for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
             batch["input_ids"][row, :length] = torch.as_tensor(sample["input_ids"], dtype=torch.int64)
             batch["labels"][row, :length] = torch.as_tensor(sample["labels"], dtype=torch.int64)
-            batch["attention_mask"][row, :length] = 1
+            batch["attention_mask"][row, :length] = torch.as_tensor(sample.get("attention_mask", 1), dtype=torch.int64)
         return batch
+
+
+def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
+    """The language inputs of a collated batch as tensors; ValueError for what would give wrong numbers in silence.
+
+    packs: rows may hold several documents, which attention_mask numbers.
+    """
+    missing = [k for k in ("input_ids", "labels") if k not in batch]
+    if missing:
+        raise ValueError(f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted")
+    batch = {k: torch.as_tensor(batch[k]) for k in names if k in batch}
+    if batch["labels"].shape != batch["input_ids"].shape:
+        shapes = tuple(batch["labels"].shape), tuple(batch["input_ids"].shape)
+        raise ValueError(f"labels {shapes[0]} and input_ids {shapes[1]} differ in shape")
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
+            raise ValueError("attention_mask has padding on the left: set the tokenizer's padding_side to 'right'")
+        if not packs and (mask > 1).any():
+            raise ValueError(
+                "attention_mask numbers several documents in a row, which would see each other: set sequence_packing: true"
+            )
+    positions = batch.pop("position_ids", None)
+    if positions is not None and not packs and not (positions == torch.arange(positions.shape[-1])).all():
+        raise ValueError("position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true")
+    return batch
+
+
+def count_tokens(batch: dict) -> tuple[int, int]:
+    """(tokens without padding, sum of squared document lengths) of a checked batch."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return batch["input_ids"].numel(), batch["input_ids"].numel() * batch["input_ids"].shape[1]
+    lengths = torch.cat([torch.bincount(row[row > 0].long()) for row in mask])
+    return int(lengths.sum()), int((lengths**2).sum())
+
+
+def pad_batch(batch: dict, length: int, pad_token_id: int) -> dict:
+    """The batch [b, s] padded on the right to [b, length]."""
+    more = length - batch["input_ids"].shape[1]
+    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
+    return {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()} if more else batch
 
 
 class BatchPlan:
@@ -53,7 +98,8 @@ class BatchPlan:
     Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size * accumulation * dp_size;
     micro-batch m of rank r takes those from (m * dp_size + r) * micro_batch_size on. The samples of a step are thus the
     same in all layouts with the same G. The last step of an epoch has only the micro-batches that it needs, as many on
-    every rank; where samples are missing it has FILLER.
+    every rank; where samples are missing it has FILLER. With `costs`, one number a sample, a step's samples are dealt by
+    falling cost, so that the ranks have as much to do in each micro-batch: that changes who takes them, not which.
     """
 
     def __init__(
@@ -65,6 +111,7 @@ class BatchPlan:
         dp_size: int,
         seed: int,
         shuffle: bool = True,
+        costs: np.ndarray | None = None,
     ):
         if num_samples < 1:
             raise ValueError(f"the dataset has {num_samples} samples: expected at least one")
@@ -74,7 +121,7 @@ class BatchPlan:
                 f"{dp_rank} of {dp_size}: expected sizes of at least 1 and a rank below dp_size"
             )
         self.num_samples, self.micro_batch_size, self.seed, self.shuffle = num_samples, micro_batch_size, seed, shuffle
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.dp_rank, self.dp_size, self.costs = dp_rank, dp_size, costs
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None
@@ -101,7 +148,11 @@ class BatchPlan:
         first, count = i * self.global_batch_size, self.num_micro_batches(i)
         chosen = np.full((count, self.dp_size, self.micro_batch_size), FILLER, dtype=np.int64)
         samples = self.order(epoch)[first : first + self.num_samples_of(i)]
+        if self.costs is not None:
+            samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
+        if self.costs is not None:
+            chosen[1::2] = chosen[1::2, ::-1].copy()  # the dearest goes to another rank in every second micro-batch
         return chosen[:, self.dp_rank].tolist()
 
 
@@ -146,6 +197,9 @@ class _CollateWithFillers:
                 )
             batch["labels"] = torch.as_tensor(labels).clone()  # labels may be the same tensor as input_ids
             batch["labels"][fillers] = IGNORE_INDEX
+            if "attention_mask" in batch:
+                batch["attention_mask"] = torch.as_tensor(batch["attention_mask"]).clone()
+                batch["attention_mask"][fillers] = 0
         return batch
 
 

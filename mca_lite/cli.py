@@ -126,13 +126,19 @@ def build_model(run: RunArguments, prepared: Prepared):
     return models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
 
 
+def _packing_words(run: RunArguments) -> str:
+    if run.training.sequence_packing:
+        return ", samples packed, none sees another"
+    return ", documents joined and cut" if run.data.packing else ""
+
+
 def data_summary(run: RunArguments, prepared: Prepared) -> dict[str, str]:
     data, train_set = run.data, prepared.data.train
     summary = {
         "stage": run.finetuning.stage,
         "dataset": ", ".join(data.dataset),
         "training": f"{len(train_set):,} samples, {train_set.num_tokens:,} tokens, {train_set.num_trained_tokens:,} trained",
-        "cutoff_len": f"{data.cutoff_len} tokens" + (", documents joined and cut" if data.packing else ""),
+        "cutoff_len": f"{data.cutoff_len} tokens" + _packing_words(run),
     }
     if prepared.data.eval is not None:
         summary["evaluation"] = (

@@ -1,7 +1,8 @@
 """Hugging Face weights in and out: runs the families' table both ways, streamed, at any layout.
 
-In: `fill` walks this rank's parameters; for each it reads the slices of the HF tensors that its row names, and only those
-bytes. Out: `export_hf` walks the table in layer order; the ranks that hold a tensor join it, the main rank writes it.
+In: `fill` walks this rank's parameters; for each it reads the slices of the HF tensors that its row names, and only
+those bytes. Out: `export_hf` walks the table in layer order; the ranks that hold a tensor join it, the main rank
+writes it.
 """
 
 import hashlib
@@ -25,9 +26,9 @@ from .constants import (
 )
 from .families import TE_ALIASES, Row, get_family
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows of these are tokens: tp may pad them
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
 
-# -- sources of Hugging Face tensors ------------------------------------------------------------------------------------
+# -- sources of Hugging Face tensors -----------------------------------------------------------------------------------
 
 
 class SafetensorsSource:
@@ -51,9 +52,9 @@ class SafetensorsSource:
                 )
         else:
             raise ValueError(
-                f"{self.folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a model "
-                "in another format can be saved anew by transformers' save_pretrained, and a model without weights "
-                "starts with train_from_scratch: true"
+                f"{self.folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a "
+                "model in another format can be saved anew by transformers' save_pretrained, and a model without "
+                "weights starts with train_from_scratch: true"
             )
         self._open = {}
         self._safe_open = safe_open
@@ -123,14 +124,15 @@ def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path
     return Path(snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision))
 
 
-# -- in -----------------------------------------------------------------------------------------------------------------
+# -- in ----------------------------------------------------------------------------------------------------------------
 
 
 def fill(models, source: SafetensorsSource | InitSource) -> None:
     """Fill every parameter of this rank from `source`, each exactly once.
 
-    models: VirtualModels. No collectives. ValueError names a parameter that no row fills, a tensor that the source lacks
-    (on every rank, whichever needs it), one of another shape, with the row and both shapes, or one that no row knows.
+    models: VirtualModels. No collectives. ValueError names a parameter that no row fills, a tensor that the source
+    lacks (on every rank, whichever needs it), one of another shape, with the row and both shapes, or one that no row
+    knows.
     """
     config = models.config
     rows = _rows_by_name(config)
@@ -147,7 +149,7 @@ def fill(models, source: SafetensorsSource | InitSource) -> None:
                     )
                 _check_shapes(row, layer, parameter, source, config)
                 value = _merge(row, layer, source, config)
-                assert value.shape == parameter.shape, f"{name} {tuple(parameter.shape)}: {row} gives {tuple(value.shape)}"
+                assert value.shape == parameter.shape, f"{row} gives {value.shape} for {parameter.shape}"
                 assert (id(chunk), name, layer) not in filled, f"{name} of layer {layer} would be filled twice"
                 filled.add((id(chunk), name, layer))
                 parameter.copy_(value)
@@ -169,7 +171,7 @@ def _check_names(config, names: set[str]) -> None:
     tied = config.tie_embeddings_and_output_weights
     missing = [n for n, row in wanted.items() if n not in names and not (tied and row.mca == "output_layer.weight")]
     if missing:
-        hint = "; where the embedding is the head as well, tie_word_embeddings: true" if "lm_head.weight" in missing else ""
+        hint = "; tie_word_embeddings: true where the embedding is the head" if "lm_head.weight" in missing else ""
         raise ValueError(
             f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a {config.hf_model_type} model with "
             f"{config.num_layers} layers, such as {', '.join(missing[:3])}: save or download it again, or set in "
@@ -242,11 +244,14 @@ def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
     per_group = sum(sizes)
     part = _part(config.num_query_groups * per_group, rank, tp)
     first, last = part.start // per_group, -(-part.stop // per_group)
-    pieces = [source.read(n, rows=slice(first * z, last * z)).unflatten(0, (last - first, z)) for n, z in zip(names, sizes, strict=True)]
+    pieces = [
+        source.read(name, rows=slice(first * size, last * size)).unflatten(0, (last - first, size))
+        for name, size in zip(names, sizes, strict=True)
+    ]
     return torch.cat(pieces, dim=1).flatten(0, 1)[part.start - first * per_group : part.stop - first * per_group]
 
 
-# -- out ----------------------------------------------------------------------------------------------------------------
+# -- out ---------------------------------------------------------------------------------------------------------------
 
 
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
@@ -374,8 +379,9 @@ def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path,
         shard[name] = tensor
         size += tensor.nbytes
     flush()
-    for stale in [*folder.glob("model-*-of-*.safetensors"), folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]:
-        stale.unlink(missing_ok=True)
+    stale = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]
+    for path in [*folder.glob("model-*-of-*.safetensors"), *stale]:
+        path.unlink(missing_ok=True)
     weight_map = {}
     for i, (path, names, _) in enumerate(shards):
         final = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
 from .encoding import Encoder
+from .packing import best_fit
 from .records import Source, resolve
 from .token_cache import TokenShard, default_cache_dir, load_shard
 
@@ -105,6 +106,31 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     return dataset.subset(np.concatenate(rows)[order]), lines
 
 
+class PackedDataset(Dataset):
+    """Packs of a TokenDataset: `packed[i]` has the samples of pack i one after another, and in "attention_mask" the number
+    of each token's document, from 1. `costs` is what attention costs in each pack: the sum of squared lengths.
+    """
+
+    def __init__(self, dataset: TokenDataset, capacity: int):
+        self.dataset, self.packs = dataset, best_fit(dataset.lengths, capacity)
+        squares = dataset.lengths.astype(np.float64) ** 2
+        self.costs = np.array([squares[pack].sum() for pack in self.packs])
+        self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
+        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, i: int) -> dict:
+        samples = [self.dataset[int(j)] for j in self.packs[i]]
+        numbers = [np.full(len(sample["input_ids"]), n + 1) for n, sample in enumerate(samples)]
+        return {
+            "input_ids": np.concatenate([sample["input_ids"] for sample in samples]),
+            "labels": np.concatenate([sample["labels"] for sample in samples]),
+            "attention_mask": np.concatenate(numbers),
+        }
+
+
 # ------------------------------------------------------------------------------------------------------ the front door
 
 
@@ -112,8 +138,8 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
 class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
-    train: TokenDataset | None
-    eval: TokenDataset | None
+    train: TokenDataset | PackedDataset | None
+    eval: TokenDataset | PackedDataset | None
     report: list[str] = field(default_factory=list)
 
 
@@ -122,7 +148,6 @@ class _Loader:
 
     def __init__(self, data_args, stage: str, tokenizer):
         self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
-        self.packing = data_args.packing if data_args.packing is not None else stage == "pt"
         self.cache_dir = Path(data_args.cache_dir or default_cache_dir()).expanduser()
         self.report: list[str] = []
 
@@ -139,7 +164,7 @@ class _Loader:
             source,
             self.stage,
             cutoff_len=args.cutoff_len,
-            joins=self.packing and self.stage == "pt",
+            joins=self.stage == "pt" and data_args_join(args),
             train_on_prompt=args.train_on_prompt,
             mask_history=args.mask_history,
             default_system=args.default_system,
@@ -167,6 +192,16 @@ class _Loader:
             self.report.append(f"  warning: {count:,} {what}, the first at {names.get(file, file)}:{number}")
         if len(dataset):
             self.report.append(f"  first sample, trained tokens in «»: {show_sample(dataset[0], self.tokenizer)}")
+
+
+def data_args_join(data_args) -> bool:
+    """Whether documents of stage pt are joined and cut into full rows, in which they see each other."""
+    return data_args.packing is not False and not data_args.neat_packing
+
+
+def data_args_pack(data_args, stage: str) -> bool:
+    """Whether samples are packed into rows in which they do not see each other."""
+    return data_args.neat_packing or (stage != "pt" and bool(data_args.packing))
 
 
 def show_sample(sample: dict, tokenizer, max_chars: int = 600) -> str:
@@ -209,4 +244,12 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     for name, dataset in (("train", train), ("eval", evaluation)):
         if dataset is not None:
             loader.report.append(f"{name}: {len(dataset):,} samples, {dataset.num_tokens:,} tokens an epoch")
+    if data_args_pack(data_args, stage):
+        train, evaluation = (d and PackedDataset(d, data_args.cutoff_len) for d in (train, evaluation))
+        for name, dataset in (("train", train), ("eval", evaluation)):
+            if dataset is not None:
+                loader.report.append(
+                    f"{name}: packed into {len(dataset):,} rows of at most {data_args.cutoff_len:,} tokens, "
+                    f"{100 * dataset.padding_fraction:.2f} % padding"
+                )
     return DatasetBundle(train, evaluation, loader.report)

@@ -1,21 +1,26 @@
 """The layers that a model is built of: plain torch ("local") or Transformer Engine. The only file that knows about TE.
 
 Local layers need nothing but torch: a norm that knows sequence parallelism, and core attention over
-scaled_dot_product_attention. Shapes: s sequence, b batch, n heads of this rank, g query groups of this rank, d head size.
+scaled_dot_product_attention or varlen_attn. Shapes: s sequence of this rank, t tokens of a packed row, b batch, n heads and
+g query groups of this rank, d head size.
 """
 
+import contextlib
 import functools
+import inspect
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from .packing import row_layout
 
 
 @functools.lru_cache(1)
@@ -63,11 +68,53 @@ class RMSNorm(torch.nn.Module):
         return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
 
 
-class CoreAttention(MegatronModule):
-    """softmax(q k^T * scale) v over torch's scaled_dot_product_attention; the signature of megatron's DotProductAttention.
+class _GatherTokens(torch.autograd.Function):
+    """[t / cp, ...] of each context-parallel rank -> [t, ...] of all, rank after rank; backward: the sum of this rank's part."""
 
-    Causal, rows padded on the right: no position ever looks at padding, so no mask is built. A mask that is given,
-    bool [b or 1, 1, s, s] with True meaning hidden, is obeyed.
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # gloo has no reduce-scatter: every rank sums the whole and keeps its part
+        grad = grad.contiguous()
+        if dist.get_backend(ctx.group) == "gloo":
+            dist.all_reduce(grad, group=ctx.group)
+            return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+        mine = torch.empty_like(grad.chunk(ctx.group.size())[0])
+        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
+        return mine, None
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x [t, b, n, d] by tables [t, 1, 1, rotary] in x's dtype; channels beyond `rotary` stay."""
+    size = cos.shape[-1]
+    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return turned if rest is None else torch.cat((turned, rest), -1)
+
+
+def _packed_kernel():
+    """torch's varlen attention and whether it must be told of query groups: 2.11 has no such keyword."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class CoreAttention(MegatronModule):
+    """Rotary embedding and softmax(q k^T * scale) v over torch's attention; the signature of megatron's DotProductAttention.
+
+    Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built. Packed rows: documents do
+    not see each other, and their positions start at 0. Context parallelism: keys and values of the whole row are gathered
+    once a layer; the local queries are this rank's zigzag chunks (packing.py). A mask that is given, bool
+    [b or 1, 1, s, s] with True meaning hidden, is obeyed.
+
+    The rotary tables come from the config, once a length; nothing here waits for the device.
     """
 
     def __init__(
@@ -83,8 +130,7 @@ class CoreAttention(MegatronModule):
         **unused,
     ):
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("the local core attention is built for context_parallel_size: 1")
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -98,33 +144,68 @@ class CoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ):
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]."""
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError("the local core attention takes neither packed rows nor an attention bias")
-        causal = attention_mask is None or attn_mask_type == AttnMaskType.no_mask
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; packed rows [t, n, d] -> [t, 1, n * d]."""
+        if attention_bias is not None:
+            raise ValueError("the local core attention takes no attention bias")
+        if packed_seq_params is not None:
+            query, key, value = (x[:, None] for x in (query, key, value))
+        layout = self._layout(packed_seq_params, query)
+        cos, sin = self.config.rotary_tables(layout, query.dtype)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if self.cp_group is not None:
+            key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         # dropout differs between tensor-parallel ranks, since each holds other heads
-        with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else _no_fork():
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if causal else ~attention_mask,
-                is_causal=causal,
+        with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            if packed_seq_params is not None and query.is_cuda and not dropout:
+                return self._varlen(query, key, value, layout)
+            return self._segments(query, key, value, layout, attention_mask, dropout)
+
+    def _layout(self, packed_seq_params, query):
+        if packed_seq_params is not None:
+            return packed_seq_params.layout
+        if self.training and self.config.rows_are_packed:
+            raise ValueError(
+                "this pipeline stage got no packed_seq_params for packed rows, and would let documents see each other: "
+                "give every stage the whole batch"
+            )
+        cp = self.config.context_parallel_size
+        rank = self.cp_group.rank() if self.cp_group is not None else 0
+        return row_layout((0, query.shape[0] * cp), cp, rank, query.device)
+
+    def _segments(self, query, key, value, layout, attention_mask, dropout):
+        """One call for each run of queries with its keys: documents, or their chunks under context parallelism."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = []
+        for q0, q1, k0, k1 in layout.segments:
+            square = q1 - q0 == k1 - k0
+            mask = None if attention_mask is None else ~attention_mask
+            if mask is None and not square:  # the last query sees the last key
+                mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).tril(k1 - k0 - (q1 - q0))
+            attended = F.scaled_dot_product_attention(
+                q[:, :, q0:q1],
+                k[:, :, k0:k1],
+                v[:, :, k0:k1],
+                attn_mask=mask,
+                is_causal=mask is None,
                 dropout_p=dropout,
                 scale=self.softmax_scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
+            out.append(attended)
+        out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-
-class _no_fork:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *args):
-        pass
+    def _varlen(self, query, key, value, layout):
+        """The same for a packed row on CUDA: one kernel, no host synchronisation."""
+        kernel, knows_groups = _packed_kernel()
+        cu_q, cu_k, places, max_q, max_k = layout.varlen
+        q, k, v = query[:, 0], key[places, 0], value[places, 0]
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
+        if not knows_groups:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale=self.softmax_scale, window_size=(-1, 0), **grouped)
+        return out.flatten(1)[:, None]
 
 
 def block_spec(config, vp_stage: int | None = None):

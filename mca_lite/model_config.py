@@ -134,6 +134,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     transformer_impl: str = "auto"  # replaced by what it comes to: local or transformer_engine
     sliding_window: int | None = None  # tokens; longer sequences are refused, since windows are not built
     loss_chunk_size: int = 1024  # rows of logits that are held at once
+    rows_are_packed: bool = False  # training rows hold several documents: attention without their borders is refused
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -189,6 +190,24 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     @functools.cached_property
     def yarn_mscale(self) -> float:
         return rope_frequencies(self)[1] - 1.0
+
+    def rotary_tables(self, layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packing.RowLayout), in dtype.
+
+        The tables over all positions are made once and grow by doubling; the last rows' own are kept as well.
+        """
+        rows, key = self.__dict__.setdefault("_rotary_rows", {}), (id(layout), dtype)
+        if key not in rows or rows[key][0] is not layout:
+            if len(rows) >= 64:
+                rows.clear()
+            whole = self.__dict__.get("_rotary_table")
+            if whole is None or len(whole[0]) < layout.longest:
+                inv_freq, factor = rope_frequencies(self)
+                length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
+                angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq).repeat(1, 2)
+                whole = self.__dict__["_rotary_table"] = (angles.cos() * factor, angles.sin() * factor)
+            rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
+        return rows[key][1:]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The model of one rank: McaGPTModel is one chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
+"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
 
 import os
 from collections.abc import Iterator
@@ -59,7 +59,12 @@ class McaGPTModel(GPTModel):
             rotary_base=config.rotary_base,
             vp_stage=vp_stage,
         )
-        self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
+        if config.transformer_impl == "local":
+            # our core attention rotates by cached tables: megatron's own way waits for the device twice a layer
+            self.position_embedding_type = "none"
+            del self.rotary_pos_emb
+        else:
+            self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
         if post_process:
             self.output_layer.__class__ = _OutputLayer
 

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from . import checkpoint, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batches import BatchPlan, Collator, make_loader
+from .batches import BatchPlan, Collator, check_batch, count_tokens, make_loader, pad_batch
 from .callbacks import BestModel, EarlyStopping, TrainerCallback, TrainerControl, TrainerState
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
 from .models import VirtualModels
 from .optim import get_megatron_lr_scheduler
-from .packing import get_ltor_masks_and_position_ids
+from .packing import get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
 from .report import Report, Throughput, peak_flops, peak_memory_gib
 from .summary import run_summary, step_flops
 
@@ -147,18 +146,40 @@ class McaTrainer:
         inputs = self._prepare_train_inputs(data_iterator)
         return model(**inputs), functools.partial(self._post_compute_loss, inputs["labels"])
 
-    def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, torch.Tensor | None]:
-        """The next micro-batch as the model takes it, on this rank's device. Causal: no mask is built."""
+    def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, Any]:
+        """The next micro-batch as the model takes it, on this rank's device, cut for its context-parallel rank.
+
+        Every pipeline stage reads the whole batch: each needs the borders of packed documents.
+        """
         batch = next(data_iterator)
-        inputs = {k: batch[k].to(parallel.device(), non_blocking=True) for k in ("input_ids", "labels")}
-        attention_mask, position_ids = get_ltor_masks_and_position_ids(inputs["input_ids"], build_attention_mask=False)
-        return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}
+        if self.args.sequence_packing:
+            batch = self._packing_sequence(batch)
+        else:  # rows are padded on the right and attention is causal: no mask is built
+            mask, position_ids = get_ltor_masks_and_position_ids(batch["input_ids"], build_attention_mask=False)
+            batch = {**batch, "attention_mask": mask, "position_ids": position_ids}
+        return self.backend.model_inputs(batch)
+
+    def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, position_ids and packed_seq_params.
+
+        attention_mask numbers the documents of each row (1, 2, ...; 0 is padding, which is dropped); without numbers each
+        row is a document. A batch that is packed already is taken as it is.
+        """
+        if "cu_seqlens" not in inputs:
+            inputs = self._to_length(pack_batch(inputs, self.backend.document_multiple, self._pad_token_id))
+        params = packed_row(inputs["cu_seqlens"], *self.backend.context_parallel, parallel.device())
+        return {**inputs, "packed_seq_params": params}
+
+    @property
+    def _pad_token_id(self) -> int:
+        return getattr(self.tokenizer, "pad_token_id", None) or 0
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
         """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)})."""
         total, count = losses.sum(), (labels != IGNORE_INDEX).sum()
         # megatron divides `total` in place afterwards: the metric is a copy
         metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
+        total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
 
     _micro_batch_weight = 1.0
@@ -184,6 +205,7 @@ class McaTrainer:
             self.backend.dp_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=self.shuffle and training,
+            costs=getattr(dataset, "costs", None),
         )
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
@@ -192,55 +214,34 @@ class McaTrainer:
 
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's counts as _zeros() has them)."""
-        real = plan.num_micro_batches(step)
-        batches = [self._checked(next(loader)) for _ in range(real)]
-        tokens = sum(
-            int(b["attention_mask"].sum()) if "attention_mask" in b else b["input_ids"].numel() for b in batches
-        )
+        real, packs = plan.num_micro_batches(step), self.args.sequence_packing
+        batches = [check_batch(next(loader), self._language_input_names, packs) for _ in range(real)]
+        counts = [count_tokens(batch) for batch in batches]
         for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
             batches.append({**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORE_INDEX)})
-        multiple = self.backend.length_multiple
-        lengths = [-(-b["input_ids"].shape[1] // multiple) * multiple for b in batches]
-        if self.backend.needs_equal_lengths:
-            lengths = [max(lengths)] * len(batches)
-        batches = [self._pad(batch, length) for batch, length in zip(batches, lengths, strict=True)]
+        if packs:
+            batches = [pack_batch(b, self.backend.document_multiple, self._pad_token_id) for b in batches]
+        longest = max(b["input_ids"].shape[1] for b in batches) if self.backend.needs_equal_lengths else 0
+        batches = [self._to_length(batch, longest) for batch in batches]
         if not self.args.calculate_per_token_loss:  # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
             self._micro_batch_weight = len(batches) * plan.dp_size / filled
         totals = self._zeros()
-        if self.backend.is_last_stage:
-            totals[-2], totals[-1] = tokens, sum(b["input_ids"].numel() for b in batches)
-        return batches, max(lengths), totals
+        if self.backend.counts_tokens:
+            positions = sum(b["input_ids"].numel() for b in batches)
+            totals[-3:] = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts), positions])
+        return batches, max(b["input_ids"].shape[1] for b in batches), totals
 
-    def _checked(self, batch: dict) -> dict:
-        """The language inputs of a batch; ValueError for what would give wrong numbers in silence."""
-        missing = [k for k in ("input_ids", "labels") if k not in batch]
-        if missing:
-            raise ValueError(f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted")
-        batch = {k: torch.as_tensor(batch[k]) for k in self._language_input_names if k in batch}
-        if batch["labels"].shape != batch["input_ids"].shape:
-            raise ValueError(
-                f"labels {tuple(batch['labels'].shape)} and input_ids {tuple(batch['input_ids'].shape)} differ in shape"
-            )
-        mask = batch.get("attention_mask")
-        if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
-            raise ValueError("attention_mask has padding on the left: set the tokenizer's padding_side to 'right'")
-        positions = batch.pop("position_ids", None)
-        if positions is not None and not (positions == torch.arange(positions.shape[-1])).all():
-            raise ValueError("position_ids other than 0, 1, 2, ... are not taken: leave them out of the batch")
-        return batch
+    def _to_length(self, batch: dict, at_least: int = 0) -> dict:
+        """The batch, padded on the right to a length that the layout can cut."""
+        multiple = self.backend.length_multiple
+        length = -(-max(at_least, batch["input_ids"].shape[1]) // multiple) * multiple
+        return (pad_packed if "cu_seqlens" in batch else pad_batch)(batch, length, self._pad_token_id)
 
-    def _pad(self, batch: dict, length: int) -> dict:
-        more = length - batch["input_ids"].shape[1]
-        if not more:
-            return batch
-        values = {"input_ids": getattr(self.tokenizer, "pad_token_id", None) or 0, "labels": IGNORE_INDEX}
-        return {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
-
-    # -- numbers: a vector (sum, count) a metric, then the step's tokens without and with padding
+    # -- numbers: a vector (sum, count) a metric, then the step's tokens, squared document lengths, tokens with padding
 
     def _zeros(self) -> torch.Tensor:
-        return torch.zeros(2 * len(self.metrics_keys) + 2, dtype=torch.float64, device=parallel.device())
+        return torch.zeros(2 * len(self.metrics_keys) + 3, dtype=torch.float64, device=parallel.device())
 
     def _sum_metrics(self, metrics: list[dict]) -> torch.Tensor:
         totals = self._zeros()
@@ -284,14 +285,12 @@ class McaTrainer:
         return self.lr_scheduler
 
     def _advance(self, plan, samples, totals, throughput, step) -> None:
-        state, (tokens, positions) = self.state, totals[-2:].tolist()
+        state, (tokens, squares, positions) = self.state, totals[-3:].tolist()
         state.global_step += 1
         state.consumed_samples += samples
         state.consumed_tokens += int(tokens)
         state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
-        throughput.stop(
-            int(tokens), int(positions), samples, step_flops(self.model, tokens, positions / max(samples, 1))
-        )
+        throughput.stop(int(tokens), int(positions), samples, step_flops(self.model, tokens, squares / max(tokens, 1)))
 
     def _after_step(self, window, throughput, extra, end_of_epoch: bool) -> torch.Tensor:
         """Log, evaluate and save where it is time -> the window of the next log."""
