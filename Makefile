@@ -7,7 +7,7 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-RUFF := --isolated --line-length 120 --target-version py310 --select E,F,W,I,B,UP
+RUFF := --isolated --line-length 128 --target-version py310 --select E,F,W,I,B,UP
 
 # Without a GPU, ranks share the cores: a thread pool per rank would fight over them.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)

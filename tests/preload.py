@@ -9,12 +9,12 @@ warnings.filterwarnings("ignore")
 import megatron.core.dist_checkpointing  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
-import megatron.core.pipeline_parallel  # noqa: E402
+import megatron.core.pipeline_parallel  # noqa: E402, F401
 import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
 
 import mca_lite.cli  # noqa: E402
-import mca_lite.trainer  # noqa: E402
+import mca_lite.trainer  # noqa: E402, F401
 
 for name in ("llama", "mistral", "qwen2", "qwen3"):
     __import__(f"transformers.models.{name}.modeling_{name}")

@@ -151,10 +151,9 @@ def test_uneven_pipeline_layout_trains_every_layer(model_path, tmp_path):
 
 def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
     """AutoModel, TrainingArguments, tokenizer, a collator that shifts, a dataset with more columns than are trained."""
-    from tests.toy_tokenizer import word_tokenizer
-
     from mca_lite import AutoModel, McaTrainer, Seq2SeqTrainingArguments
     from mca_lite.models import load_torch_model
+    from tests.toy_tokenizer import word_tokenizer
 
     def data_collator(features):
         rows = [f["ids"] for f in features]
