@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 import yaml
 
-from .argument_checks import check_data, check_finetuning, check_model, check_run, check_training, check_world, normalise_training
+from .argument_checks import (
+    check_data,
+    check_finetuning,
+    check_model,
+    check_run,
+    check_training,
+    check_world,
+    normalise_training,
+)
 from .argument_parser import ArgumentGroup, ArgumentParser, arg
 from .argument_values import ConfigError, Problem, cast, default_of, type_hints
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME

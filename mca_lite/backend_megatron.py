@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from . import checkpoint, convert, parallel
+from . import checkpoint, convert, parallel, peft_format
 from .models import VirtualModels
 from .optim import create_megatron_optimizer
 from .packing import row_layout
@@ -171,9 +171,17 @@ class MegatronBackend:
     # -- Hugging Face out
 
     def export_hf(self, folder, max_shard_size) -> None:
-        """The trained model in Hugging Face's format. All ranks must call it."""
+        """The trained model in Hugging Face's format, or its adapters in PEFT's. All ranks must call it."""
         self.finish_param_sync()
-        convert.export_hf(self.models, folder, max_shard_size)
+        if self.models.lora is not None:
+            peft_format.save_adapter(self.models, folder)
+        else:
+            convert.export_hf(self.models, folder, max_shard_size)
+
+    def export_merged(self, folder, max_shard_size) -> None:
+        """The model with its adapters in its weights, in Hugging Face's format. All ranks must call it."""
+        self.finish_param_sync()
+        convert.export_hf(self.models, folder, max_shard_size, peft_format.merger(self.models))
 
     def finish_param_sync(self) -> None:
         """With overlap_param_gather the weights of the last update arrive during the next forward pass: fetch them now."""

@@ -347,7 +347,7 @@ def save_torch(folder: Path, model, optimizer=None) -> None:
 
     if not parallel.is_main():
         return
-    names = {p: name for name, p in model.named_parameters()}
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     save_file({name: p.detach().cpu() for p, name in names.items()}, folder / "model.safetensors")
     if optimizer is not None:
         states = {
@@ -370,7 +370,8 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     weights = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+            if parameter.requires_grad:
+                parameter.copy_(weights[name])
     if optimizer is None:
         return
     states = load_file(folder / "optimizer.safetensors")

@@ -105,6 +105,8 @@ def train(run: RunArguments, prepared: Prepared):
     result = trainer.train()
     if args.save_hf_model:
         trainer.save_model()
+    if run.finetuning.save_merged_model and run.finetuning.finetuning_type == "lora":
+        trainer.save_merged_model()
     trainer.report.print(
         f"trained {result.global_step} steps in {result.metrics['train_runtime']:.1f} s, mean loss "
         f"{result.training_loss:.4f}" + (f"; the model is in {args.output_dir}" if args.save_hf_model else "")
@@ -118,12 +120,42 @@ def build_model(run: RunArguments, prepared: Prepared):
     from . import models
 
     if not run.backend.use_mca:
-        return models.load_torch_model(
+        model = models.load_torch_model(
             str(prepared.folder), run.model.train_from_scratch, run.training.seed, run.model.trust_remote_code
         )
-    if run.model.train_from_scratch:
-        return models.AutoModel.from_config(prepared.config, seed=run.training.seed)
-    return models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
+    elif run.model.train_from_scratch:
+        model = models.AutoModel.from_config(prepared.config, seed=run.training.seed)
+    else:
+        model = models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
+    return add_adapters(model, run) if run.finetuning.finetuning_type == "lora" else model
+
+
+def add_adapters(model, run: RunArguments):
+    """The model with the adapters that the finetuning keys ask for: fresh ones, or those of adapter_name_or_path."""
+    import torch
+
+    from . import lora, peft_format
+
+    keys, args = run.finetuning, run.training
+    dtype = torch.bfloat16 if args.bf16 else torch.float32  # of frozen weights; fp16 would lose too much of them
+    if keys.adapter_name_or_path:
+        peft_format.load_adapter(model, keys.adapter_name_or_path, keys.lora_dropout or None, dtype)
+    else:
+        spec = lora.LoraSpec(
+            rank=keys.lora_rank,
+            alpha=keys.lora_alpha,
+            dropout=keys.lora_dropout,
+            targets=tuple(keys.lora_target),
+            use_rslora=keys.use_rslora,
+            modules_to_save=tuple(keys.modules_to_save or ()),
+        )
+        if run.backend.use_mca:
+            lora.inject(model, spec, args.seed)
+        else:
+            lora.inject_torch(model, spec, args.seed, dtype)
+    if keys.save_merged_model:
+        peft_format.check_mergeable(model)
+    return model
 
 
 def _packing_words(run: RunArguments) -> str:

@@ -391,6 +391,7 @@ class McaTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All ranks must call it.
 
+        A model with adapters gives those, in PEFT's format.
         Hugging Face's format with save_hf_model; else, or without save_only_model on an internal call, a checkpoint.
         """
         folder = Path(output_dir or self.args.output_dir)
@@ -398,6 +399,16 @@ class McaTrainer:
             self.backend.export_hf(folder, self.args.max_shard_size)
         else:
             checkpoint.save_model(folder, self.backend)
+        self._save_tokenizer(folder)
+
+    def save_merged_model(self, output_dir: str | None = None) -> None:
+        """Write the model with its adapters in its weights (None: to args.output_dir/merged), in Hugging Face's format, and
+        the tokenizer. All ranks must call it."""
+        folder = Path(output_dir or Path(self.args.output_dir) / "merged")
+        self.backend.export_merged(folder, self.args.max_shard_size)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
         if self.tokenizer is not None and parallel.is_main():
             self.tokenizer.save_pretrained(folder)
         parallel.barrier()

@@ -1,0 +1,69 @@
+"""LoRA is PEFT's LoRA in every layout: loss, gradient norm and adapters of a peft-wrapped model in plain torch."""
+
+import pytest
+import torch
+
+from tests import tiny, world
+from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
+from tests.test_packed import CP2, FULL, PACKED
+from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2, assert_same_curve
+
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+LAYOUTS = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "dp2_dist_opt": (2, DIST_OPT),
+    "dp2_overlap": (2, OVERLAP),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, {**TP2, **SP}),
+    "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}),
+    "pp2": (2, PP2),
+    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "pp2_vpp2_full_recompute": (2, {**PP2, **VPP2, **FULL}),
+    "cp2": (2, CP2),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "full_recompute": (1, FULL),
+    "selective_recompute": (1, SELECTIVE),
+    "tp2_sp_full_recompute": (2, {**TP2, **SP, **FULL}),
+    "tp2sp_pp2_vpp2_dist_opt": (4, {**TP2, **SP, **PP2, **VPP2, **DIST_OPT}),
+    "pp2dp2_overlap": (4, {**PP2, **OVERLAP}),
+    "tp2sp_cp2_packed": (4, {**TP2, **SP, **CP2, **PACKED}),
+}
+FEW = ("one", "tp2_sp", "pp2_vpp2", "dp2_overlap")
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """{family: (model folder, folder of peft's adapters, curve of peft)}, each made when it is first asked for."""
+
+    class References(dict):
+        def __missing__(self, key):
+            family, *config = key if isinstance(key, tuple) else (key,)
+            folder = tmp_path_factory.mktemp(family)
+            path = tiny.save_model(folder / "model", family)
+            [curve] = world.run(train_with_peft, 1, path, str(folder), **dict(config))
+            self[key] = path, folder, curve
+            return self[key]
+
+    return References()
+
+
+def assert_same_adapter(got: dict, wanted: dict, tolerance=1e-5):
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check(reference, tmp_path, ranks, keys):
+    path, folder, curve = reference
+    for got in world.run(train_from_adapter, ranks, path, str(tmp_path), str(folder / "start"), **keys):
+        assert_same_curve(got, curve)
+    assert_same_adapter(adapter_of(tmp_path), adapter_of(folder / "end"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", tiny.FAMILY_KEYS)
+def test_adapters_train_as_with_peft(family, layout, references, tmp_path):
+    if family in ("mistral", "qwen2") and layout not in FEW:
+        pytest.skip("llama and qwen3 go through every layout")
+    check(references[family], tmp_path, *LAYOUTS[layout])
