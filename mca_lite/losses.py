@@ -101,12 +101,12 @@ def token_losses(hidden, weight, labels, group=None, vocab_size=None, chunk_size
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} does not belong to labels {tuple(labels.shape)}")
-    device = hidden.device.type
+    device, factors = hidden.device.type, (hidden, weight, *(extra or ()))
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        factors = [t.to(dtype) for t in factors]
     tp = group.size() if group is not None else 1
     vocab_size = weight.shape[0] * tp if vocab_size is None else vocab_size
     with torch.autocast(device, enabled=False):
-        factors = [t.reshape(-1, t.shape[-1]) for t in (hidden, weight, *(extra or ()))]
+        factors = [t.reshape(-1, t.shape[-1]) for t in factors]
         return _TokenLosses.apply(labels.reshape(-1), group, vocab_size, chunk_size, *factors).view(labels.shape)

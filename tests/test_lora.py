@@ -67,3 +67,50 @@ def test_adapters_train_as_with_peft(family, layout, references, tmp_path):
     if family in ("mistral", "qwen2") and layout not in FEW:
         pytest.skip("llama and qwen3 go through every layout")
     check(references[family], tmp_path, *LAYOUTS[layout])
+
+
+SUBSETS = {
+    "q_and_v": ("q_proj", "v_proj"),
+    "gate_and_o": ("gate_proj", "o_proj"),
+    "embedding": ("embed_tokens", "down_proj"),
+    "head": ("lm_head", "k_proj"),
+    "embedding_and_head": ("embed_tokens", "lm_head"),
+}
+SUBSET_LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "pp2_vpp2_full_recompute", "dp2_overlap")
+
+
+@pytest.mark.parametrize("layout", SUBSET_LAYOUTS)
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_some_modules_alone_train_as_with_peft(subset, layout, references, tmp_path):
+    """A part of a fused matrix; the embedding and the head, whose vocabulary is padded by tensor parallelism."""
+    check(references["llama", ("targets", SUBSETS[subset])], tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "pp2_vpp2"))
+def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(layout, references, tmp_path):
+    reference = references["qwen3", ("targets", ("embed_tokens", "lm_head", "v_proj"))]
+    check(reference, tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ("one", "pp2", "pp2_vpp2", "pp2_vpp2_full_recompute", "dp2_overlap"))
+def test_stages_without_adapters_train_as_with_peft(layout, references, tmp_path):
+    check(references["llama", ("targets", ("layers.0.self_attn.q_proj",))], tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "dp2_overlap"))
+def test_modules_to_save_train_as_with_peft(layout, references, tmp_path):
+    saved = ("modules_to_save", ("lm_head", "model.norm", "embed_tokens"))
+    check(references["llama", ("targets", ("q_proj",)), saved], tmp_path, *LAYOUTS[layout])
+
+
+def test_rank_stabilised_adapters_train_as_with_peft(references, tmp_path):
+    check(references["llama", ("use_rslora", True), ("lora_alpha", 3)], tmp_path, *LAYOUTS["tp2_sp"])
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, {}), (1, PACKED)])
+@pytest.mark.parametrize(
+    "family, targets", [("llama", ("q_proj", "up_proj", "embed_tokens", "lm_head")), ("qwen3", None)]
+)
+def test_the_torch_backend_trains_as_with_peft(family, targets, ranks, keys, references, tmp_path):
+    reference = references[family] if targets is None else references[family, ("targets", targets)]
+    check(reference, tmp_path, ranks, {**keys, "backend": "torch"})
