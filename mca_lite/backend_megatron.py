@@ -195,9 +195,12 @@ class MegatronBackend:
         """This rank's part of a checkpoint. All ranks must call it."""
         self.finish_param_sync()
         checkpoint.save_megatron(folder, self.models, self.optimizer if with_optimizer else None)
+        if self.models.lora is not None:
+            peft_format.save_adapter(self.models, folder)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Weights, and the optimizer's state, of a checkpoint of any layout. All ranks must call it."""
+        peft_format.check_checkpoint(self.models, folder)
         checkpoint.load_megatron(folder, self.models, self.optimizer if with_optimizer else None)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

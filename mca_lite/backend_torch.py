@@ -173,7 +173,10 @@ class TorchBackend:
     def save_state(self, folder, with_optimizer: bool) -> None:
         """The checkpoint's weights and optimizer state; the main rank writes them."""
         checkpoint.save_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)
+        if lora.spec_of(self.hf_model) is not None:
+            peft_format.save_adapter(self.hf_model, folder)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """What save_state wrote, on every rank."""
+        peft_format.check_checkpoint(self.hf_model, folder)
         checkpoint.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)

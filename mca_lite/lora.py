@@ -89,15 +89,6 @@ def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str
     return tuple(c.hf for c in found if c.hf in chosen)
 
 
-def target_modules(spec: LoraSpec, found: list[Candidate]) -> list[str]:
-    """`spec.modules` as PEFT's target_modules: last names where they say it all, else whole names."""
-    chosen, out = set(spec.modules), []
-    for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in spec.modules):
-        same = [c.hf for c in found if c.hf.rsplit(".", 1)[-1] == last]
-        out += [last] if chosen.issuperset(same) else [name for name in same if name in chosen]
-    return out
-
-
 def is_saved(module: str, spec: LoraSpec) -> bool:
     """Whether modules_to_save means the HF module, by PEFT's rule: the end of its name."""
     return any(module.endswith(name) for name in spec.modules_to_save)

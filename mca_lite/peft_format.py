@@ -213,11 +213,20 @@ def save_adapter(model, folder: str | os.PathLike) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}
         save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-        is_torch = isinstance(model, torch.nn.Module)
-        found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
-        values = peft_config(spec, lora.target_modules(spec, found))
+        values = peft_config(spec, target_modules(model))
         (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     parallel.barrier()
+
+
+def target_modules(model) -> list[str]:
+    """The adapted modules as PEFT's target_modules: last names where they say it all, else whole names."""
+    is_torch = isinstance(model, torch.nn.Module)
+    found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
+    spec, out = lora.spec_of(model), []
+    for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in spec.modules):
+        same = [c.hf for c in found if c.hf.rsplit(".", 1)[-1] == last]
+        out += [last] if set(spec.modules).issuperset(same) else [name for name in same if name in spec.modules]
+    return out
 
 
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
@@ -254,6 +263,27 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
         "use_qalora": False,
         "use_rslora": spec.use_rslora,
     }
+
+
+def check_checkpoint(model, folder: str | os.PathLike) -> None:
+    """ValueError where a checkpoint (which has its adapters in PEFT's format beside it) and the model differ in adapters."""
+    spec, path = lora.spec_of(model), Path(folder) / ADAPTER_CONFIG_NAME
+    if spec is None and not path.is_file():
+        return
+    if spec is None or not path.is_file():
+        has, lacks = ("adapters", "none") if spec is None else ("no adapters", "some")
+        kind = "lora" if spec is None else "full"
+        raise ValueError(
+            f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or start anew with another "
+            "output_dir"
+        )
+    values, now = json.loads(path.read_text()), peft_config(spec, target_modules(model))
+    for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
+        if values[key] != now[key]:
+            raise ValueError(
+                f"{folder} was saved with {key} {values[key]} of its adapters, and this run has {now[key]}: set it back to "
+                "go on"
+            )
 
 
 # -- merged ------------------------------------------------------------------------------------------------------------
