@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from .constants import IGNORE_INDEX
 
-
 _SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
 
 

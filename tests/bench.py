@@ -32,7 +32,9 @@ def resident_mib() -> float:
 # -- the loss at a vocabulary of 151,936
 
 
-def loss_run(kind: str, chunk_size: int, tokens: int, hidden_size: int = 896, vocab: int = 151936) -> tuple[float, float]:
+def loss_run(
+    kind: str, chunk_size: int, tokens: int, hidden_size: int = 896, vocab: int = 151936
+) -> tuple[float, float]:
     """(MiB above the start at the peak, seconds) of forward and backward of the head and its loss, bf16."""
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -110,13 +112,17 @@ def packing() -> None:
     """Real tokens a second of packed against padded rows, one rank and cp2."""
     from tests import tiny
 
-    shape = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=512)
+    shape = dict(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=512
+    )
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **shape)
         print("4 layers of hidden 256, 512 tokens a row, lengths as in instruction data")
         print(f"  {'':20} {'padding':>8} {'real tokens/s':>14} {'ratio':>6}")
         for name, ranks, keys in (("one rank", 1, {}), ("cp2", 2, dict(context_parallel_size=2))):
-            results = [world.run(train_run, ranks, model, folder, packs, timeout_s=300, **keys)[0] for packs in (False, True)]
+            results = [
+                world.run(train_run, ranks, model, folder, packs, timeout_s=300, **keys)[0] for packs in (False, True)
+            ]
             for what, (rate, padding) in zip(("padded", "packed"), results, strict=True):
                 print(f"  {name + ', ' + what:20} {100 * padding:7.1f}% {rate:14,.0f} {rate / results[0][0]:6.2f}")
 
@@ -145,13 +151,21 @@ def layouts() -> None:
     from tests import tiny
     from tests.test_parity import DIST_OPT, PP2, SP, TP2
 
-    shape = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=512)
+    shape = dict(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=512
+    )
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **shape)
         base = world.run(backend_run, 2, model, folder, "torch", timeout_s=300)[0]
         print("4 layers of hidden 256, 8 rows of 256 tokens a step, two ranks of one thread")
         print(f"  {'torch DDP':20} {base:10,.0f} tokens/s {1.0:6.2f}")
-        for name, keys in (("dp2", {}), ("dp2, dist. optimizer", DIST_OPT), ("tp2", TP2), ("tp2 + sp", {**TP2, **SP}), ("pp2", PP2)):
+        for name, keys in (
+            ("dp2", {}),
+            ("dp2, dist. optimizer", DIST_OPT),
+            ("tp2", TP2),
+            ("tp2 + sp", {**TP2, **SP}),
+            ("pp2", PP2),
+        ):
             rate = world.run(backend_run, 2, model, folder, "megatron", timeout_s=300, **keys)[0]
             print(f"  {name:20} {rate:10,.0f} tokens/s {rate / base:6.2f}")
 

@@ -384,7 +384,9 @@ def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():
 
 
 def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer):
-    records = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(1, 9)]
+    records = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(1, 9)
+    ]
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = dict(dataset=[str(file)], cutoff_len=64, cache_dir=str(tmp_path / "cache"))

@@ -74,7 +74,9 @@ def peak_rise_mib(path: str, **keys) -> float:
 def test_recomputation_lowers_the_peak(tmp_path):
     """Eight layers, 4,096 tokens: what is kept of each layer makes most of the peak."""
     keys = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=256, max_position_embeddings=512)
-    path = tiny.save_model(tmp_path / "model", "llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **keys)
+    path = tiny.save_model(
+        tmp_path / "model", "llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **keys
+    )
     plain = world.run(peak_rise_mib, 1, path)[0]
     full = world.run(peak_rise_mib, 1, path, recompute_granularity="full")[0]
     mlp = world.run(peak_rise_mib, 1, path, recompute_granularity="selective", recompute_modules=["mlp"])[0]

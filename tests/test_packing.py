@@ -128,7 +128,11 @@ def test_pack_batch_drops_padding_and_aligns_documents():
 
 
 def test_a_batch_of_padding_alone_still_makes_a_row():
-    empty = {"input_ids": torch.zeros(1, 3).long(), "labels": torch.zeros(1, 3).long(), "attention_mask": torch.zeros(1, 3)}
+    empty = {
+        "input_ids": torch.zeros(1, 3).long(),
+        "labels": torch.zeros(1, 3).long(),
+        "attention_mask": torch.zeros(1, 3),
+    }
     packed = pack_batch(empty, document_multiple=4)
     assert packed["cu_seqlens"] == (0, 4) and packed["labels"].eq(-100).all()
 
