@@ -42,7 +42,7 @@ lint: $(STAMP)  ## ruff
 	$(BIN)/ruff check $(RUFF) .
 
 bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/bench.py
-	$(BIN)/python tests/bench.py $(ARGS)
+	$(BIN)/python -m tests.bench $(ARGS)
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
 	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache

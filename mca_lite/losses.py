@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from .constants import IGNORE_INDEX
 
+_SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
+
 
 def _all_reduce(tensor, op, group):
     if group is not None and group.size() > 1:
@@ -80,10 +82,13 @@ class _TokenLosses(torch.autograd.Function):
             del probs  # the largest tensor here, before the products
             for i, (hidden, weight) in enumerate(factors):
                 d_hidden, d_weight, part = grads[2 * i], grads[2 * i + 1], parts[weight.dtype]
+                chunk = hidden[rows] if d_weight is not None else None
                 if d_hidden is not None:
                     d_hidden[rows] = part @ weight
                 if d_weight is not None:
-                    d_weight += part.t() @ hidden[rows]
+                    # in slices of the vocabulary: the product of a chunk, as large as the weight, is never whole in memory
+                    for columns, into in zip(part.split(_SLICE, 1), d_weight.split(_SLICE), strict=True):
+                        into += columns.t() @ chunk
         return None, None, None, None, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 

@@ -103,7 +103,7 @@ class McaTrainer:
         state, throughput, started = self.state, self._throughput(), time.perf_counter()
         epoch, step = divmod(state.global_step, plan.steps_per_epoch)
         loader = iter(self._train_loader(plan, epoch, step))
-        whole_run, window = self._zeros(), self._zeros()
+        whole_run, window, skips = self._zeros(), self._zeros(), 0
         self._notify("on_train_begin")
         while state.global_step < state.max_steps and not self.control.should_stop:
             throughput.start()
@@ -115,7 +115,8 @@ class McaTrainer:
             samples = plan.num_samples_of(step)
             step += 1
             self._advance(plan, samples, totals, throughput, step)
-            extra = {"grad_norm": grad_norm, "skipped_iter": skipped}
+            skips = skipped + (0 if self.control.should_log else skips)  # since the last log
+            extra = {"grad_norm": grad_norm, "skipped_iter": skips}
             if num_zeros is not None:
                 extra["num_zeros_in_grad"] = num_zeros
             window = self._after_step(window, throughput, extra, end_of_epoch=step == plan.steps_per_epoch)

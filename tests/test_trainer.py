@@ -54,6 +54,27 @@ def test_torch_backend_trains_as_a_plain_loop(model_path, tmp_path):
     assert_same_curve(got, world.run(plain_loop, 1, model_path, 4)[0])
 
 
+def trained_tokens() -> list[int]:
+    """Labels in each of the first four steps of tests.training.train: 8, 8 and 6 samples, then 8 of the next epoch."""
+    import numpy as np
+
+    counts = [int((sample["labels"] != -100).sum()) for sample in tiny.samples()]
+    orders = [np.random.default_rng([42, epoch]).permutation(22) for epoch in range(2)]
+    return [
+        sum(counts[i] for i in order[at : at + 8])
+        for order, at in ((orders[0], 0), (orders[0], 8), (orders[0], 16), (orders[1], 0))
+    ]
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_log_line_is_the_mean_per_trained_token_of_exactly_its_steps(model_path, tmp_path, backend):
+    [steps] = world.run(train, 1, model_path, str(tmp_path / "each"), backend=backend)
+    world.run(train, 2, model_path, str(tmp_path / "pairs"), backend=backend, logging_steps=2)
+    tokens = trained_tokens()
+    wanted = [sum(steps[i][0] * tokens[i] for i in pair) / sum(tokens[i] for i in pair) for pair in ((0, 1), (2, 3))]
+    assert [line["loss"] for line in read_log(tmp_path / "pairs")] == pytest.approx(wanted, rel=1e-5)
+
+
 def plain_eval(path: str) -> float:
     from transformers import AutoModelForCausalLM
 
@@ -76,16 +97,16 @@ def test_evaluation_is_sum_over_count_of_the_whole_set(model_path, tmp_path, ran
         assert name == "eval" and abs(value - wanted) < 1e-5
 
 
-MEAN = dict(calculate_per_token_loss=False)
+MEAN = dict(calculate_per_token_loss=False, count=21)
 
 
 @pytest.mark.parametrize(
     "ranks, keys", [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))]
 )
 def test_mean_of_micro_batches_agrees_with_the_torch_backend(model_path, tmp_path, ranks, keys):
-    """One sample a micro-batch: the mean of 8 means, and of 6 in the last step of the epoch, fillers left out."""
+    """One sample a micro-batch: the mean of 8 means, and of 5 in the last step of the epoch, fillers left out."""
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **MEAN)
-    [per_token] = world.run(train, 1, model_path, str(tmp_path / "tokens"), backend="torch")
+    [per_token] = world.run(train, 1, model_path, str(tmp_path / "tokens"), backend="torch", count=21)
     assert abs(wanted[2][1] - per_token[2][1]) > 1e-3, "the two objectives do not differ on this data"
     for got in world.run(train, ranks, model_path, str(tmp_path), **keys, **MEAN):
         assert_same_curve(got, wanted)
