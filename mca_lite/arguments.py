@@ -83,13 +83,13 @@ class FinetuningArguments(ArgumentGroup):
     stage: Literal["pt", "sft", "dpo"] = arg("sft", "pt: plain text, sft: conversations")
     finetuning_type: Literal["full", "lora"] = arg("full", "full: every weight is trained; lora: adapters are")
     lora_rank: int = arg(8, "rank of the adapters", low=1)
-    lora_alpha: float | None = arg(None, "they count alpha / rank (None: alpha is twice the rank)", above=0)
-    lora_dropout: float = arg(0.0, "dropout on what goes into them", low=0, below=1)
+    lora_alpha: float | None = arg(None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0)
+    lora_dropout: float = arg(0.0, "dropout on what goes into the adapters", low=0, below=1)
     lora_target: list[str] = arg(
         ["all"], "all (every linear layer but the head), or names of Hugging Face or megatron, or patterns"
     )
-    use_rslora: bool = arg(False, "they count alpha / sqrt(rank)")
-    modules_to_save: list[str] | None = arg(None, "whole modules that are trained and saved with them, such as lm_head")
+    use_rslora: bool = arg(False, "adapters count alpha / sqrt(rank)")
+    modules_to_save: list[str] | None = arg(None, "modules trained whole beside the adapters, such as lm_head")
     adapter_name_or_path: str | None = arg(None, "a folder in PEFT's format: its adapter is trained further")
     save_merged_model: bool = arg(False, "write the model with the adapters in its weights too, to output_dir/merged")
 

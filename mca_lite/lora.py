@@ -200,25 +200,32 @@ def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
     return found
 
 
-def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
-    """The same for a transformers model, whose frozen weights become `dtype` -> model."""
-    found = torch_candidates(model)
-    spec = replace(spec, modules=resolve_targets(spec.targets, found), base_model=model.name_or_path or None)
+def plan_torch(model, spec: LoraSpec) -> tuple[LoraSpec, list[str]]:
+    """(the complete spec, the modules that are trained whole) for a transformers model, which may be on the meta device.
+    ValueError for targets and modules that cannot be."""
+    spec = replace(spec, modules=resolve_targets(spec.targets, torch_candidates(model)))
     modules = dict(model.named_modules())
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     saved = [n for n, m in modules.items() if is_saved(n, spec) and any(True for _ in m.parameters(recurse=False))]
     for name in spec.modules_to_save:
         if not any(module.endswith(name) for module in saved):
             raise ValueError(f"modules_to_save: {name!r} is the end of no module's name in this model")
-    if tied and {id(modules[n].weight) for n in saved} & {id(model.get_input_embeddings().weight)}:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is head.weight and any(modules[name] in (embedding, head) for name in saved):
         raise ValueError("modules_to_save: the embedding is the head in this model, and cannot be trained as a module")
     if clash := set(saved) & set(spec.modules):
         raise ValueError(f"{min(clash)} is in lora_target and in modules_to_save: take it out of one of them")
+    return spec, saved
+
+
+def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
+    """The same for a transformers model, whose frozen weights become `dtype` -> model."""
+    spec, saved = plan_torch(model, replace(spec, base_model=model.name_or_path or None))
+    modules = dict(model.named_modules())
     for parameter in model.requires_grad_(False).parameters():  # not the buffers: rotary frequencies stay exact
         parameter.data = parameter.data.to(dtype)
     for name in saved:
         modules[name].float().requires_grad_(True)
-    mca = {c.hf: c.mca for c in found}
+    mca = {c.hf: c.mca for c in torch_candidates(model)}
     for name in spec.modules:
         module = modules[name]
         (out_size, in_size), device = module.weight.shape, module.weight.device

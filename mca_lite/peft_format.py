@@ -103,6 +103,31 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
     )
 
 
+def spec_of_keys(keys) -> LoraSpec:
+    """The spec that FinetuningArguments ask for. lora_dropout counts for an adapter of adapter_name_or_path too."""
+    if keys.adapter_name_or_path:
+        spec = read_spec(keys.adapter_name_or_path)
+        return replace(spec, dropout=keys.lora_dropout or spec.dropout)
+    return LoraSpec(
+        rank=keys.lora_rank,
+        alpha=keys.lora_alpha,
+        dropout=keys.lora_dropout,
+        targets=tuple(keys.lora_target),
+        use_rslora=keys.use_rslora,
+        modules_to_save=tuple(keys.modules_to_save or ()),
+    )
+
+
+def check_modules(folder: str | os.PathLike, spec: LoraSpec, found: list[lora.Candidate]) -> None:
+    """ValueError where an adapter's modules are not among those of the model."""
+    unknown = [name for name in spec.targets if name not in {c.hf for c in found}]
+    if unknown or not spec.targets:
+        raise ValueError(
+            f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of which this model lacks "
+            f"{len(unknown)}{', such as ' + unknown[0] if unknown else ''}; set model_name_or_path to its base"
+        )
+
+
 def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None, dtype: torch.dtype = torch.float32):
     """Put the adapter of a folder on VirtualModels or a transformers model, to train it further -> model.
 
@@ -113,12 +138,7 @@ def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None,
     spec = spec if dropout is None else replace(spec, dropout=dropout)
     is_torch = isinstance(model, torch.nn.Module)
     found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
-    unknown = [name for name in spec.targets if name not in {c.hf for c in found}]
-    if unknown or not spec.targets:
-        raise ValueError(
-            f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of which this model lacks "
-            f"{len(unknown)}{', such as ' + unknown[0] if unknown else ''}; set model_name_or_path to its base"
-        )
+    check_modules(folder, spec, found)
     inject = lora.inject_torch if is_torch else lora.inject
     inject(model, spec, **(dict(dtype=dtype) if is_torch else {}))
     problem = None
@@ -289,9 +309,11 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
 # -- merged ------------------------------------------------------------------------------------------------------------
 
 
-def check_mergeable(model) -> None:
-    """ValueError where the weights cannot take the adapters in: an adapter on one side of a tied embedding."""
-    spec, config = lora.spec_of(model), model.config
+def check_mergeable(spec: LoraSpec, config) -> None:
+    """ValueError where the weights cannot take the adapters in: an adapter on one side of a tied embedding.
+
+    config: McaModelConfig, or a transformers config.
+    """
     tied = getattr(config, "tie_embeddings_and_output_weights", getattr(config, "tie_word_embeddings", False))
     one_sided = [name for name in spec.modules if name.endswith(("embed_tokens", "lm_head"))]
     if tied and one_sided:
@@ -304,7 +326,9 @@ def check_mergeable(model) -> None:
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """(HF name, CPU tensor) -> the tensor with its adapter in it: W + scale * B A in float32, then in W's dtype again. The
     model's own weights stay as they are. All ranks must call it; it does its work on global rank 0."""
-    adapters, scale = gather_adapters(model), lora.spec_of(model).scale
+    spec = lora.spec_of(model)
+    check_mergeable(spec, model.config)
+    adapters, scale = gather_adapters(model), spec.scale
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
         module = name.removesuffix(".weight")

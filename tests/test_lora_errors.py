@@ -31,7 +31,7 @@ def specified(path: str, output_dir: str, backend="megatron", then=None, **spec)
     try:
         (lora.inject_torch if backend == "torch" else lora.inject)(model, lora.LoraSpec(**spec))
         if then == "merge":
-            peft_format.check_mergeable(model)
+            peft_format.check_mergeable(lora.spec_of(model), model.config)
     except ValueError as error:
         return str(error)
     return lora.spec_of(model).modules, peft_format.target_modules(model)
