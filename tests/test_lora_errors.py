@@ -176,3 +176,41 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
     saved = load_file(tmp_path / "adapter_model.safetensors")
     got = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
     assert got.keys() == saved.keys() and all(torch.equal(got[n].detach(), saved[n]) for n in saved)
+
+
+def finetuning(**keys):
+    from mca_lite.arguments import FinetuningArguments
+
+    return FinetuningArguments(**keys)
+
+
+def test_the_keys_are_those_of_llama_factory():
+    from mca_lite.argument_parser import ArgumentParser
+    from mca_lite.arguments import FinetuningArguments
+
+    values = dict(finetuning_type="lora", lora_target="q_proj,v_proj", lora_alpha=32, additional_target="lm_head")
+    [got] = ArgumentParser([FinetuningArguments]).parse_dict(values)
+    assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
+    assert got.modules_to_save == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        (dict(finetuning_type="lora", lora_rank=0), "lora_rank"),
+        (dict(finetuning_type="lora", lora_alpha=0), "lora_alpha"),
+        (dict(finetuning_type="lora", lora_dropout=1), "lora_dropout"),
+        (dict(finetuning_type="lora", lora_target=[]), "lora_target: all"),
+        (dict(adapter_name_or_path="somewhere"), "finetuning_type: lora"),
+    ],
+)
+def test_keys_that_do_not_work_are_errors(keys, words):
+    with pytest.raises(ValueError, match=words):
+        finetuning(**keys)
+
+
+def test_keys_without_effect_are_named():
+    [note] = finetuning(lora_rank=16).notes
+    assert "lora_rank: no effect" in note
+    notes = finetuning(finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8).notes
+    assert [note.split()[0] for note in notes] == ["lora_alpha", "lora_rank"]

@@ -261,6 +261,17 @@ def test_bf16_trains_float32_adapters_and_keeps_the_base(base, layout, tmp_path)
     assert {t.dtype for t in adapter_of(tmp_path / "m").values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("layout", ["one", "tp2_sp"])
+def test_fp16_trains_float32_adapters(base, layout, tmp_path):
+    """Unscaled gradients: the first norm is that in float32, to fp16's rounding."""
+    path, adapter = base
+    wanted = world.run(train_from_adapter, 1, path, str(tmp_path / "32"), adapter, steps=2)[0]
+    ranks, keys = LAYOUTS[layout]
+    keys = dict(keys, fp16=True, loss_scale=1024.0, steps=2)
+    got = world.run(train_from_adapter, ranks, path, str(tmp_path / "16"), adapter, **keys)[0]
+    assert abs(got[0][0] - wanted[0][0]) < 2e-3 and abs(got[0][1] - wanted[0][1]) < 1e-2 * wanted[0][1]
+
+
 # -- dropout ---------------------------------------------------------------------------------------------------------
 
 
