@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -95,6 +96,12 @@ TRAINING_RULES = (
         lambda a: 0 < a.max_steps <= a.warmup_steps and not a.lr_scheduler_type.startswith("constant"),
         "the rate would still grow when the run of max_steps {a.max_steps} ends",
         "warmup_ratio: 0.1 in place of warmup_steps",
+    ),
+    Rule(
+        "metric_for_best_model eval_strategy",
+        lambda a: a.eval_strategy != "no" and a.metric_for_best_model not in ("loss", "eval_loss"),
+        "an evaluation gives eval_loss alone",
+        "metric_for_best_model: loss",
     ),
     Rule(
         "load_best_model_at_end eval_strategy",
@@ -410,8 +417,8 @@ def check_data(args: Any, bad: set[str]) -> list[Problem]:
         problems.append(Problem("mask_history", True, "train_on_prompt is on too", "one of the two"))
     if weights is None or {"mix_weights", "dataset"} & bad:
         return problems
-    if min(weights, default=0) < 0 or not sum(weights):
-        reason = "rates must not be negative, and one must be above 0"
+    if min(weights, default=0) <= 0:
+        reason = "each rate must be above 0: leave out a dataset that is not wanted"
         problems.append(Problem("mix_weights", weights, reason, f"mix_weights: {[1.0] * len(args.dataset)}"))
     elif len(weights) != len(args.dataset):
         reason = f"{len(weights)} rates for {len(args.dataset)} datasets"
@@ -446,4 +453,10 @@ def check_run(run: Any, bad: set[str]) -> list[Problem]:
     if strategy != "no" and not has_data and not bad & {"eval_strategy", "eval_dataset", "val_size"}:
         suggestion = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"
         problems.append(Problem("eval_strategy", strategy, "there is nothing to evaluate on", suggestion))
+    if not bad & {"output_dir", "model_name_or_path"} and os.path.isdir(run.model.model_name_or_path or ""):
+        if os.path.realpath(run.model.model_name_or_path) == os.path.realpath(run.training.output_dir):
+            reason = "the trained model would overwrite the one that it starts from"
+            problems.append(
+                Problem("output_dir", run.training.output_dir, reason, f"output_dir: {run.training.output_dir}-sft")
+            )
     return problems

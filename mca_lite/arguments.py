@@ -176,7 +176,7 @@ class TrainingArguments(ArgumentGroup):
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights")
     fp16: bool = arg(False, "float16 with loss scaling")
     loss_scale: float | None = arg(None, "a constant loss scale (None: it adapts)", above=0)
-    initial_loss_scale: float = arg(2.0**32, "where it starts", above=0)
+    initial_loss_scale: float = arg(2.0**16, "where it starts", above=0)
     min_loss_scale: float = arg(1.0, "where it ends to shrink", above=0)
     loss_scale_window: int = arg(1000, "steps without overflow before it doubles", low=1)
     hysteresis: int = arg(2, "overflows before it halves", low=1)

@@ -8,19 +8,41 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from . import checkpoint, convert, cpu, lora, parallel, peft_format
+from .constants import IGNORE_INDEX
 from .losses import token_losses
-from .optim import create_torch_optimizer
-from .packing import block_diagonal_mask
+from .optim import create_grad_scaler, create_torch_optimizer
+from .packing import block_diagonal_mask, packed_row
 
 
 class TokenLossModel(torch.nn.Module):
-    """A Hugging Face decoder that answers as McaGPTModel does: token losses with labels, logits without."""
+    """A Hugging Face decoder that answers as McaGPTModel does: token losses with labels, logits without.
+
+    Where the model's logits are its last hidden states times the head's weight, the loss is taken in chunks of rows;
+    another head (scaled or capped logits, a bias) is found out by trying, and its whole logits are held.
+    """
 
     def __init__(self, model, loss_chunk_size: int):
         super().__init__()
         self.model, self.loss_chunk_size = model, loss_chunk_size
+        self.head_is_plain = self._head_is_plain()
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        training = self.model.training
+        ids = torch.arange(4, device=parallel.device())[None] % self.model.config.get_text_config().vocab_size
+        self.model.eval()
+        logits = self.model(ids, use_cache=False).logits.float()
+        hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        own = F.linear(hidden, head.weight).float()
+        extra = lora.extra_factors(head, hidden)
+        if extra is not None:
+            own = own + F.linear(*extra).float()
+        self.model.train(training)
+        return torch.allclose(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None):
         """input_ids, labels [b, s]; attention_mask bool [b or 1, 1, s, s], True meaning hidden -> float32 [b, s]."""
@@ -29,10 +51,36 @@ class TokenLossModel(torch.nn.Module):
         kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
         if labels is None:
             return self.model(input_ids, **kwargs).logits
+        if not self.head_is_plain:
+            logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
+            return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(
+                labels.shape
+            )
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
         head = self.model.get_output_embeddings()
         extra = lora.extra_factors(head, hidden)
         return token_losses(hidden, head.weight, labels, chunk_size=self.loss_chunk_size, extra=extra)
+
+    @torch.no_grad()
+    def refuse_packing_if_documents_mix(self) -> None:
+        """ValueError where the model does not keep packed documents apart by a mask and by positions: tried on one row."""
+        config, device = self.model.config.get_text_config(), parallel.device()
+        window = getattr(config, "sliding_window", None)
+        layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+        if window is not None and "sliding_attention" in layers:
+            raise ValueError(
+                f"{config.model_type} has a sliding window of {window} tokens, which the mask of packed rows would replace: "
+                "set packing: false"
+            )
+        cu, ids = (0, 5, 8), torch.arange(8, device=device)[None] % config.vocab_size
+        training = self.model.training
+        self.model.eval()
+        params = packed_row(cu, 1, 0, device)
+        packed = self(ids, params.layout.positions[None], block_diagonal_mask(cu, device))
+        alone = torch.cat([self(ids[:, a:b], torch.arange(b - a, device=device)[None]) for a, b in ((0, 5), (5, 8))], 1)
+        self.model.train(training)
+        if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+            raise ValueError(f"{config.model_type} lets packed documents see each other: set packing: false")
 
 
 class TorchBackend:
@@ -47,6 +95,12 @@ class TorchBackend:
         self.args, self.hf_model = args, model
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         wrapped = TokenLossModel(model, args.loss_chunk_size)
+        if not wrapped.head_is_plain:
+            args.notes.append(
+                f"{model.config.model_type} changes its logits: they are held whole, loss_chunk_size has no effect"
+            )
+        if args.sequence_packing:
+            wrapped.refuse_packing_if_documents_mix()
         if self.world > 1:
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
@@ -57,8 +111,7 @@ class TorchBackend:
         self._autocast = lambda: torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
         self._scaler = None
         if args.fp16:
-            scale = args.loss_scale or args.initial_loss_scale
-            self._scaler = torch.amp.GradScaler(device, init_scale=scale, growth_interval=args.loss_scale_window)
+            self._scaler = create_grad_scaler(args)
 
     @property
     def dp_rank(self) -> int:
@@ -105,7 +158,7 @@ class TorchBackend:
                     loss = loss / count.clamp(min=1) / len(micro_batches)
                 tokens += count
                 if not forward_only:
-                    (self._scaler.scale(loss) if self._scaler else loss).backward()
+                    (loss * self._scaler.scale if self._scaler else loss).backward()
             metrics.append(measured)
         if not forward_only and self.args.calculate_per_token_loss:
             self._divide_by_tokens(tokens)
@@ -121,21 +174,19 @@ class TorchBackend:
     def step(self) -> tuple[bool, float, int | None]:
         """As MegatronBackend.step."""
         parameters = [p for p in self.hf_model.parameters() if p.grad is not None]
-        if self._scaler:
-            self._scaler.unscale_(self.optimizer)
-        limit = self.args.max_grad_norm or float("inf")
         grads = [p.grad for p in parameters]
+        if self._scaler:
+            torch._foreach_mul_(grads, float(self._scaler.inv_scale))
         grad_norm = torch.nn.utils.get_total_norm(grads) if grads[0].is_cuda else cpu.l2_norm(grads)
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm)
-        zeros = None
-        if self.args.log_num_zeros_in_grad:
-            zeros = sum(int((p.grad == 0).sum()) for p in parameters)
-        if self._scaler is None:
-            self.optimizer.step()
-            return True, float(grad_norm), zeros
-        self._scaler.step(self.optimizer)  # leaves the update out where a gradient is not finite
-        self._scaler.update(self.args.loss_scale)
-        return bool(grad_norm.isfinite()), float(grad_norm), zeros
+        if self._scaler:
+            overflow = not bool(grad_norm.isfinite())
+            self._scaler.update(overflow)
+            if overflow:  # the update is left out, and has no norm: as megatron's optimizer answers
+                return False, 0.0, None
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm or float("inf"), grad_norm)
+        zeros = sum(int((g == 0).sum()) for g in grads) if self.args.log_num_zeros_in_grad else None
+        self.optimizer.step()
+        return True, float(grad_norm), zeros
 
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
         """Sum of a vector over all ranks, on every rank. Changes `totals`."""

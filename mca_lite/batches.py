@@ -156,6 +156,11 @@ class BatchPlan:
         return chosen[:, self.dp_rank].tolist()
 
 
+def steps_of_run(args, steps_per_epoch: int) -> int:
+    """Optimizer steps of a run: max_steps where it is given, else num_train_epochs, a started step counted whole."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+
+
 class _MicroBatches:
     """The plan from a position on, as the batch sampler of a DataLoader."""
 

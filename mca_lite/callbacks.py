@@ -151,7 +151,7 @@ class BestModel(_MetricWatcher):
         state.best_metric, state.best_step = value, state.global_step
         if self._last_saved is not None and self._last_saved[0] == state.global_step:
             state.best_model_checkpoint = self._last_saved[1]
-        else:
+        elif args.load_best_model_at_end:
             control.should_save = True
 
     def on_save(self, args, state, control, path, **kwargs):

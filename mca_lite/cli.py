@@ -4,8 +4,10 @@ torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 """
 
 import dataclasses
+import math
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ class Prepared:
 def main(argv: list[str] | None = None) -> int:
     """Train as `argv` (None: the command line) says -> exit code. Input that cannot be trained on is told once, by rank 0."""
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__.strip() + "\n\nREADME.md lists the keys.")
+    if not words:
+        print(__doc__.strip() + "\n\n--help lists the keys.")
         return 0
     is_main = os.environ.get("RANK", "0") == "0"
     try:
@@ -40,8 +42,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"note: {line}", flush=True)
         prepared = prepare(run)
     except ValueError as error:
-        if is_main:
+        # one rank of each machine says it: what is wrong may be so on one of them only
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1)  # the first rank to leave ends the others
         return USER_ERROR
     train(run, prepared)
     return 0
@@ -83,7 +88,22 @@ def prepare(run: RunArguments) -> Prepared:
     if run.finetuning.finetuning_type == "lora":
         check_adapters(run, config)
     seed = run.training.seed if run.training.data_seed is None else run.training.data_seed
-    return Prepared(folder, config, tokenizer, load_datasets(run.data, run.finetuning.stage, tokenizer, seed))
+    prepared = Prepared(folder, config, tokenizer, load_datasets(run.data, run.finetuning.stage, tokenizer, seed))
+    _check_before_start(run.training, len(prepared.data.train))
+    return prepared
+
+
+def _check_before_start(args, num_samples: int) -> None:
+    """ValueError for what would otherwise show only when the model is there: trackers, the schedule, the output folder."""
+    import torch
+
+    from .batches import steps_of_run
+    from .optim import get_megatron_lr_scheduler
+    from .report import check_trackers
+
+    check_trackers(args.report_to, args.plot_loss)
+    steps = steps_of_run(args, math.ceil(num_samples / args.train_global_batch_size))
+    get_megatron_lr_scheduler(args, steps, torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate))
 
 
 def train(run: RunArguments, prepared: Prepared):

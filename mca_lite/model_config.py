@@ -315,7 +315,9 @@ def _from_arguments(args) -> dict[str, Any]:
     # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
     out.setdefault("bias_activation_fusion", cuda)
     out.setdefault("bias_dropout_fusion", cuda)
-    out.setdefault("apply_rope_fusion", cuda and out["transformer_impl"] == "transformer_engine")
+    out.setdefault("apply_rope_fusion", cuda)
+    if out["transformer_impl"] == "local":
+        out["apply_rope_fusion"] = False  # TE's kernel; the local core attention rotates by itself
     out.update({n: getattr(args, n) for n in _ALWAYS_FROM_ARGUMENTS})
     more = args.additional_configs or {}
     if derived := sorted(_OVERWRITTEN & more.keys()):

@@ -39,7 +39,8 @@ class _OutputLayer(ColumnParallelLinear):
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
-    forward(input_ids [b, s], position_ids [b, s] or None, attention_mask bool [b or 1, 1, s, s] with True meaning
+    forward(input_ids [b, s], position_ids, which local layers do not read (positions count from 0 in each document),
+    attention_mask bool [b or 1, 1, s, s] with True meaning
     hidden, or None for causal, labels [b, s] or None):
     with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX; without, logits
     [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
@@ -70,9 +71,12 @@ class McaGPTModel(GPTModel):
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
         window = self.config.sliding_window
-        if window is not None and input_ids is not None and input_ids.shape[1] > window:
+        length = input_ids.shape[1] * self.config.context_parallel_size
+        if kwargs.get("packed_seq_params") is not None:
+            length = kwargs["packed_seq_params"].max_seqlen_q
+        if window is not None and length > window:
             raise ValueError(
-                f"a row of {input_ids.shape[1]} tokens is longer than the model's sliding window of {window}, which is "
+                f"a document of {length} tokens is longer than the model's sliding window of {window}, which is "
                 f"not built: set cutoff_len to at most {window}"
             )
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)

@@ -14,6 +14,7 @@ and min behind D. The first update uses the rate of n = 0.
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # HF's names -> megatron's
@@ -115,7 +116,11 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
 def warmup_steps(args, num_training_steps: int) -> int:
     """Warm-up in steps, rounded up: warmup_steps (below 1: a fraction, as in transformers 5), else warmup_ratio."""
     share = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio if not args.warmup_steps else None
-    return int(args.warmup_steps) if share is None else -int(-share * num_training_steps // 1)
+    if share is None:
+        return int(args.warmup_steps)
+    return min(
+        -int(-share * num_training_steps // 1), max(num_training_steps - 1, 0)
+    )  # a share leaves a step to decay in
 
 
 def decays(parameter: torch.nn.Parameter) -> bool:
@@ -179,3 +184,17 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
         return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
+
+
+def create_grad_scaler(args):
+    """megatron's loss scaler of fp16 for the plain torch backend: constant with loss_scale, else it adapts."""
+    if args.loss_scale is not None:
+        return ConstantGradScaler(args.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=args.initial_loss_scale,
+        min_scale=args.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+    )

@@ -47,6 +47,10 @@ def start_process_group(timeout_s: float = 1800) -> None:
     """
     if dist.is_initialized():
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set: start with torchrun, or unset WORLD_SIZE"
+        )
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())

@@ -194,12 +194,7 @@ class Report(TrainerCallback):
         self.plots = plot_loss
         self.run_name = run_name
         self.config = dict(config or {})
-        for name in self.trackers:
-            if name not in _TRACKERS:
-                raise ValueError(f"report_to names {name!r}, expected any of {', '.join(_TRACKERS)} or none")
-            _require(*_TRACKERS[name], key=f"report_to: {name}")
-        if self.plots:
-            _require("matplotlib", "plot", key="plot_loss: true")
+        check_trackers(self.trackers, plot_loss)
         self.uses_bar = sys.stderr.isatty() if disable_tqdm is None else not disable_tqdm
         self._clock = clock
         self._file = self._bar = self._tensorboard = self._wandb = None
@@ -312,6 +307,18 @@ class Report(TrainerCallback):
         if self._wandb is not None:
             self._wandb.finish()
         self._file = self._bar = self._tensorboard = self._wandb = None
+
+
+def check_trackers(report_to: Iterable[str], plot_loss: bool) -> None:
+    """ValueError for a tracker that is unknown, or that is asked for and not installed."""
+    for name in report_to:
+        if name == "none":
+            continue
+        if name not in _TRACKERS:
+            raise ValueError(f"report_to names {name!r}, expected any of {', '.join(_TRACKERS)} or none")
+        _require(*_TRACKERS[name], key=f"report_to: {name}")
+    if plot_loss:
+        _require("matplotlib", "plot", key="plot_loss: true")
 
 
 def _require(package: str, extra: str, key: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from . import checkpoint, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batches import BatchPlan, Collator, check_batch, count_tokens, make_loader, pad_batch
+from .batches import BatchPlan, Collator, check_batch, count_tokens, make_loader, pad_batch, steps_of_run
 from .callbacks import BestModel, EarlyStopping, TrainerCallback, TrainerControl, TrainerState
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
 from .models import VirtualModels
@@ -264,7 +264,7 @@ class McaTrainer:
 
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
         args, plan = self.args, self._plan(self.train_dataset)
-        max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * plan.steps_per_epoch)
+        max_steps = steps_of_run(args, plan.steps_per_epoch)
         self.state = TrainerState(max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch)
         self.control = TrainerControl()
         if self.optimizer is None:
@@ -361,7 +361,9 @@ class McaTrainer:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Forward passes over a loader of get_train_dataloader's kind -> metrics and the number of samples."""
-        plan, batches = dataloader.batch_sampler.plan, iter(dataloader)
+        plan, batches = getattr(dataloader.batch_sampler, "plan", None), iter(dataloader)
+        if plan is None:
+            raise ValueError("evaluation_loop takes a loader of batches.make_loader; for a dataset call evaluate(dataset)")
         weight, self._micro_batch_weight = self._micro_batch_weight, 1.0
         self.backend.train_mode(False)
         totals = self._zeros()

@@ -86,3 +86,31 @@ def test_a_model_that_cannot_be_honoured_is_refused(tmp_path):
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
     assert "sliding window of 64" in result.stderr
+
+
+def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp_path):
+    result = run("configs/sft.yaml report_to=nowhere", tmp_path, code=2)
+    assert "nowhere" in result.stderr and "Traceback" not in result.stderr
+    result = run("configs/sft.yaml max_steps=-1 num_train_epochs=0.1 warmup_steps=500", tmp_path, code=2)
+    assert "warm-up" in result.stderr and "Traceback" not in result.stderr
+    result = run("configs/sft.yaml output_dir=configs/tiny/model", tmp_path, code=2)
+    assert "overwrite the one that it starts from" in result.stderr
+    result = run("configs/sft.yaml eval_strategy=steps metric_for_best_model=accuracy", tmp_path, code=2)
+    assert "metric_for_best_model: loss" in result.stderr
+
+
+def test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run(tmp_path):
+    run(f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true output_dir={tmp_path / 'one'}", tmp_path)
+    assert len(read_log(tmp_path / "one")) == 1
+
+
+def test_help_lists_the_keys(tmp_path):
+    assert "tensor_model_parallel_size" in run("--help", tmp_path).stdout
+
+
+def test_a_world_size_without_a_rank_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    command = [sys.executable, "train.py", *f"configs/sft.yaml {SHORT} output_dir={tmp_path}".split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode and "RANK is not set" in result.stderr

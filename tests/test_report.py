@@ -33,7 +33,7 @@ from mca_lite.report import (
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
-ARGS = SimpleNamespace(metric_for_best_model="loss", greater_is_better=None)
+ARGS = SimpleNamespace(metric_for_best_model="loss", greater_is_better=None, load_best_model_at_end=True)
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra plot")
 

@@ -133,7 +133,7 @@ def test_bf16_follows_the_torch_backend_in_bf16(model_path, tmp_path, ranks, key
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_fp16_overflow_skips_the_update_and_the_schedule(model_path, tmp_path, backend):
     """A loss scale of 2^32 overflows float16 at once; it halves until it fits, and then training goes on."""
-    keys = dict(fp16=True, steps=30, hysteresis=1, num_train_epochs=20)
+    keys = dict(fp16=True, steps=30, hysteresis=1, num_train_epochs=20, initial_loss_scale=2.0**32)
     world.run(train, 1, model_path, str(tmp_path), backend=backend, **keys)
     log = read_log(tmp_path)
     skipped = [line["skipped_iter"] for line in log]
@@ -311,8 +311,14 @@ def record_events(path: str, out: str, **keys) -> dict:
 def test_callbacks_are_called_in_order(model_path, tmp_path):
     keys = dict(max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2, save_steps=4)
     [got] = world.run(record_events, 1, model_path, str(tmp_path), **keys)
-    wanted = ["step 1", "step 2", "log", "evaluate", "save", "step 3", "step 4", "log", "evaluate", "save", "end"]
-    assert got["events"][: len(wanted)] == wanted  # the first evaluation is the best so far, and is saved for it
+    wanted = ["step 1", "step 2", "log", "evaluate", "step 3", "step 4", "log", "evaluate", "save", "end"]
+    assert got["events"][: len(wanted)] == wanted
+
+
+def test_a_better_evaluation_is_saved_only_where_the_best_model_is_wanted(model_path, tmp_path):
+    keys = dict(max_steps=3, eval_strategy="steps", eval_steps=1, logging_steps=1)
+    world.run(record_events, 1, model_path, str(tmp_path / "plain"), save_strategy="no", **keys)
+    assert not list((tmp_path / "plain").glob("checkpoint-*"))
 
 
 def test_early_stopping_and_the_best_checkpoint_at_the_end(model_path, tmp_path):
