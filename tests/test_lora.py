@@ -89,6 +89,12 @@ def test_some_modules_alone_train_as_with_peft(subset, layout, references, tmp_p
     check(references["llama", ("targets", SUBSETS[subset])], tmp_path, *LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", ("selective_recompute", "full_recompute"))
+def test_recomputation_finds_gradients_behind_frozen_modules(layout, references, tmp_path):
+    """Nothing in front of the first layer's MLP needs a gradient, and what is recomputed there has to."""
+    check(references["llama", ("targets", ("layers.0.mlp.down_proj",))], tmp_path, *LAYOUTS[layout])
+
+
 @pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "pp2_vpp2"))
 def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(layout, references, tmp_path):
     reference = references["qwen3", ("targets", ("embed_tokens", "lm_head", "v_proj"))]
