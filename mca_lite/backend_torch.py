@@ -37,6 +37,7 @@ class TokenLossModel(torch.nn.Module):
 class TorchBackend:
     """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there are several ranks."""
 
+    name = "torch"
     micro_batch_multiple = document_multiple = length_multiple = 1
     context_parallel = (1, 0)
     needs_equal_lengths = False
@@ -66,6 +67,11 @@ class TorchBackend:
     @property
     def dp_size(self) -> int:
         return self.world
+
+    @property
+    def hf_config(self) -> dict:
+        """The model's config.json."""
+        return self.hf_model.config.to_dict()
 
     def model_inputs(self, batch: dict) -> dict:
         """The batch on this rank's device; packed documents are kept apart by a mask and by positions that restart."""
@@ -157,10 +163,10 @@ class TorchBackend:
     def finish_param_sync(self) -> None:
         """Nothing is on its way: DDP has the weights of every update at once."""
 
-    def save_state(self, folder, with_optimizer: bool) -> None:
-        """The checkpoint's weights and optimizer state; the main rank writes them."""
-        checkpoint.save_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)
+    def snapshot(self, with_optimizer: bool, copy: bool) -> checkpoint.TorchSnapshot:
+        """The checkpoint's weights and optimizer state, ready to be written by the main rank."""
+        return checkpoint.TorchSnapshot(self.hf_model, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
-        """What save_state wrote, on every rank."""
+        """What a snapshot wrote, on every rank."""
         checkpoint.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)

@@ -6,7 +6,13 @@ from tests import tiny
 
 
 def train(
-    model_path: str, output_dir: str, backend: str = "megatron", export: bool = False, steps=None, **changes
+    model_path: str,
+    output_dir: str,
+    backend: str = "megatron",
+    export: bool = False,
+    steps=None,
+    callbacks=None,
+    **changes,
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
 
@@ -35,7 +41,8 @@ def train(
     )
     args = TrainingArguments(**{**keys, **changes})
     model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
-    trainer = McaTrainer(model=model, args=args, train_dataset=tiny.samples(), eval_dataset=tiny.samples(9, seed=2))
+    data = dict(train_dataset=tiny.samples(), eval_dataset=tiny.samples(9, seed=2))
+    trainer = McaTrainer(model=model, args=args, callbacks=callbacks, **data)
     trainer.train()
     if export:
         trainer.save_model()
