@@ -66,8 +66,11 @@ class MegatronBackend:
     def length_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens: sequence parallelism cuts what context parallelism leaves."""
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        cp = self.config.context_parallel_size
-        return cp * math.lcm(2, tp) if cp > 1 else tp
+        cp, fp8 = (
+            self.config.context_parallel_size,
+            16 if self.config.fp8 else 1,
+        )  # FP8 kernels want local multiples of 16
+        return cp * math.lcm(2, tp, fp8) if cp > 1 else math.lcm(tp, fp8)
 
     @property
     def needs_equal_lengths(self) -> bool:

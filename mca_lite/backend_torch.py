@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import checkpoint, convert, parallel
+from . import checkpoint, convert, cpu, parallel
 from .losses import token_losses
 from .optim import create_torch_optimizer
 from .packing import block_diagonal_mask
@@ -129,7 +129,9 @@ class TorchBackend:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         limit = self.args.max_grad_norm or float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        grads = [p.grad for p in parameters]
+        grad_norm = torch.nn.utils.get_total_norm(grads) if grads[0].is_cuda else cpu.l2_norm(grads)
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm)
         zeros = None
         if self.args.log_num_zeros_in_grad:
             zeros = sum(int((p.grad == 0).sum()) for p in parameters)

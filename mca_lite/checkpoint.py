@@ -176,16 +176,16 @@ def find(trainer, asked: str | bool | None) -> Path | None:
 def load(folder: str | os.PathLike, trainer) -> None:
     """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has verified.
 
-    ValueError where the checkpoint has no optimizer state, or where the data or the global batch are not what they were.
+    CheckpointError where the checkpoint has no optimizer state, or where the data or the global batch are not what they were.
     """
     folder = Path(folder)
     record = json.loads((folder / TRAINING_NAME).read_text())
     if not record["with_optimizer"]:
-        raise ValueError(f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights")
+        raise CheckpointError(f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights")
     now = _training_record(trainer)
     for key in ("num_samples", "global_batch_size", "data_seed"):
         if record[key] != now[key]:
-            raise ValueError(
+            raise CheckpointError(
                 f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
             )
     trainer.report.print(

@@ -12,7 +12,7 @@ from typing import Any
 from .arguments import RunArguments, parse_args
 from .constants import RUN_CONFIG_NAME
 
-USER_ERROR = 2  # exit code for input that cannot be trained on
+USER_ERROR = 2  # exit code for input that cannot be trained on, and for checkpoints that cannot be read or written
 
 
 @dataclass
@@ -42,7 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         if is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
-    train(run, prepared)
+    from .manifest import CheckpointError
+
+    try:
+        train(run, prepared)
+    except CheckpointError as error:  # the same on every rank
+        if is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
     return 0
 
 

@@ -69,7 +69,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """[t / cp, ...] of each context-parallel rank -> [t, ...] of all, rank after rank; backward: the sum of this rank's part."""
+    """[t / cp, ...] of each context-parallel rank -> [t, ...], rank after rank; backward: this rank's part of the sum."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from .constants import IGNORE_INDEX
 
+_SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
+
 
 def _all_reduce(tensor, op, group):
     if group is not None and group.size() > 1:
@@ -71,7 +73,9 @@ class _TokenLosses(torch.autograd.Function):
             if need_hidden:
                 d_hidden[rows] = probs @ weight
             if need_weight:
-                d_weight += probs.t() @ chunk
+                # in slices of the vocabulary: the product of a chunk, as large as the weight, is never whole in memory
+                for part, into in zip(probs.split(_SLICE, 1), d_weight.split(_SLICE), strict=True):
+                    into += part.t() @ chunk
         return d_hidden, d_weight.to(weight.dtype) if need_weight else None, None, None, None, None
 
 

@@ -411,7 +411,9 @@ class McaTrainer:
             if self._writer.is_busy:
                 self._finish_checkpoint()
         self._store_state()
-        raise Interrupted(signal, self.state.global_step)
+        stop = Interrupted(signal, self.state.global_step)
+        self.report.print(f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on from here")
+        raise stop
 
     def _finish_checkpoint(self) -> None:
         folder, step = self._writer.finish()

@@ -208,9 +208,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         ("report_to", "nowhere"),
         ("max_shard_size", "big"),
         ("transformer_impl", "te"),
-        ("context_parallel_size", 2),
         ("expert_model_parallel_size", 2),
-        ("sequence_packing", True),
         ("recompute_modules", "core_attn"),
         ("recompute_num_layers", 2),
         ("overlap_param_gather", True),
@@ -241,8 +239,22 @@ def test_data_arguments_that_contradict_each_other_are_an_error(values, key):
     assert list(keys_of(DataArguments, **values)) == [key]
 
 
-def test_evaluation_without_data_and_packing_for_sft_are_errors(base):
-    assert set(keys_of(parse_args, [*base, "eval_strategy=steps", "packing=true"])) == {"eval_strategy", "packing"}
+def test_evaluation_without_data_is_an_error(base):
+    assert set(keys_of(parse_args, [*base, "eval_strategy=steps"])) == {"eval_strategy"}
+
+
+@pytest.mark.parametrize(
+    "words, packs",
+    [
+        ("stage=sft packing=true", True),
+        ("stage=sft neat_packing=true", True),
+        ("stage=pt neat_packing=true", True),
+        ("stage=pt packing=true", False),  # documents are joined and cut: rows are single documents to the model
+        ("stage=sft", False),
+    ],
+)
+def test_packs_of_samples_reach_the_model_with_their_borders(base, words, packs):
+    assert parse_args([*base, *words.split()]).training.sequence_packing is packs
 
 
 def test_both_names_of_a_key_are_an_error():

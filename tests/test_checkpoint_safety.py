@@ -1,4 +1,4 @@
-"""Whatever is damaged, full, refused or interrupted: an error that names it on every rank, and nothing that was good is lost."""
+"""Whatever is damaged, full, refused or interrupted: an error that names it on every rank, and nothing good is lost."""
 
 import contextlib
 import io

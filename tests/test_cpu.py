@@ -149,3 +149,15 @@ def test_types_convert_and_are_named_as_megatron_asks_for_them():
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
     torch.cuda.synchronize()
+
+
+def test_the_norm_of_a_large_tensor_is_exact():
+    """torch's own is 1e-4 off here, and gradient norms would differ between layouts by as much."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(4_000_001, generator=generator) * 1e-3,
+        torch.randn(3, 5, generator=generator),
+        torch.zeros(0),
+    ]
+    exact = sum(float(t.double().pow(2).sum()) for t in tensors) ** 0.5
+    assert abs(float(cpu.l2_norm(tensors)) - exact) / exact < 1e-6

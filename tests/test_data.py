@@ -372,3 +372,34 @@ def test_what_cannot_be_planned_is_an_error():
         BatchPlan(0, 1, 1, 0, 1, seed=0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         BatchPlan(1, 1, 1, 2, 2, seed=0)
+
+
+def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():
+    costs = np.array([9.0, 1, 8, 2, 7, 3, 6, 4])
+    plans = [BatchPlan(8, 1, 4, rank, 2, seed=0, shuffle=False, costs=costs) for rank in range(2)]
+    taken = [[batch[0] for batch in plan.step(0, 0)] for plan in plans]
+    # by falling cost 0 2 | 4 6 | 7 5 | 3 1, and the dearer one to the other rank in every second micro-batch
+    assert taken == [[0, 6, 7, 1], [2, 4, 5, 3]]
+    assert [sum(costs[taken[r]]) for r in range(2)] == [20, 20]
+
+
+def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer):
+    records = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(1, 9)
+    ]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = dict(dataset=[str(file)], cutoff_len=64, cache_dir=str(tmp_path / "cache"))
+    plain = load_datasets(DataArguments(**arguments), "sft", tokenizer).train
+    packed = load_datasets(DataArguments(**arguments, packing=True), "sft", tokenizer)
+    assert "packed into" in packed.report[-1] and "% padding" in packed.report[-1]
+    seen = []
+    for row in range(len(packed.train)):
+        sample = packed.train[row]
+        assert len(sample["input_ids"]) <= 64
+        for number in range(1, sample["attention_mask"].max() + 1):
+            inside = sample["attention_mask"] == number
+            seen.append((sample["input_ids"][inside].tolist(), sample["labels"][inside].tolist()))
+    assert sorted(seen) == sorted((s["input_ids"].tolist(), s["labels"].tolist()) for s in plain)
+    lengths = plain.lengths
+    assert packed.train.costs.tolist() == [float((lengths[pack] ** 2).sum()) for pack in packed.train.packs]

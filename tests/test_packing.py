@@ -1,9 +1,21 @@
 """Masks, positions and lengths of packed rows: the documented examples, and what follows from them by hand."""
 
+import numpy as np
 import pytest
 import torch
 
-from mca_lite.packing import check_pack_seq_aligned, get_ltor_masks_and_position_ids, get_seqlens_in_batch
+from mca_lite.packing import (
+    best_fit,
+    block_diagonal_mask,
+    check_pack_seq_aligned,
+    get_ltor_masks_and_position_ids,
+    get_seqlens_in_batch,
+    pack_batch,
+    packed_row,
+    pad_packed,
+    row_layout,
+    zigzag,
+)
 
 PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 
@@ -76,3 +88,82 @@ def test_mask_hides_the_padding_of_its_own_row_only(dtype):
 def test_no_mask_is_built_where_none_is_asked_for():
     mask, positions = get_ltor_masks_and_position_ids(torch.zeros(1, 4, dtype=torch.long), build_attention_mask=False)
     assert mask is None and positions.tolist() == [[0, 1, 2, 3]]
+
+
+# -- the packer and the cut of a row
+
+
+def test_best_fit_keeps_every_sample_once_and_fills_the_fullest_pack():
+    packs = best_fit(np.array([5, 3, 8, 2, 7, 1]), 10)
+    # longest first: 8 | 7 | 5 | 3 joins 7 | 2 joins 8 | 1 joins 5
+    assert [pack.tolist() for pack in packs] == [[2, 3], [1, 4], [0, 5]]
+
+
+def test_best_fit_wastes_little_on_many_samples():
+    lengths = np.random.default_rng(0).integers(20, 600, 3000)
+    packs = best_fit(lengths, 2048)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(3000))
+    assert max(lengths[p].sum() for p in packs) <= 2048
+    assert 1 - lengths.sum() / (len(packs) * 2048) < 0.005
+
+
+def test_best_fit_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="sample 1 of 9 tokens.*cutoff_len"):
+        best_fit(np.array([3, 9]), 8)
+
+
+def test_pack_batch_drops_padding_and_aligns_documents():
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 5, 0], [6, 7, 0, 0, 0, 0]]),
+        "labels": torch.tensor([[2, 3, -100, 5, 6, -100], [7, 8, -100, -100, -100, -100]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0]]),
+    }
+    packed = pack_batch(batch, document_multiple=4, pad_token_id=9)
+    assert packed["input_ids"].tolist() == [[1, 2, 3, 9, 4, 5, 9, 9, 6, 7, 9, 9]]
+    assert packed["labels"].tolist() == [[2, 3, -100, -100, 5, 6, -100, -100, 7, 8, -100, -100]]
+    assert packed["cu_seqlens"] == (0, 4, 8, 12)
+    longer = pad_packed(packed, 16, 9)
+    assert longer["cu_seqlens"] == (0, 4, 8, 12, 16) and longer["input_ids"].shape == (1, 16)
+    assert longer["labels"][0, 12:].tolist() == [-100] * 4
+
+
+def test_a_batch_of_padding_alone_still_makes_a_row():
+    empty = {
+        "input_ids": torch.zeros(1, 3).long(),
+        "labels": torch.zeros(1, 3).long(),
+        "attention_mask": torch.zeros(1, 3),
+    }
+    packed = pack_batch(empty, document_multiple=4)
+    assert packed["cu_seqlens"] == (0, 4) and packed["labels"].eq(-100).all()
+
+
+def test_ranks_of_context_parallelism_hold_mirrored_chunks_of_every_document():
+    cu = (0, 8, 12)  # two documents, four chunks each for two ranks
+    assert zigzag(cu, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert zigzag(cu, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    layout = row_layout(cu, 2, 0, torch.device("cpu"))
+    assert layout.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    # the first chunk sees itself, the last one the whole document
+    assert layout.segments == [(0, 2, 0, 2), (2, 4, 0, 8), (4, 5, 8, 9), (5, 6, 8, 12)]
+    gathered = torch.cat([zigzag(cu, 2, r) for r in range(2)])
+    assert gathered[layout.order].tolist() == list(range(12))
+    cu_q, cu_k, places, max_q, max_k = layout.varlen
+    assert cu_q.tolist() == [0, 2, 4, 5, 6] and cu_k.tolist() == [0, 2, 10, 11, 15]
+    assert places.tolist() == [0, 1, *range(8), 8, *range(8, 12)] and (max_q, max_k) == (2, 8)
+
+
+def test_documents_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match="5 tokens cannot be cut into 2 x 2 chunks"):
+        zigzag((0, 5), 2, 0)
+
+
+def test_block_diagonal_mask_hides_the_future_and_other_documents():
+    hidden = block_diagonal_mask((0, 2, 3), torch.device("cpu"))[0, 0]
+    assert hidden.tolist() == [[False, True, True], [False, False, True], [True, True, False]]
+
+
+def test_packed_parameters_are_megatrons_thd_format():
+    params = packed_row((0, 4, 6), 1, 0, torch.device("cpu"))
+    assert params.qkv_format == "thd" and params.cu_seqlens_q.dtype == torch.int32
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 6]
+    assert params.max_seqlen_q == params.max_seqlen_kv == 4

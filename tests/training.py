@@ -6,17 +6,11 @@ from tests import tiny
 
 
 def train(
-    model_path: str,
-    output_dir: str,
-    backend: str = "megatron",
-    export: bool = False,
-    steps=None,
-    callbacks=None,
-    **changes,
+    model_path, output_dir, backend="megatron", export=False, steps=None, count=22, callbacks=None, **changes
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
 
-    Global batch 8 of 22 samples: the last step of an epoch is a partial window with fillers.
+    Global batch 8 of `count` samples: the last step of an epoch is a partial window with fillers.
     """
     from mca_lite.arguments import TrainingArguments
     from mca_lite.models import AutoModel, load_torch_model
@@ -41,7 +35,7 @@ def train(
     )
     args = TrainingArguments(**{**keys, **changes})
     model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
-    data = dict(train_dataset=tiny.samples(), eval_dataset=tiny.samples(9, seed=2))
+    data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
     trainer = McaTrainer(model=model, args=args, callbacks=callbacks, **data)
     trainer.train()
     if export:
