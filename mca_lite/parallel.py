@@ -38,11 +38,14 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def _one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
 def _stay_on_loopback() -> None:
     """A world that fits one machine needs no other interface; gloo would pick whichever the host name resolves to."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if one_machine and loopback:
+    if _one_machine() and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
@@ -61,7 +64,11 @@ def start_process_group(timeout_s: float = 1800) -> None:
         _stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
+        if _one_machine():
+            # after a restart torchrun's store still holds the addresses of ranks that are dead
+            store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

@@ -1,4 +1,4 @@
-"""Ranks are killed by SIGKILL at random moments of a run, in steps, saves, renames and deletions; the run starts again each time.
+"""Ranks are killed by SIGKILL at random moments of a run, in steps, saves, renames, deletions; the run starts again each time.
 
     make chaos                          50 kills
     python -m tests.chaos --kills 6     what `make test` runs
