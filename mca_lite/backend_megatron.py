@@ -181,10 +181,10 @@ class MegatronBackend:
 
     # -- Hugging Face out
 
-    def export_hf(self, folder, max_shard_size) -> None:
-        """The trained model in Hugging Face's format. All ranks must call it."""
+    def export_hf(self, folder, max_shard_size) -> list[str]:
+        """The trained model in Hugging Face's format -> the files that this rank wrote. All ranks must call it."""
         self.finish_param_sync()
-        convert.export_hf(self.models, folder, max_shard_size)
+        return convert.export_hf(self.models, folder, max_shard_size)
 
     def finish_param_sync(self) -> None:
         """With overlap_param_gather the weights of the last update arrive during the next forward pass: fetch them now."""

@@ -152,15 +152,17 @@ class TorchBackend:
         parameters = list(self.hf_model.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
-    def export_hf(self, folder, max_shard_size) -> None:
-        """The trained model in Hugging Face's format, its weights in the dtype that they were trained for."""
+    def export_hf(self, folder, max_shard_size) -> list[str]:
+        """The trained model in Hugging Face's format, in the dtype that it was trained for -> this rank's files."""
+        written = []
         if parallel.is_main():
             dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
             tensors = ((n, p.detach().to("cpu", dtype)) for n, p in self.hf_model.named_parameters())
-            convert.write_safetensors(tensors, Path(folder), max_shard_size)
+            written = convert.write_safetensors(tensors, Path(folder), max_shard_size)
             config = self.hf_model.config
-            convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
+            written += convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
         parallel.barrier()
+        return written
 
     def finish_param_sync(self) -> None:
         """Nothing is on its way: DDP has the weights of every update at once."""

@@ -293,7 +293,7 @@ class TorchSnapshot:
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         if not parallel.is_main():
             return
-        names = {p: name for name, p in model.named_parameters()}
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
         if optimizer is not None:
             self._files["optimizer.safetensors"] = {
@@ -327,7 +327,8 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     weights = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+            if parameter.requires_grad:
+                parameter.copy_(weights[name])
     if optimizer is None:
         return
     states = load_file(folder / "optimizer.safetensors")

@@ -75,7 +75,7 @@ def prepare(run: RunArguments) -> Prepared:
     else:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
-    if not run.model.train_from_scratch:
+    if not run.model.train_from_scratch and not (folder / "dist").is_dir():
         convert.SafetensorsSource(str(folder))  # says what is missing, before anything is started
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)
