@@ -40,7 +40,7 @@ class MegatronSnapshot:
         owners = _Owners(models, optimizer)
         state = {k: _mine_to_write(v, owners, copy) for k, v in models.sharded_state_dict().items()}
         if optimizer is not None:
-            state["optimizer"] = _optimizer_to_write(optimizer, models, owners)
+            state["optimizer"] = _optimizer_to_write(optimizer, models, owners, copy)
             state["optimizer_steps"] = _optimizer_steps(optimizer, models)
         sharded, self._common = save_preprocess(state)
         by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
@@ -57,7 +57,13 @@ class MegatronSnapshot:
 
     def write(self, folder: Path) -> tuple[list[str], list]:
         """Write this rank's file -> (files, where each tensor lies in it). No collectives."""
-        results = self._writer(folder).write_data(self._plan, self._planner).value()
+        # the manifest has a checksum of the whole file: torch's own, a tensor each, would take half as long as the writing
+        own_checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            results = self._writer(folder).write_data(self._plan, self._planner).value()
+        finally:
+            torch.serialization.set_crc32_options(own_checksums)
         self._planner = self._plan = None  # lets go of the copies
         return [f"{DIST_NAME}/__{parallel.rank()}_0.distcp"], results
 
@@ -148,15 +154,19 @@ def refuse_foreign_index(path: Path) -> None:
 
 
 class _Owners:
-    """Which of the data parallel ranks that hold a parameter assembles and writes it: dealt out by size."""
+    """Which of the data parallel ranks that hold a parameter writes it: the one with the largest piece of its state where
+    a distributed optimizer has cut that, so that hardly anything has to be sent; else dealt out by size."""
 
     def __init__(self, models, optimizer):
-        self._of, loads = {}, {}
+        parameters = list(models.parameters())
         groups = _shard_groups(optimizer)
-        for parameter in models.parameters():
+        self.pieces = _pieces_of_all(parameters, groups, optimizer, models)
+        self._of, loads = {}, {}
+        for parameter in parameters:
             group = groups.get(id(parameter)) or _replica_group(parameter)
             load = loads.setdefault(id(group), [0] * group.size())
-            owner = load.index(min(load))
+            pieces = self.pieces.get(id(parameter))
+            owner = max(pieces, key=lambda r, p=pieces: p[r][1] - p[r][0]) if pieces else load.index(min(load))
             load[owner] += parameter.numel()
             self._of[id(parameter)] = group, owner
 
@@ -168,6 +178,22 @@ class _Owners:
         """Whether this rank writes a parameter; None for a buffer, which has no owner."""
         group, owner = self._of.get(id(tensor), (None, None))
         return None if group is None else group.rank() == owner
+
+
+def _pieces_of_all(parameters: list, groups: dict, optimizer, models) -> dict[int, dict[int, tuple[int, int]]]:
+    """{id of a parameter that a distributed optimizer cuts: {rank in the group: (start, stop) of its piece}}. Collective."""
+    index = {id(p): i for i, p in enumerate(parameters)}
+    pieces: dict[int, dict[int, tuple[int, int]]] = {}
+    for group in {id(g): g for g in groups.values()}.values():
+        owned = _owned(optimizer, models)
+        mine = {index[id(p)]: (cut.start, cut.stop) for _, p, _, cut in owned if groups.get(id(p)) is group}
+        everyone = [mine] * group.size()
+        if group.size() > 1:
+            dist.all_gather_object(everyone, mine, group=group)
+        for rank, theirs in enumerate(everyone):
+            for i, cut in theirs.items():
+                pieces.setdefault(id(parameters[i]), {})[rank] = cut
+    return pieces
 
 
 def _replica_group(parameter):
@@ -245,32 +271,47 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **dtype, **changes)
 
 
-def _optimizer_to_write(optimizer, models, owners: _Owners) -> dict:
-    """{key: sharded tensor} of the states that this rank writes, in host memory. Collective in the parameters' order.
-
-    The pieces of a distributed optimizer are summed on the owner, one tensor at a time."""
-    pieces = {id(parameter): (inner, main, piece) for inner, parameter, main, piece in _owned(optimizer, models)}
-    tensors = {id(tensor.data): tensor for tensor in _tensors(models)}
-    cut, out = _shard_groups(optimizer), {}
+def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
+    """{key: sharded tensor} of the states that this rank writes. Collective in the parameters' order."""
+    held = {id(parameter): (inner, main, cut) for inner, parameter, main, cut in _owned(optimizer, models)}
+    tensors, out = {id(tensor.data): tensor for tensor in _tensors(models)}, {}
     for parameter in (p for p in models.parameters() if p.requires_grad):
         group, owner = owners.group_and_owner(parameter)
-        here, summed = group.rank() == owner, id(parameter) in cut and group.size() > 1
-        if not here and not summed:
-            continue
+        here = group.rank() == owner
         for name in _state_names(optimizer, parameter):
-            value = torch.zeros(parameter.shape, device=parameter.device)
-            if id(parameter) in pieces:
-                inner, main, piece = pieces[id(parameter)]
-                source = main if name == "master" else inner.state.get(main, {}).get(name)
-                if source is not None:  # an optimizer that has not stepped yet has none: zeros
-                    value.view(-1)[piece] = source.detach().view(-1)
-            if summed:
-                dist.reduce(value, dist.get_global_rank(group, owner), group=group)
+            part = None
+            if id(parameter) in held and (here or id(parameter) in owners.pieces):
+                inner, main, cut = held[id(parameter)]
+                part = main if name == "master" else inner.state.get(main, {}).get(name)
+                if part is None:  # an optimizer that has not stepped yet has none: zeros
+                    part = torch.zeros(cut.stop - cut.start, device=parameter.device)
+                part = part.detach().float().view(-1)
+            value = _join(part, parameter, group, owner, owners.pieces.get(id(parameter), {}))
             if here:
                 tensor = tensors[id(parameter)]
+                value = value.to("cpu", copy=True) if copy else value
                 replica = _replica(tensor, True)
-                out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value.cpu(), replica_id=replica)
+                out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)
     return out
+
+
+def _join(part, parameter, group, owner: int, pieces: dict):
+    """On the owner the whole of a state, from the pieces of those who hold any: itself, mostly. Elsewhere None."""
+    me = group.rank()
+    if me == owner:
+        if part.numel() == parameter.numel():
+            return part.view(parameter.shape)
+        whole = torch.zeros(parameter.numel(), device=part.device)
+        for rank, (start, stop) in sorted(pieces.items()):
+            piece = part
+            if rank != me:
+                piece = torch.empty(stop - start, device=part.device)
+                dist.recv(piece, dist.get_global_rank(group, rank), group=group)
+            whole[start:stop] = piece
+        return whole.view(parameter.shape)
+    if me in pieces:
+        dist.send(part.contiguous(), dist.get_global_rank(group, owner), group=group)
+    return None
 
 
 def _optimizer_to_fill(optimizer, models) -> tuple[dict, dict]:
