@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +134,12 @@ class _Job:
             for name, data in self.files.items():
                 manifest.write_synced(self.temporary / name, data)
             names, self.results = self.snapshot.write(self.temporary)
-            exported = [f"{HF_FOLDER}/{name}" for name in self.exported]
-            self.entries = {name: manifest.measure(self.temporary / name) for name in [*self.files, *names, *exported]}
+            names += [f"{HF_FOLDER}/{name}" for name in self.exported]
+            with ThreadPoolExecutor(1) as flusher:  # the disk and the checksums are busy at the same time
+                flushed = [flusher.submit(manifest.sync, self.temporary / name) for name in names]
+                self.entries = {name: manifest.measure(self.temporary / name) for name in [*self.files, *names]}
+                for answer in flushed:
+                    answer.result()
         except Exception as error:  # told to all ranks by finish()
             self.error = parallel.describe_error(error)
 
@@ -181,7 +186,9 @@ def load(folder: str | os.PathLike, trainer) -> None:
     folder = Path(folder)
     record = json.loads((folder / TRAINING_NAME).read_text())
     if not record["with_optimizer"]:
-        raise CheckpointError(f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights")
+        raise CheckpointError(
+            f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights"
+        )
     now = _training_record(trainer)
     for key in ("num_samples", "global_batch_size", "data_seed"):
         if record[key] != now[key]:
@@ -306,12 +313,11 @@ class TorchSnapshot:
             self._files = {f: {k: v.to("cpu", copy=True) for k, v in d.items()} for f, d in self._files.items()}
 
     def write(self, folder: Path) -> tuple[list[str], None]:
-        """Write this rank's files -> (files, None). No collectives."""
+        """Write this rank's files, unflushed -> (files, None). No collectives."""
         from safetensors.torch import save_file
 
         for name, tensors in self._files.items():
             save_file({key: value.cpu() for key, value in tensors.items()}, folder / name)
-            manifest.sync(folder / name)
         names, self._files = list(self._files), {}
         return names, None
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import parallel
-from .manifest import CheckpointError, write_synced
+from .manifest import CheckpointError, sync, write_synced
 
 DIST_NAME = "dist"
 _INDEX_NAME = ".metadata"
@@ -56,7 +56,7 @@ class MegatronSnapshot:
         self.config_json = models.config.to_json_string()
 
     def write(self, folder: Path) -> tuple[list[str], list]:
-        """Write this rank's file -> (files, where each tensor lies in it). No collectives."""
+        """Write this rank's file, unflushed -> (files, where each tensor lies in it). No collectives."""
         # the manifest has a checksum of the whole file: torch's own, a tensor each, would take half as long as the writing
         own_checksums = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
@@ -75,6 +75,7 @@ class MegatronSnapshot:
             torch.save(self._common, file)
             os.fsync(file.fileno())
         self._writer(folder).finish(self._index, results)
+        sync(folder / DIST_NAME / _INDEX_NAME)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder / DIST_NAME))
         write_synced(folder / "mca_config.json", self.config_json.encode())
         return [f"{DIST_NAME}/{name}" for name in ("common.pt", _INDEX_NAME, "metadata.json")] + ["mca_config.json"]
@@ -84,7 +85,7 @@ class MegatronSnapshot:
         from torch.distributed.checkpoint import FileSystemWriter
 
         (folder / DIST_NAME).mkdir(exist_ok=True)
-        return FileSystemWriter(folder / DIST_NAME, single_file_per_rank=True, sync_files=True, thread_count=1)
+        return FileSystemWriter(folder / DIST_NAME, single_file_per_rank=True, sync_files=False, thread_count=1)
 
 
 def load_megatron(folder: Path, models, optimizer=None) -> None:
@@ -333,7 +334,10 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
             if "master" in mine:
                 main.copy_(mine.pop("master"))
             step = {"step": torch.tensor(float(steps))} if "exp_avg" in mine else {}
-            inner.state[main] = {**step, **{k: v.clone() for k, v in mine.items()}}
+            # a piece is copied, so that the whole can go
+            mine = {k: v if main.numel() == parameter.numel() else v.clone() for k, v in mine.items()}
+            inner.state[main] = {**step, **mine}
+            del states[id(parameter)]
 
 
 def _optimizer_steps(optimizer, models) -> int:

@@ -45,7 +45,8 @@ def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a written checkpoint its name, then move the pointer. Whenever this is cut off, what has a name is whole."""
-    manifest.sync(temporary)
+    for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
+        manifest.sync(folder)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         os.rename(final, replaced)

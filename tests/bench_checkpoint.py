@@ -1,6 +1,6 @@
 """Speed of saving and loading a checkpoint against a plain write of the same bytes, and the memory that it takes.
 
-    python -m tests.bench_checkpoint [--hidden 512] [--ranks 2]
+    python -m tests.bench_checkpoint [--hidden 1024] [--ranks 2]
 
 Ranks on this machine. A plain write is each rank's share of the same
 bytes, in blocks of 4 MiB, flushed; the best of three, each.
@@ -8,6 +8,7 @@ bytes, in blocks of 4 MiB, flushed; the best of three, each.
 
 import argparse
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -68,7 +69,7 @@ def measure(model_path: str, folder: str, keys: dict) -> dict:
     trainer = McaTrainer(model=AutoModel.from_pretrained(model_path, args), args=args, train_dataset=tiny.samples(8))
     trainer.train()
     times = {"save": [], "load": [], "plain write": [], "blocked": []}
-    final, mine = Path(folder) / "checkpoint-1", Path(folder) / f"plain-{parallel.rank()}"
+    mine = Path(folder) / f"plain-{parallel.rank()}"
 
     def save():
         start = time.perf_counter()
@@ -76,19 +77,22 @@ def measure(model_path: str, folder: str, keys: dict) -> dict:
         times["blocked"].append(time.perf_counter() - start)
         trainer._writer.finish()
 
-    def load():
+    def load(final: Path):
         found = run_folder.inspect(final, trainer.backend.name, checkpoint.identity(trainer.backend))
         assert found is None, found
         trainer.backend.load_state(final)
 
     memory = {"save memory": 0, "load memory": 0}
-    for _ in range(3):
+    for step in range(1, 4):
+        trainer.state.global_step = step
+        final = run_folder.checkpoint_folder(folder, step)
         with PeakMemory() as save_memory:
             times["save"].append(timed(save))
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         times["plain write"].append(timed(lambda size=size: plain_write(mine, size // parallel.world_size())))
         with PeakMemory() as load_memory:
-            times["load"].append(timed(load))
+            times["load"].append(timed(lambda final=final: load(final)))
+        parallel.on_main(lambda final=final: shutil.rmtree(final))
         memory["save memory"] = max(memory["save memory"], save_memory.peak)
         memory["load memory"] = max(memory["load memory"], load_memory.peak)
     best = {name: min(values) for name, values in times.items()}
@@ -103,7 +107,7 @@ LAYOUTS = {
 }
 
 
-def checkpoint_speed(hidden: int = 512, ranks: int = 2) -> dict[str, dict]:
+def checkpoint_speed(hidden: int = 1024, ranks: int = 2) -> dict[str, dict]:
     """{layout: bytes, best seconds and peak memory of the main rank}."""
     with tempfile.TemporaryDirectory() as folder:
         shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, head_dim=hidden // 4, vocab_size=4096)
@@ -117,7 +121,7 @@ def checkpoint_speed(hidden: int = 512, ranks: int = 2) -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
     options, _ = parser.parse_known_args()
     print(f"checkpoints of 4 layers, hidden {options.hidden}, float32 with Adam's state, on {options.ranks} ranks")
