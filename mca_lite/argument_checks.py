@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from .argument_keys import unsupported_problem
-from .argument_values import Problem, cast
+from .argument_values import Problem, cast, default_of
 from .pipeline_layout import balanced_layout, layout_defect, layout_stages
 
 OPTIMIZERS = {"adam": "adam", "adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
@@ -416,6 +416,26 @@ def check_data(args: Any, bad: set[str]) -> list[Problem]:
     elif len(weights) != len(args.dataset):
         reason = f"{len(weights)} rates for {len(args.dataset)} datasets"
         problems.append(Problem("mix_weights", weights, reason, f"mix_weights: {[1.0] * len(args.dataset)}"))
+    return problems
+
+
+def check_finetuning(args: Any, bad: set[str]) -> list[Problem]:
+    """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter brings its own sizes."""
+    own = [f for f in dataclasses.fields(args) if f.name not in ("stage", "finetuning_type")]
+    given = [f.name for f in own if getattr(args, f.name) != default_of(f)]
+    problems = []
+    if args.finetuning_type == "full":
+        if args.adapter_name_or_path and not bad & {"finetuning_type", "adapter_name_or_path"}:
+            reason = "finetuning_type is full, and the adapter would not be used"
+            problems.append(Problem("adapter_name_or_path", args.adapter_name_or_path, reason, "finetuning_type: lora"))
+        elif given:
+            args.notes.append(f"{', '.join(given)}: no effect, since finetuning_type is full")
+    elif not args.lora_target and "lora_target" not in bad:
+        problems.append(Problem("lora_target", args.lora_target, "it names no layer", "lora_target: all"))
+    elif args.adapter_name_or_path:
+        shaped = {"lora_rank", "lora_alpha", "lora_target", "use_rslora", "modules_to_save"} & set(given)
+        for key in sorted(shaped):
+            args.notes.append(f"{key} is not used: the adapter in {args.adapter_name_or_path} decides it")
     return problems
 
 

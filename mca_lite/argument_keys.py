@@ -15,14 +15,17 @@ ALIASES = {
     "interleave_probs": "mix_weights",
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "evaluation_strategy": "eval_strategy",
+    "additional_target": "modules_to_save",
 }
 
 # Keys that are known, and what this version takes for them: (values, what the other values would need). A name that
 # ends in * stands for all keys that begin so. A version that learns one of them deletes its row.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stage": (("pt", "sft"), "preference training"),
-    "finetuning_type": (("full",), "training of adapters"),
-    "adapter_name_or_path": ((None,), "training of adapters"),
+    "create_new_adapter": ((None, False), "an adapter on top of another"),
+    "use_dora": ((None, False), "weight-decomposed adapters"),
+    "pissa_*": ((None, False), "adapters that change the base weights"),
+    "loraplus_*": ((None,), "learning rates for each matrix"),
     "expert_model_parallel_size": ((1,), "mixture-of-experts models"),
     "expert_tensor_parallel_size": ((None, 1), "mixture-of-experts models"),
     "num_experts": ((None,), "mixture-of-experts models"),

@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 import yaml
 
-from .argument_checks import check_data, check_model, check_run, check_training, check_world, normalise_training
+from .argument_checks import (
+    check_data,
+    check_finetuning,
+    check_model,
+    check_run,
+    check_training,
+    check_world,
+    normalise_training,
+)
 from .argument_parser import ArgumentGroup, ArgumentParser, arg
 from .argument_values import ConfigError, Problem, cast, default_of, type_hints
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
@@ -73,7 +81,20 @@ class FinetuningArguments(ArgumentGroup):
     """What training is meant: the objective, and which weights move."""
 
     stage: Literal["pt", "sft", "dpo"] = arg("sft", "pt: plain text, sft: conversations")
-    finetuning_type: Literal["full", "lora"] = arg("full", "full: every weight is trained")
+    finetuning_type: Literal["full", "lora"] = arg("full", "full: every weight is trained; lora: adapters are")
+    lora_rank: int = arg(8, "rank of the adapters", low=1)
+    lora_alpha: float | None = arg(None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0)
+    lora_dropout: float = arg(0.0, "dropout on what goes into the adapters", low=0, below=1)
+    lora_target: list[str] = arg(
+        ["all"], "all (every linear layer but the head), or names of Hugging Face or megatron, or patterns"
+    )
+    use_rslora: bool = arg(False, "adapters count alpha / sqrt(rank)")
+    modules_to_save: list[str] | None = arg(None, "modules trained whole beside the adapters, such as lm_head")
+    adapter_name_or_path: str | None = arg(None, "a folder in PEFT's format: its adapter is trained further")
+    save_merged_model: bool = arg(False, "write the model with the adapters in its weights too, to output_dir/merged")
+
+    def _check(self, bad: set[str]) -> list[Problem]:
+        return check_finetuning(self, bad)
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from . import convert, parallel
+from . import convert, parallel, peft_format
 from .dist_checkpoint import MegatronSnapshot, load_megatron
 from .models import VirtualModels
 from .optim import create_megatron_optimizer
@@ -182,9 +182,24 @@ class MegatronBackend:
     # -- Hugging Face out
 
     def export_hf(self, folder, max_shard_size) -> list[str]:
-        """The trained model in Hugging Face's format -> the files that this rank wrote. All ranks must call it."""
+        """The trained model in Hugging Face's format, or its adapters in PEFT's -> the files that this rank wrote.
+
+        All ranks must call it."""
         self.finish_param_sync()
+        if self.models.lora is not None:
+            return self.export_adapters(folder)
         return convert.export_hf(self.models, folder, max_shard_size)
+
+    def export_adapters(self, folder) -> list[str]:
+        """The adapters in PEFT's format, where there are any -> the files that this rank wrote. All ranks must call it."""
+        if self.models.lora is None:
+            return []
+        return peft_format.save_adapter(self.models, folder)
+
+    def export_merged(self, folder, max_shard_size) -> None:
+        """The model with its adapters in its weights, in Hugging Face's format. All ranks must call it."""
+        self.finish_param_sync()
+        convert.export_hf(self.models, folder, max_shard_size, peft_format.merger(self.models))
 
     def finish_param_sync(self) -> None:
         """With overlap_param_gather the weights of the last update arrive during the next forward pass: fetch them now."""
@@ -200,6 +215,7 @@ class MegatronBackend:
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Weights, and the optimizer's state, of a checkpoint of any layout. All ranks must call it."""
+        peft_format.check_checkpoint(self.models, folder)
         load_megatron(folder, self.models, self.optimizer if with_optimizer else None)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import checkpoint, convert, cpu, parallel
+from . import checkpoint, convert, cpu, lora, parallel, peft_format
 from .losses import token_losses
 from .optim import create_torch_optimizer
 from .packing import block_diagonal_mask
@@ -30,8 +30,9 @@ class TokenLossModel(torch.nn.Module):
         if labels is None:
             return self.model(input_ids, **kwargs).logits
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
-        weight = self.model.get_output_embeddings().weight
-        return token_losses(hidden, weight, labels, chunk_size=self.loss_chunk_size)
+        head = self.model.get_output_embeddings()
+        extra = lora.extra_factors(head, hidden)
+        return token_losses(hidden, head.weight, labels, chunk_size=self.loss_chunk_size, extra=extra)
 
 
 class TorchBackend:
@@ -153,11 +154,28 @@ class TorchBackend:
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
     def export_hf(self, folder, max_shard_size) -> list[str]:
-        """The trained model in Hugging Face's format, in the dtype that it was trained for -> this rank's files."""
+        """The trained model in Hugging Face's format, its weights in the dtype that they were trained for; or its adapters in
+        PEFT's -> the files that this rank wrote."""
+        if lora.spec_of(self.hf_model) is not None:
+            return self.export_adapters(folder)
+        return self._export(folder, max_shard_size, lambda name, tensor: tensor)
+
+    def export_adapters(self, folder) -> list[str]:
+        """The adapters in PEFT's format, where there are any -> the files that this rank wrote."""
+        if lora.spec_of(self.hf_model) is None:
+            return []
+        return peft_format.save_adapter(self.hf_model, folder)
+
+    def export_merged(self, folder, max_shard_size) -> None:
+        """The model with its adapters in its weights, in Hugging Face's format."""
+        self._export(folder, max_shard_size, peft_format.merger(self.hf_model))
+
+    def _export(self, folder, max_shard_size, change) -> list[str]:
         written = []
         if parallel.is_main():
             dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-            tensors = ((n, p.detach().to("cpu", dtype)) for n, p in self.hf_model.named_parameters())
+            named = ((n, p) for n, p in self.hf_model.named_parameters() if ".lora." not in n)
+            tensors = ((n, change(n, p.detach().to("cpu")).to(dtype)) for n, p in named)
             written = convert.write_safetensors(tensors, Path(folder), max_shard_size)
             config = self.hf_model.config
             written += convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
@@ -173,4 +191,5 @@ class TorchBackend:
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """What a snapshot wrote, on every rank."""
+        peft_format.check_checkpoint(self.hf_model, folder)
         checkpoint.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)

@@ -70,7 +70,9 @@ class CheckpointWriter:
         snapshot = trainer.backend.snapshot(with_optimizer=not args.save_only_model, copy=args.async_save)
         self._job = _Job(final, temporary, snapshot, files, _facts(trainer))
         if args.save_hf_checkpoints:
-            self._job.exported = trainer.backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
+            names = trainer.backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
+            self._job.exported = [f"{HF_FOLDER}/{name}" for name in names]
+        self._job.exported += trainer.backend.export_adapters(temporary)
         self._job.start(in_thread=args.async_save)
 
     def finish(self) -> tuple[Path, int]:
@@ -134,7 +136,7 @@ class _Job:
             for name, data in self.files.items():
                 manifest.write_synced(self.temporary / name, data)
             names, self.results = self.snapshot.write(self.temporary)
-            names += [f"{HF_FOLDER}/{name}" for name in self.exported]
+            names += self.exported
             with ThreadPoolExecutor(1) as flusher:  # the disk and the checksums are busy at the same time
                 flushed = [flusher.submit(manifest.sync, self.temporary / name) for name in names]
                 self.entries = {name: manifest.measure(self.temporary / name) for name in [*self.files, *names]}

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 """
 
+import dataclasses
 import os
 import sys
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def prepare(run: RunArguments) -> Prepared:
             f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is {vocab_size}: they do not belong "
             "together, or new tokens were added without growing the embedding"
         )
+    if run.finetuning.finetuning_type == "lora":
+        check_adapters(run, config)
     seed = run.training.seed if run.training.data_seed is None else run.training.data_seed
     return Prepared(folder, config, tokenizer, load_datasets(run.data, run.finetuning.stage, tokenizer, seed))
 
@@ -100,18 +103,21 @@ def train(run: RunArguments, prepared: Prepared):
     if parallel.is_main():
         run.save(Path(args.output_dir) / RUN_CONFIG_NAME)
         print("\n".join(prepared.data.report), flush=True)
+    model = build_model(run, prepared)
     trainer = McaTrainer(
-        model=build_model(run, prepared),
+        model=model,
         args=args,
         tokenizer=prepared.tokenizer,
         train_dataset=prepared.data.train,
         eval_dataset=prepared.data.eval,
         shuffle=not run.data.disable_shuffling,
-        summary={"data": data_summary(run, prepared)},
+        summary={"data": data_summary(run, prepared, model)},
     )
     result = trainer.train()
     if args.save_hf_model:
         trainer.save_model()
+    if run.finetuning.save_merged_model and run.finetuning.finetuning_type == "lora":
+        trainer.save_merged_model()
     trainer.report.print(
         f"trained {result.global_step} steps in {result.metrics['train_runtime']:.1f} s, mean loss "
         f"{result.training_loss:.4f}" + (f"; the model is in {args.output_dir}" if args.save_hf_model else "")
@@ -125,12 +131,55 @@ def build_model(run: RunArguments, prepared: Prepared):
     from . import models
 
     if not run.backend.use_mca:
-        return models.load_torch_model(
+        model = models.load_torch_model(
             str(prepared.folder), run.model.train_from_scratch, run.training.seed, run.model.trust_remote_code
         )
-    if run.model.train_from_scratch:
-        return models.AutoModel.from_config(prepared.config, seed=run.training.seed)
-    return models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
+    elif run.model.train_from_scratch:
+        model = models.AutoModel.from_config(prepared.config, seed=run.training.seed)
+    else:
+        model = models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
+    return add_adapters(model, run) if run.finetuning.finetuning_type == "lora" else model
+
+
+def add_adapters(model, run: RunArguments):
+    """The model with the adapters that the finetuning keys ask for: fresh ones, or those of adapter_name_or_path."""
+    import torch
+
+    from . import lora, peft_format
+
+    keys, args = run.finetuning, run.training
+    spec = peft_format.spec_of_keys(keys)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32  # of frozen weights; fp16 would lose too much of them
+    if keys.adapter_name_or_path:
+        return peft_format.load_adapter(model, keys.adapter_name_or_path, spec.dropout, dtype)
+    if run.backend.use_mca:
+        return lora.inject(model, spec, args.seed)
+    return lora.inject_torch(model, spec, args.seed, dtype)
+
+
+def check_adapters(run: RunArguments, config) -> None:
+    """ValueError where the finetuning keys ask for adapters that this model cannot have. config: as Prepared has it."""
+    import torch
+    import transformers
+
+    from . import lora, peft_format
+
+    keys, spec = run.finetuning, peft_format.spec_of_keys(run.finetuning)
+    model = None
+    if not run.backend.use_mca:
+        with torch.device("meta"):
+            remote = run.model.trust_remote_code
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+    found = lora.candidates(config) if model is None else lora.torch_candidates(model)
+    if keys.adapter_name_or_path:
+        peft_format.check_modules(keys.adapter_name_or_path, spec, found)
+    if model is None:
+        spec = dataclasses.replace(spec, modules=lora.resolve_targets(spec.targets, found))
+        lora.saved_rows(config, spec)
+    else:
+        spec, _ = lora.plan_torch(model, spec)
+    if keys.save_merged_model:
+        peft_format.check_mergeable(spec, config)
 
 
 def _packing_words(run: RunArguments) -> str:
@@ -139,7 +188,9 @@ def _packing_words(run: RunArguments) -> str:
     return ", documents joined and cut" if run.data.packing else ""
 
 
-def data_summary(run: RunArguments, prepared: Prepared) -> dict[str, str]:
+def data_summary(run: RunArguments, prepared: Prepared, model) -> dict[str, str]:
+    from .lora import spec_of
+
     data, train_set = run.data, prepared.data.train
     summary = {
         "stage": run.finetuning.stage,
@@ -147,6 +198,8 @@ def data_summary(run: RunArguments, prepared: Prepared) -> dict[str, str]:
         "training": f"{len(train_set):,} samples, {train_set.num_tokens:,} tokens, {train_set.num_trained_tokens:,} trained",
         "cutoff_len": f"{data.cutoff_len} tokens" + _packing_words(run),
     }
+    if spec := spec_of(model):
+        summary["finetuning"] = f"LoRA of rank {spec.rank} on {len(spec.modules)} modules, scale {spec.scale:g}"
     if prepared.data.eval is not None:
         summary["evaluation"] = (
             f"{len(prepared.data.eval):,} samples, {prepared.data.eval.num_trained_tokens:,} trained tokens"

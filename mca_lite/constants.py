@@ -8,6 +8,10 @@ HF_GENERATION_CONFIG_NAME = "generation_config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
+# PEFT's
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+
 # our own
 MCA_CONFIG_NAME = "mca_config.json"
 RUN_CONFIG_NAME = "config.yaml"

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from .constants import (
 )
 from .families import TE_ALIASES, UNUSED_TENSORS, Row, get_family
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
 
 # -- sources of Hugging Face tensors -----------------------------------------------------------------------------------
 
@@ -148,12 +148,17 @@ def fill(models, source: SafetensorsSource | InitSource) -> None:
                         f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: no row of the "
                         f"family's table fills it (families.py)"
                     )
-                _check_shapes(row, layer, parameter, source, config)
-                value = _merge(row, layer, source, config)
-                assert value.shape == parameter.shape, f"{row} gives {value.shape} for {parameter.shape}"
                 assert (id(chunk), name, layer) not in filled, f"{name} of layer {layer} would be filled twice"
                 filled.add((id(chunk), name, layer))
-                parameter.copy_(value)
+                copy_in(row, layer, parameter, source, config)
+
+
+def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
+    """Fill one parameter of this rank from the source's tensors that its row names. ValueError for other shapes."""
+    _check_shapes(row, layer, parameter, source, config)
+    value = _merge(row, layer, source, config)
+    assert value.shape == parameter.shape, f"{row} gives {value.shape} for {parameter.shape}"
+    parameter.copy_(value)
 
 
 def _rows_by_name(config) -> dict[str, Row]:
@@ -168,7 +173,7 @@ def _check_names(config, names: set[str]) -> None:
 
     Every rank looks at all stages: all of them stop, and none waits for another in a collective.
     """
-    wanted = {hf.format(layer): row for row, layer in _in_layer_order(config) for hf in row.hf}
+    wanted = {hf.format(layer): row for row, layer in in_layer_order(config) for hf in row.hf}
     tied = config.tie_embeddings_and_output_weights
     missing = [n for n, row in wanted.items() if n not in names and not (tied and row.mca == "output_layer.weight")]
     if missing:
@@ -193,13 +198,13 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
     expected = {
         "copy": [(rows, *rest)],
         "row": [(rows, *(size * tp for size in rest))],
-        "column": [(config.vocab_size if row.mca in _VOCABULARY else rows * tp, *rest)],
+        "column": [(config.vocab_size if row.mca in VOCABULARY else rows * tp, *rest)],
         "gated": [(rows * tp // len(row.hf), *rest)] * len(row.hf),
-        "qkv": [(config.num_query_groups * size, *rest) for size in _qkv_sizes(config)],
+        "qkv": [(config.num_query_groups * size, *rest) for size in qkv_sizes(config)],
     }[row.kind]
     for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
         if (got := source.shape(name)) != wanted:
-            hint = f" (vocab_size {config.vocab_size})" if row.mca in _VOCABULARY else ""
+            hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
             raise ValueError(
                 f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill {row.mca.format(layer)} "
                 f"{tuple(parameter.shape)} as {row.kind}: the weights do not belong to this config.json"
@@ -219,7 +224,7 @@ def _merge(row: Row, layer, source, config) -> torch.Tensor:
     if row.kind == "qkv":
         return _read_qkv(names, source, config, rank, tp)
     real = source.shape(names[0])[0]
-    padded = config.padded_vocab_size if row.mca in _VOCABULARY else real
+    padded = config.padded_vocab_size if row.mca in VOCABULARY else real
     part = _part(padded, rank, tp)
     value = source.read(names[0], rows=slice(min(part.start, real), min(part.stop, real)))
     missing = part.stop - part.start - value.shape[0]  # rows that only pad the vocabulary
@@ -232,7 +237,7 @@ def _part(size: int, rank: int, parts: int) -> slice:
     return slice(rank * size // parts, (rank + 1) * size // parts)
 
 
-def _qkv_sizes(config) -> tuple[int, int, int]:
+def qkv_sizes(config) -> tuple[int, int, int]:
     """Rows of a query group's queries, key and value."""
     d = config.kv_channels
     return config.num_attention_heads // config.num_query_groups * d, d, d
@@ -240,7 +245,7 @@ def _qkv_sizes(config) -> tuple[int, int, int]:
 
 def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
     """Rows [queries of the group, key, value] group by group; only the groups that this rank touches are read."""
-    sizes = _qkv_sizes(config)
+    sizes = qkv_sizes(config)
     per_group = sum(sizes)
     part = _part(config.num_query_groups * per_group, rank, tp)
     first, last = part.start // per_group, -(-part.stop // per_group)
@@ -258,11 +263,11 @@ def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, t
     """The HF tensors, with names, that a whole megatron tensor consists of."""
     names = [hf.format(layer) for hf in row.hf]
     if row.kind == "qkv":
-        parts = full.unflatten(0, (config.num_query_groups, -1)).split(_qkv_sizes(config), dim=1)
+        parts = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
         yield from zip(names, (p.flatten(0, 1).contiguous() for p in parts), strict=True)
     elif row.kind == "gated":
         yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
-    elif row.mca in _VOCABULARY:
+    elif row.mca in VOCABULARY:
         yield names[0], full[: config.vocab_size]
     else:
         yield names[0], full
@@ -280,9 +285,12 @@ def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def iter_hf_tensors(models) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_hf_tensors(
+    models, only: Container[tuple[str, int | None]] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other ranks, which must
-    iterate as well. A tied head does not come twice. Collectives: gathers over tensor-parallel groups, sends to rank 0.
+    iterate as well. only: the (megatron name, layer) that are wanted. A tied head does not come twice.
+    Collectives: gathers over tensor-parallel groups, sends to rank 0.
     """
     if mpu.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
@@ -293,8 +301,10 @@ def iter_hf_tensors(models) -> Iterator[tuple[str, torch.Tensor]]:
             mine[TE_ALIASES.get(name, name), layer] = parameter
     group, tp_group = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
     owners = _owners(mine, group)
-    for row, layer in _in_layer_order(config):
+    for row, layer in in_layer_order(config):
         if row.mca == "output_layer.weight" and config.tie_embeddings_and_output_weights:
+            continue
+        if only is not None and (row.mca, layer) not in only:
             continue
         owner, shape = owners[row.mca, layer]
         full = None
@@ -329,7 +339,7 @@ def _owners(mine: dict, group) -> dict:
     return owners
 
 
-def _in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
+def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     """(row, layer) of the whole model: what stands before the layers, the layers in turn, what stands behind them."""
     rows = get_family(config.hf_model_type).rows
     layered = [row for row in rows if "{}" in row.mca]
@@ -339,15 +349,22 @@ def _in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
 
 
-def export_hf(models, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB") -> list[str]:
+def export_hf(
+    models,
+    save_directory: str | os.PathLike,
+    max_shard_size: str | int = "5GB",
+    change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> list[str]:
     """Write config.json and the safetensors of the whole model -> the names of the files, on global rank 0, which writes.
 
-    All ranks must call it. Tensors of the source that the family is known not to use, and code beside its config.json, are
-    carried over as they are. Host memory on rank 0: one shard. See iter_hf_tensors for the collectives.
+    All ranks must call it. change: what becomes of each tensor, by its name. Tensors of the source that no model reads, and
+    code beside its config.json, are carried over. Host memory on rank 0: one shard. Collectives: see iter_hf_tensors.
     """
     written = []
     folder = Path(save_directory)
     tensors = iter_hf_tensors(models)
+    if change is not None:
+        tensors = ((name, change(name, tensor)) for name, tensor in tensors)
     if parallel.is_main():
         config = models.config
         tensors = itertools.chain(tensors, carried_tensors(config.name_or_path))

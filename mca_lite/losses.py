@@ -5,9 +5,14 @@ Letters: n rows (tokens), h hidden size, V vocabulary, tp the tensor-parallel si
 
     loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   in float32
 
+An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, which takes the same way.
+
 The logits exist only for `chunk_size` rows at a time, in the forward and again in the backward pass. Gradients are
 taken in the backward pass, not in the forward one: only then may every row have a weight of its own.
 """
+
+import functools
+import operator
 
 import torch
 import torch.distributed as dist
@@ -23,24 +28,26 @@ def _all_reduce(tensor, op, group):
     return tensor
 
 
-def _logits(hidden, weight, first, vocab_size):
-    """float32 [rows, V/tp]; columns that only pad the vocabulary to a multiple of tp are -inf."""
-    logits = (hidden @ weight.t()).float()
-    padding = first + weight.shape[0] - vocab_size
+def _logits(factors, rows, first, vocab_size):
+    """float32 [rows, V/tp]: the products of the factors (hidden, weight), summed; columns that only pad the vocabulary to
+    a multiple of tp are -inf."""
+    logits = functools.reduce(operator.iadd, ((hidden[rows] @ weight.t()).float() for hidden, weight in factors))
+    padding = first + logits.shape[1] - vocab_size
     if padding > 0:
-        logits[:, max(weight.shape[0] - padding, 0) :] = float("-inf")
+        logits[:, max(logits.shape[1] - padding, 0) :] = float("-inf")
     return logits
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, group, vocab_size, chunk_size):
-        first = weight.shape[0] * (group.rank() if group is not None else 0)
+    def forward(ctx, labels, group, vocab_size, chunk_size, *tensors):
+        factors = list(zip(tensors[::2], tensors[1::2], strict=True))
+        first = tensors[1].shape[0] * (group.rank() if group is not None else 0)
         kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
-        losses = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+        losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         lse = torch.zeros_like(losses)
         for rows in kept.split(chunk_size) if len(kept) else ():
-            logits = _logits(hidden[rows], weight, first, vocab_size)
+            logits = _logits(factors, rows, first, vocab_size)
             top = _all_reduce(logits.max(1).values, dist.ReduceOp.MAX, group)
             logits -= top[:, None]
             column = labels[rows] - first
@@ -53,38 +60,45 @@ class _TokenLosses(torch.autograd.Function):
             unknown = (labels[rows] < 0) | (labels[rows] >= vocab_size)
             losses[rows] = (total.log() - target).masked_fill_(unknown, float("nan"))
             lse[rows] = total.log() + top
-        ctx.save_for_backward(hidden, weight, labels, lse, kept)
+        ctx.save_for_backward(labels, lse, kept, *tensors)
         ctx.first, ctx.vocab_size, ctx.chunk_size = first, vocab_size, chunk_size
         return losses
 
     @staticmethod
     def backward(ctx, grad):
-        hidden, weight, labels, lse, kept = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.zeros_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        labels, lse, kept, *tensors = ctx.saved_tensors
+        factors = list(zip(tensors[::2], tensors[1::2], strict=True))
+        grads = [None] * len(tensors)
+        for i, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[4:], strict=True)):
+            if needed:  # a weight's is summed over chunks of rows, in float32
+                grads[i] = torch.zeros_like(tensor, dtype=torch.float32 if i % 2 else tensor.dtype)
         for rows in kept.split(ctx.chunk_size) if len(kept) else ():
-            chunk = hidden[rows]
-            probs = _logits(chunk, weight, ctx.first, ctx.vocab_size).sub_(lse[rows, None]).exp_()
+            probs = _logits(factors, rows, ctx.first, ctx.vocab_size).sub_(lse[rows, None]).exp_()
             column = labels[rows] - ctx.first
             here = (column >= 0) & (column < probs.shape[1])
             probs[torch.arange(len(rows), device=rows.device), column.clamp(0, probs.shape[1] - 1)] -= here.float()
-            probs = probs.mul_(grad[rows, None]).to(weight.dtype)
-            if need_hidden:
-                d_hidden[rows] = probs @ weight
-            if need_weight:
-                # in slices of the vocabulary: the product of a chunk, as large as the weight, is never whole in memory
-                for part, into in zip(probs.split(_SLICE, 1), d_weight.split(_SLICE), strict=True):
-                    into += part.t() @ chunk
-        return d_hidden, d_weight.to(weight.dtype) if need_weight else None, None, None, None, None
+            probs = probs.mul_(grad[rows, None])
+            parts = {weight.dtype: probs.to(weight.dtype) for _, weight in factors}
+            del probs  # the largest tensor here, before the products
+            for i, (hidden, weight) in enumerate(factors):
+                d_hidden, d_weight, part = grads[2 * i], grads[2 * i + 1], parts[weight.dtype]
+                chunk = hidden[rows] if d_weight is not None else None
+                if d_hidden is not None:
+                    d_hidden[rows] = part @ weight
+                if d_weight is not None:
+                    # in slices of the vocabulary: the product of a chunk, as large as the weight, is never whole in memory
+                    for columns, into in zip(part.split(_SLICE, 1), d_weight.split(_SLICE), strict=True):
+                        into += columns.t() @ chunk
+        return None, None, None, None, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 
-def token_losses(hidden, weight, labels, group=None, vocab_size=None, chunk_size=1024):
+def token_losses(hidden, weight, labels, group=None, vocab_size=None, chunk_size=1024, extra=None):
     """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX, NaN where it is no token id.
 
     hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape, global token ids;
     group: the tensor-parallel group (None: one rank); vocab_size: the real V, columns beyond it take no part (None:
-    all take part); chunk_size: rows of logits held at once.
+    all take part); chunk_size: rows of logits held at once; extra: (low [..., r], B [V/tp, r]), whose product is added to
+    the logits.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden is this rank's part
     only: the caller's mapping (copy_to or gather_from of megatron) sums it. A weight that needs no gradient gets none.
@@ -92,12 +106,12 @@ def token_losses(hidden, weight, labels, group=None, vocab_size=None, chunk_size
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} does not belong to labels {tuple(labels.shape)}")
-    device = hidden.device.type
+    device, factors = hidden.device.type, (hidden, weight, *(extra or ()))
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        factors = [t.to(dtype) for t in factors]
     tp = group.size() if group is not None else 1
     vocab_size = weight.shape[0] * tp if vocab_size is None else vocab_size
     with torch.autocast(device, enabled=False):
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return _TokenLosses.apply(flat, weight, labels.reshape(-1), group, vocab_size, chunk_size).view(labels.shape)
+        factors = [t.reshape(-1, t.shape[-1]) for t in factors]
+        return _TokenLosses.apply(labels.reshape(-1), group, vocab_size, chunk_size, *factors).view(labels.shape)

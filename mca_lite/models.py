@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
-from . import convert, parallel
+from . import convert, lora, parallel
 from .dist_checkpoint import DIST_NAME, load_megatron
 from .families import TE_ALIASES, get_family
 from .layers import block_spec
@@ -88,6 +88,7 @@ class McaGPTModel(GPTModel):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        extra = lora.extra_factors(self.output_layer, hidden)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -95,7 +96,7 @@ class McaGPTModel(GPTModel):
         group = mpu.get_tensor_model_parallel_group()
         config = self.config
         return token_losses(
-            hidden, weight, labels.t().contiguous(), group, config.vocab_size, config.loss_chunk_size
+            hidden, weight, labels.t().contiguous(), group, config.vocab_size, config.loss_chunk_size, extra
         ).t()
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
@@ -115,6 +116,7 @@ class VirtualModels:
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         self.config = config
         self.models = models
+        self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
 
     def __len__(self):
         return len(self.models)
@@ -162,10 +164,12 @@ class VirtualModels:
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         for i, model in enumerate(self.models):
-            model.load_state_dict(state_dict[self._key(i)], strict=strict)
+            model.load_state_dict(state_dict[self._key(i)], strict=strict and self.lora is None)
 
     def sharded_state_dict(self) -> dict:
-        """megatron's ShardedTensors of all chunks, under the keys of state_dict()."""
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters those that are trained."""
+        if self.lora is not None:
+            return {self._key(i): lora.sharded_state(model) for i, model in enumerate(self.models)}
         return {self._key(i): model.sharded_state_dict() for i, model in enumerate(self.models)}
 
     def _key(self, i: int) -> str:

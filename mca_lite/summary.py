@@ -10,6 +10,13 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     config = getattr(trainer.model, "config", None)
     total, trained = trainer.backend.num_parameters()
     megatron = hasattr(config, "tensor_model_parallel_size")
+    degrees = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size]
+    degrees.append(trainer.backend.dp_size)
+    shared = [
+        text
+        for text, on in (("sequence parallel", args.sequence_parallel), ("packed rows", args.sequence_packing))
+        if on
+    ]
     sections = {
         "model": {
             "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
@@ -20,8 +27,8 @@ def run_summary(trainer, plan) -> dict[str, dict]:
         "layout": {
             "backend": f"megatron-core, {config.transformer_impl} layers" if megatron else "plain torch DDP",
             "world": f"{args.world_size} ranks on {parallel.device().type}",
-            "tensor x pipeline x data": f"{args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size} x "
-            f"{trainer.backend.dp_size}",
+            "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
+            "activations": ", ".join(shared) or "whole on every rank",
         },
         "steps": {
             "global batch": f"{plan.global_batch_size} samples = micro-batch {plan.micro_batch_size} x accumulation "

@@ -111,7 +111,7 @@ class McaTrainer:
         state, throughput, started = self.state, self._throughput(), time.perf_counter()
         epoch, step = divmod(state.global_step, plan.steps_per_epoch)
         loader = iter(self._train_loader(plan, epoch, step))
-        whole_run, window = self._zeros(), self._zeros()
+        whole_run, window, skips = self._zeros(), self._zeros(), 0
         self._notify("on_train_begin")
         while state.global_step < state.max_steps and not self.control.should_stop:
             throughput.start()
@@ -123,7 +123,8 @@ class McaTrainer:
             samples = plan.num_samples_of(step)
             step += 1
             self._advance(plan, samples, totals, throughput, step)
-            extra = {"grad_norm": grad_norm, "skipped_iter": skipped}
+            skips = skipped + (0 if self.control.should_log else skips)  # since the last log
+            extra = {"grad_norm": grad_norm, "skipped_iter": skips}
             if num_zeros is not None:
                 extra["num_zeros_in_grad"] = num_zeros
             window = self._after_step(window, throughput, extra, end_of_epoch=step == plan.steps_per_epoch)
@@ -430,6 +431,7 @@ class McaTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All ranks must call it.
 
+        A model with adapters gives those, in PEFT's format.
         Hugging Face's format with save_hf_model; else, or without save_only_model on an internal call, a checkpoint.
         """
         folder = Path(output_dir or self.args.output_dir)
@@ -437,6 +439,16 @@ class McaTrainer:
             self.backend.export_hf(folder, self.args.max_shard_size)
         else:
             checkpoint.save_model(folder, self.backend)
+        self._save_tokenizer(folder)
+
+    def save_merged_model(self, output_dir: str | None = None) -> None:
+        """Write the model with its adapters in its weights (None: to args.output_dir/merged), in Hugging Face's format, and
+        the tokenizer. All ranks must call it."""
+        folder = Path(output_dir or Path(self.args.output_dir) / "merged")
+        self.backend.export_merged(folder, self.args.max_shard_size)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
         if self.tokenizer is not None and parallel.is_main():
             self.tokenizer.save_pretrained(folder)
         parallel.barrier()

@@ -43,7 +43,8 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
     needed = "step epoch loss grad_norm learning_rate consumed_samples consumed_tokens tokens_per_second skipped_iter"
     needed += " tokens_per_second_per_device padding_fraction tflops_per_device step_time_s peak_memory_gib"
     assert set(needed.split()) <= ours[0].keys()
-    for words in ("trained tokens in «»", "tensor x pipeline x data  2 x 1 x 1", "parameters on this rank", "step 3/3"):
+    layout = "tensor x pipeline x context x data  2 x 1 x 1 x 1"
+    for words in ("trained tokens in «»", layout, "parameters on this rank", "step 3/3"):
         assert words in shown.stdout, words
     assert shown.stdout.count("step 3/3") == 1, "only rank 0 speaks"
     AutoModelForCausalLM.from_pretrained(tmp_path / "tp2")

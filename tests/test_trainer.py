@@ -54,6 +54,27 @@ def test_torch_backend_trains_as_a_plain_loop(model_path, tmp_path):
     assert_same_curve(got, world.run(plain_loop, 1, model_path, 4)[0])
 
 
+def trained_tokens() -> list[int]:
+    """Labels in each of the first four steps of tests.training.train: 8, 8 and 6 samples, then 8 of the next epoch."""
+    import numpy as np
+
+    counts = [int((sample["labels"] != -100).sum()) for sample in tiny.samples()]
+    orders = [np.random.default_rng([42, epoch]).permutation(22) for epoch in range(2)]
+    return [
+        sum(counts[i] for i in order[at : at + 8])
+        for order, at in ((orders[0], 0), (orders[0], 8), (orders[0], 16), (orders[1], 0))
+    ]
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_log_line_is_the_mean_per_trained_token_of_exactly_its_steps(model_path, tmp_path, backend):
+    [steps] = world.run(train, 1, model_path, str(tmp_path / "each"), backend=backend)
+    world.run(train, 2, model_path, str(tmp_path / "pairs"), backend=backend, logging_steps=2)
+    tokens = trained_tokens()
+    wanted = [sum(steps[i][0] * tokens[i] for i in pair) / sum(tokens[i] for i in pair) for pair in ((0, 1), (2, 3))]
+    assert [line["loss"] for line in read_log(tmp_path / "pairs")] == pytest.approx(wanted, rel=1e-5)
+
+
 def plain_eval(path: str) -> float:
     from transformers import AutoModelForCausalLM
 

@@ -6,10 +6,19 @@ from tests import tiny
 
 
 def train(
-    model_path, output_dir, backend="megatron", export=False, steps=None, count=22, callbacks=None, **changes
+    model_path,
+    output_dir,
+    backend="megatron",
+    export=False,
+    steps=None,
+    count=22,
+    adapt=None,
+    callbacks=None,
+    **changes,
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
 
+    adapt: what is done to the model before the trainer gets it.
     Global batch 8 of `count` samples: the last step of an epoch is a partial window with fillers.
     """
     from mca_lite.arguments import TrainingArguments
@@ -35,6 +44,7 @@ def train(
     )
     args = TrainingArguments(**{**keys, **changes})
     model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
+    model = adapt(model) if adapt is not None else model
     data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
     trainer = McaTrainer(model=model, args=args, callbacks=callbacks, **data)
     trainer.train()

@@ -1,0 +1,323 @@
+"""Adapters on a model: which modules get them, and how they are put there, in every layout and on both backends."""
+
+import contextlib
+import difflib
+import fnmatch
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from . import parallel
+from .convert import VOCABULARY, in_layer_order, qkv_sizes
+from .families import FAMILIES, TE_ALIASES, Row
+from .lora_layers import Adapter, LoraAdapter, LoraEmbedding, LoraSpec, Piece, attach
+
+ALL_LINEAR = ("all", "all-linear")
+
+
+class Candidate(NamedTuple):
+    """A module that can have an adapter: its names in both worlds, and whether `all` means it."""
+
+    hf: str
+    mca: str
+    in_all: bool
+
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+def candidates(config) -> list[Candidate]:
+    """All modules of a megatron model, on all ranks, that can have an adapter."""
+    found = []
+    for row, layer in in_layer_order(config):
+        if row.kind != "copy" and row.mca.endswith(".weight"):
+            mca = row.mca.format(layer).removesuffix(".weight")
+            in_all = row.mca not in VOCABULARY
+            found += [Candidate(name.format(layer).removesuffix(".weight"), mca, in_all) for name in row.hf]
+    return found
+
+
+def torch_candidates(model) -> list[Candidate]:
+    """The same of a transformers model; megatron's names only for families of the table."""
+    family = FAMILIES.get(model.config.model_type)
+    mca = {}
+    for row in family.rows if family else ():
+        for layer in range(model.config.num_hidden_layers) if "{}" in row.mca else (None,):
+            for name in row.hf:
+                mca[name.format(layer).removesuffix(".weight")] = row.mca.format(layer).removesuffix(".weight")
+    found, head = [], model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            in_all = isinstance(module, torch.nn.Linear) and module is not head
+            found.append(Candidate(name, mca.get(name, ""), in_all))
+    return found
+
+
+def _is_meant(target: str, candidate: Candidate) -> bool:
+    if target in ALL_LINEAR:
+        return candidate.in_all
+    for name in filter(None, (candidate.hf, candidate.mca)):
+        if name == target or name.endswith("." + target) or fnmatch.fnmatchcase(name, target):
+            return True
+        with contextlib.suppress(re.error):
+            if re.fullmatch(target, name):
+                return True
+    return False
+
+
+def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str, ...]:
+    """The HF names of the modules that `targets` mean, in the model's order. ValueError for a target that means none.
+
+    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern: *.layers.[0-3].*.q_proj, or a regular
+    expression that matches a whole name, of Hugging Face or megatron.
+    """
+    chosen = set()
+    for target in targets:
+        meant = {c.hf for c in found if _is_meant(target, c)}
+        if not meant:
+            known = list(dict.fromkeys(name.rsplit(".", 1)[-1] for c in found for name in (c.hf, c.mca) if name))
+            near = difflib.get_close_matches(target, known, n=1)
+            raise ValueError(
+                f"lora_target: {target!r} means no layer of this model{f', did you mean {near[0]}?' if near else ''} Set "
+                f"all, some of {', '.join(known)}, or a pattern over names such as {found[-2].hf}"
+            )
+        chosen |= meant
+    return tuple(c.hf for c in found if c.hf in chosen)
+
+
+def is_saved(module: str, spec: LoraSpec) -> bool:
+    """Whether modules_to_save means the HF module, by PEFT's rule: the end of its name."""
+    return any(module.endswith(name) for name in spec.modules_to_save)
+
+
+# -- injection ---------------------------------------------------------------------------------------------------------
+
+
+def inject(models, spec: LoraSpec, seed: int = 42):
+    """Freeze VirtualModels and put adapters on every chunk -> models, whose `lora` is the complete spec.
+
+    The adapters start as in PEFT, drawn from `seed` by name: the same in every layout. Call it after the weights are there
+    and before McaTrainer. No collectives. ValueError for targets that mean nothing.
+    """
+    if models.lora is not None:
+        raise ValueError("this model has adapters already: load it anew to give it others")
+    config = models.config
+    spec = replace(spec, modules=resolve_targets(spec.targets, candidates(config)), base_model=config.name_or_path)
+    saved = saved_rows(config, spec)
+    models.requires_grad_(False)
+    for chunk in models:
+        for name, layer, parameter in list(chunk.global_parameter_names()):
+            if (TE_ALIASES.get(name, name), layer) in saved:
+                parameter.requires_grad_(True)
+        for path, row, layer in _linears(chunk):
+            names = [n.format(layer).removesuffix(".weight") for n in row.hf]
+            if set(names) & set(spec.modules):
+                adapter = _adapter(spec, chunk.get_submodule(path), row, layer, names, config)
+                attach(chunk.get_submodule(path), adapter)
+        if chunk.pre_process and config.recompute_granularity is not None:
+            chunk.embedding.register_forward_hook(_needs_grad)
+    models.lora = spec
+    fill(models, init_source(seed))
+    return models
+
+
+def _needs_grad(module, args, output):
+    """Recomputation gives no gradient at all to a unit without an input that needs one, and a frozen embedding's output
+    is none (tensor_parallel/random.py, CheckpointFunction)."""
+    return output.requires_grad_(True) if torch.is_grad_enabled() else output
+
+
+def _linears(chunk) -> Iterator[tuple[str, Row, int | None]]:
+    """(path in the chunk, row, layer in the whole model) of the chunk's modules that can have an adapter."""
+    rows = {row.mca: row for row in FAMILIES[chunk.config.hf_model_type].rows}
+    local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
+    for name, layer, _ in list(chunk.global_parameter_names()):
+        row = rows.get(name)
+        if row is not None and row.kind != "copy" and name.endswith(".weight") and name not in VOCABULARY:
+            yield name.format(local.get(layer)).removesuffix(".weight"), row, layer
+    if chunk.pre_process:
+        yield "embedding.word_embeddings", rows[VOCABULARY[0]], None
+    if chunk.post_process:  # where it is tied, it may hold no weight of its own
+        yield "output_layer", rows[VOCABULARY[1]], None
+
+
+def _adapter(spec, module, row: Row, layer, names, config) -> Adapter:
+    """The adapter of one of megatron's linears, or of its embedding."""
+    from megatron.core import parallel_state as mpu
+
+    group, tp = mpu.get_tensor_model_parallel_group(), config.tensor_model_parallel_size
+    shared = dict(group=group, sequence_parallel=config.sequence_parallel, device=parallel.device())
+    mca = row.mca.format(layer).removesuffix(".weight")
+    if row.mca == VOCABULARY[0]:
+        scatters = module.reduce_scatter_embeddings
+        sizes = (module.weight.shape[0], config.hidden_size, config.vocab_size)
+        return LoraEmbedding(spec, mca, names[0], *sizes, scatters=scatters, **shared)
+    groups = vocab_size = None
+    if row.mca == VOCABULARY[1]:
+        in_size, vocab_size, widths = config.hidden_size, config.vocab_size, [config.padded_vocab_size // tp]
+    else:
+        out_size, in_size = module.weight.shape
+        widths = [out_size // len(names)] * len(names)
+    if row.kind == "qkv":
+        groups = config.num_query_groups // tp
+        widths = [groups * size for size in qkv_sizes(config)]
+    on = [name if name in spec.modules else None for name in names]
+    cut = "row" if row.kind == "row" else "column"
+    return LoraAdapter(spec, mca, on, in_size, widths, cut, groups=groups, vocab_size=vocab_size, **shared)
+
+
+def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
+    """{(megatron name, layer): row} of what modules_to_save means. ValueError where that cannot be trained by itself."""
+    found, used = {}, set()
+    for row, layer in in_layer_order(config):
+        modules = [name.format(layer).rsplit(".", 1)[0] for name in row.hf]
+        meant = [m for m in modules if is_saved(m, spec)]
+        used |= {name for name in spec.modules_to_save for m in modules if m.endswith(name)}
+        if not meant:
+            continue
+        if row.mca in VOCABULARY and config.tie_embeddings_and_output_weights:
+            raise ValueError(
+                f"modules_to_save: {meant[0]} of a model whose embedding is its head: PEFT would train a copy for one of "
+                "the two; take it out, or add embed_tokens to lora_target"
+            )
+        if len(meant) < len(modules):
+            raise ValueError(
+                f"modules_to_save: {', '.join(meant)} is one matrix with {', '.join(set(modules) - set(meant))} here: name "
+                "all of them or none"
+            )
+        if set(meant) & set(spec.modules):
+            raise ValueError(f"{meant[0]} is in lora_target and in modules_to_save: take it out of one of them")
+        found[row.mca, layer] = row
+    if missing := sorted(set(spec.modules_to_save) - used):
+        raise ValueError(
+            f"modules_to_save: {missing[0]!r} is the end of no module's name in this model: set some of embed_tokens, "
+            "lm_head, or leave it out"
+        )
+    return found
+
+
+def plan_torch(model, spec: LoraSpec) -> tuple[LoraSpec, list[str]]:
+    """(the complete spec, the modules that are trained whole) for a transformers model, which may be on the meta device.
+    ValueError for targets and modules that cannot be."""
+    spec = replace(spec, modules=resolve_targets(spec.targets, torch_candidates(model)))
+    modules = dict(model.named_modules())
+    saved = [n for n, m in modules.items() if is_saved(n, spec) and any(True for _ in m.parameters(recurse=False))]
+    for name in spec.modules_to_save:
+        if not any(module.endswith(name) for module in saved):
+            raise ValueError(f"modules_to_save: {name!r} is the end of no module's name in this model")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is head.weight and any(modules[name] in (embedding, head) for name in saved):
+        raise ValueError("modules_to_save: the embedding is the head in this model, and cannot be trained as a module")
+    if clash := set(saved) & set(spec.modules):
+        raise ValueError(f"{min(clash)} is in lora_target and in modules_to_save: take it out of one of them")
+    return spec, saved
+
+
+def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
+    """The same for a transformers model, whose frozen weights become `dtype` -> model."""
+    spec, saved = plan_torch(model, replace(spec, base_model=model.name_or_path or None))
+    modules = dict(model.named_modules())
+    for parameter in model.requires_grad_(False).parameters():  # not the buffers: rotary frequencies stay exact
+        parameter.data = parameter.data.to(dtype)
+    for name in saved:
+        modules[name].float().requires_grad_(True)
+    mca = {c.hf: c.mca for c in torch_candidates(model)}
+    for name in spec.modules:
+        module = modules[name]
+        (out_size, in_size), device = module.weight.shape, module.weight.device
+        if isinstance(module, torch.nn.Embedding):
+            adapter = LoraEmbedding(spec, mca[name], name, out_size, in_size, out_size, device=device)
+        else:
+            adapter = LoraAdapter(spec, mca[name], [name], in_size, [out_size], device=device)
+        attach(module, adapter)
+    fill(model, init_source(seed))
+    return model
+
+
+# -- what a model has --------------------------------------------------------------------------------------------------
+
+
+def adapters_of(model) -> list[Adapter]:
+    """This rank's adapters of VirtualModels or a transformers model."""
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, Adapter)]
+
+
+def spec_of(model) -> LoraSpec | None:
+    """The spec of a model with adapters, None of one without."""
+    if not isinstance(model, torch.nn.Module):
+        return model.lora
+    return next((adapter.spec for adapter in adapters_of(model)), None)
+
+
+def pieces_of(model) -> Iterator[Piece]:
+    return (piece for adapter in adapters_of(model) for piece in adapter.pieces())
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """The base model alone, inside the `with`: what DPO takes as its reference."""
+    adapters = [adapter for adapter in adapters_of(model) if adapter.enabled]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield model
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
+
+
+def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
+    """(scale * A hidden of the whole sequence, B) of an output layer with an adapter, for token_losses; None without one."""
+    adapter = getattr(head, "lora", None)
+    return None if adapter is None or not adapter.enabled else adapter(hidden, only_low=True)
+
+
+def fill(model, source: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
+    """Fill every adapter of this rank with its part of source(key, whole shape)."""
+    with torch.no_grad():
+        for piece in pieces_of(model):
+            piece.take(source(piece.key, piece.full_shape).to(piece.tensor.device, torch.float32))
+
+
+def init_source(seed: int) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
+    """PEFT's start: A uniform within 1 / sqrt(inputs), B zero; of embeddings A zero, B normal. Drawn by key."""
+
+    def draw(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        full = torch.zeros(shape, device="cpu")
+        if key.endswith("lora_A.weight"):
+            return full.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+        return full.normal_(generator=generator) if key.endswith("lora_embedding_B") else full
+
+    return draw
+
+
+def sharded_state(chunk) -> dict[str, Any]:
+    """megatron's ShardedTensors of a chunk's trained parameters, under their names in the chunk: adapters, whatever the
+    layout, under the names of the whole model, and what modules_to_save means as megatron has it."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = {
+        name: tensor
+        for name, tensor in chunk.sharded_state_dict().items()
+        if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
+    }
+    replica = mpu.get_data_parallel_rank(with_context_parallel=True)
+    for path, adapter in chunk.named_modules():
+        for name, parameter in adapter.named_parameters() if isinstance(adapter, Adapter) else ():
+            axis = adapter.axes[name]
+            state[f"{path}.{name}"] = ShardedTensor.from_rank_offsets(
+                f"{adapter.mca}.{name}",
+                parameter,
+                *([] if axis is None else [(axis, adapter.rank, adapter.tp)]),
+                replica_id=(0, 0 if axis is not None else adapter.rank, replica),
+                allow_shape_mismatch=name in adapter.padded,
+            )
+    return state

@@ -1,0 +1,55 @@
+"""LoRA as a user runs it: the example on both backends, an adapter trained further, and errors before anything starts."""
+
+import pytest
+import torch
+
+from tests.lora_tools import adapter_of
+from tests.test_cli import SHORT, run
+from tests.training import read_log
+
+LORA = f"configs/sft_lora.yaml {SHORT}"
+
+
+def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    layout = "tensor_model_parallel_size=2 sequence_parallel=true"
+    run(f"{LORA} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2)
+    shown = run(f"{LORA} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
+    ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
+    for a, b in zip(ours, theirs, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), key
+    assert "LoRA of rank 32 on 28 modules" in shown.stdout
+    mine, yours = adapter_of(tmp_path / "tp2"), adapter_of(tmp_path / "torch")
+    assert mine.keys() == yours.keys()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "tp2" / "merged").eval()
+    assert AutoTokenizer.from_pretrained(tmp_path / "tp2" / "merged").chat_template
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "torch" / "merged").eval()
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        difference = merged(tokens).logits - base(tokens).logits
+    assert difference.abs().max() < 1e-2  # Adam turns the rounding of tiny gradients into whole steps
+    # further from there, on the merged model of the same architecture: PEFT and a second run both take the adapter
+    PeftModel.from_pretrained(base, str(tmp_path / "tp2"))
+    words = f"{LORA} adapter_name_or_path={tmp_path / 'tp2'} use_mca=false output_dir={tmp_path / 'further'}"
+    assert "the adapter in" in run(words, tmp_path).stdout
+    assert read_log(tmp_path / "further")[0]["loss"] < theirs[0]["loss"]
+
+
+@pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
+def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backend, capsys):
+    from mca_lite import cli
+
+    for words, wanted in {
+        "lora_target=q_porj": "did you mean q_proj?",
+        "lora_rank=0": "lora_rank: 0",
+        "lora_target=lm_head": "save_merged_model",
+        "modules_to_save=embed_tokens": "modules_to_save",
+        f"adapter_name_or_path={tmp_path / 'nowhere'}": "holds no adapter_config.json",
+    }.items():
+        argv = [*LORA.split(), backend, words, f"output_dir={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}"]
+        assert cli.main(argv) == cli.USER_ERROR
+        assert wanted in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

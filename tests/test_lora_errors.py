@@ -1,0 +1,216 @@
+"""What cannot be adapted, loaded, merged or resumed is refused with what to set; targets and their names."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import tiny, world
+from tests.lora_tools import RANK, load, peft_model, train_from_adapter
+from tests.test_checkpoint import SAVE
+from tests.test_lora_files import make
+from tests.test_parity import PP2, TP2
+from tests.training import train
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora_errors")
+    path = tiny.save_model(folder / "model", "qwen3")
+    peft_model(path).save_pretrained(folder / "adapter")
+    return path, str(folder / "adapter")
+
+
+def specified(path: str, output_dir: str, backend="megatron", then=None, **spec):
+    """The complete spec of fresh adapters, or what refused them."""
+    from mca_lite import lora, peft_format
+
+    model, _ = make(path, output_dir, backend)
+    try:
+        (lora.inject_torch if backend == "torch" else lora.inject)(model, lora.LoraSpec(**spec))
+        if then == "merge":
+            peft_format.check_mergeable(lora.spec_of(model), model.config)
+    except ValueError as error:
+        return str(error)
+    return lora.spec_of(model).modules, peft_format.target_modules(model)
+
+
+ALL = [f"model.layers.{i}.{m}" for i in range(4) for m in
+       [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]]  # fmt: skip
+MEANT = {
+    ("all",): (ALL, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    ("all-linear", "lm_head"): (
+        [*ALL, "lm_head"],
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
+    ),
+    ("linear_qkv",): ([n for n in ALL if n[-6:] in ("q_proj", "k_proj", "v_proj")], ["q_proj", "k_proj", "v_proj"]),
+    ("v_proj", "linear_fc2"): ([n for n in ALL if n.endswith(("v_proj", "down_proj"))], ["v_proj", "down_proj"]),
+    ("*.layers.[01].*.o_proj",): (ALL[3:11:7], ALL[3:11:7]),
+    (r".*\.(2|3)\..*linear_fc1",): (
+        [n for n in ALL if n.endswith(("gate_proj", "up_proj")) and n[13] in "23"],
+        [f"model.layers.{i}.mlp.{x}_proj" for x in ("gate", "up") for i in (2, 3)],
+    ),
+    ("layers.1.self_attn.q_proj",): ([ALL[7]], [ALL[7]]),
+}
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+@pytest.mark.parametrize("targets", MEANT)
+def test_targets_mean_these_modules(base, tmp_path, targets, backend):
+    [(modules, for_peft)] = world.run(specified, 1, base[0], str(tmp_path), backend, targets=targets)
+    assert (list(modules), for_peft) == MEANT[targets]
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        (dict(targets=("q_porj",)), ("'q_porj' means no layer", "did you mean q_proj?", "all", "linear_qkv")),
+        (dict(targets=("*.layers.7.*",)), ("means no layer", "pattern")),
+        (dict(rank=0), ("lora_rank 0", "lora_rank: 8")),
+        (dict(modules_to_save=("lm_hed",)), ("modules_to_save: 'lm_hed'",)),
+        (dict(modules_to_save=("embed_tokens",)), ("modules_to_save", "embedding is", "head")),
+        (dict(modules_to_save=("o_proj",)), ("in lora_target and in modules_to_save",)),
+        (dict(targets=("embed_tokens",), then="merge"), ("save_merged_model", "take it out of lora_target")),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(base, tmp_path, spec, words, backend):
+    [error] = world.run(specified, 1, base[0], str(tmp_path), backend, **spec)
+    assert isinstance(error, str) and all(word in error for word in words), error
+
+
+def test_half_of_a_fused_matrix_cannot_be_saved_whole(base, tmp_path):
+    [error] = world.run(specified, 1, base[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",))
+    assert "one matrix with" in error and "q_proj" in error
+
+
+def loaded(path: str, output_dir: str, adapter: str, **keys) -> str:
+    model, _ = make(path, output_dir, **keys)
+    try:
+        load(adapter, model)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def changed(adapter: str, folder, **values) -> str:
+    """A copy of an adapter whose config says something else."""
+    shutil.copytree(adapter, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **values}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, PP2), (2, TP2), (1, {"backend": "torch"})])
+def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ranks, keys):
+    wider = tiny.save_model(tmp_path / "wider", "qwen3", intermediate_size=64)
+    for error in world.run(loaded, ranks, wider, str(tmp_path), base[1], **keys):
+        assert "has shape" in error and "another model" in error and "adapter_name_or_path" in error
+    shallow = tiny.save_model(tmp_path / "shallow", "qwen3", num_hidden_layers=2)
+    for error in world.run(loaded, ranks, shallow, str(tmp_path), base[1], **keys):
+        assert "another model" in error and "lacks 14, such as model.layers.2" in error
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(use_dora=True), ("use_dora is true", "merge that adapter")),
+        (dict(rank_pattern={"q_proj": 8}), ("rank_pattern",)),
+        (dict(init_lora_weights="pissa"), ('init_lora_weights is "pissa"',)),
+        (dict(peft_type="IA3"), ('peft_type is "IA3"', '"LORA"')),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(base, tmp_path, values, words):
+    adapter = changed(base[1], tmp_path / "changed", **values)
+    [error] = world.run(loaded, 1, base[0], str(tmp_path), adapter)
+    assert all(word in error for word in words), error
+
+
+def test_a_damaged_adapter_is_refused(base, tmp_path):
+    adapter = changed(base[1], tmp_path / "damaged")
+    file = tmp_path / "damaged" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in k}, file)
+    [error] = world.run(loaded, 1, base[0], str(tmp_path), adapter)
+    assert "lacks" in error and "layers.1.mlp.up_proj.lora_B" in error
+    [error] = world.run(loaded, 1, base[0], str(tmp_path), str(tmp_path / "nowhere"))
+    assert "holds no adapter_config.json" in error
+
+
+def refusal(path: str, output_dir: str, adapter=None, **keys) -> str:
+    try:
+        if adapter is None:
+            train(path, output_dir, **keys)
+        else:
+            train_from_adapter(path, output_dir, adapter, **keys)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, backend):
+    path, adapter = base
+    keys = {**SAVE, "backend": backend}
+    world.run(train_from_adapter, 1, path, str(tmp_path / "lora"), adapter, **{**keys, "steps": 2})
+    world.run(train, 1, path, str(tmp_path / "full"), **{**keys, "steps": 2})
+    keys["resume_from_checkpoint"] = "auto"
+    [error] = world.run(refusal, 1, path, str(tmp_path / "lora"), **keys)
+    assert "holds adapters, and this run has none" in error and "finetuning_type: lora" in error
+    [error] = world.run(refusal, 1, path, str(tmp_path / "full"), adapter, **keys)
+    assert "holds no adapters" in error and "finetuning_type: full" in error
+    peft_model(path, r=2 * RANK).save_pretrained(tmp_path / "other")
+    [error] = world.run(refusal, 1, path, str(tmp_path / "lora"), str(tmp_path / "other"), **keys)
+    assert f"saved with r {RANK} of its adapters, and this run has {2 * RANK}" in error
+
+
+def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path, adapter = base
+    world.run(train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "steps": 2})
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(tmp_path / "checkpoint-2"))
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    got = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+    assert got.keys() == saved.keys() and all(torch.equal(got[n].detach(), saved[n]) for n in saved)
+
+
+def finetuning(**keys):
+    from mca_lite.arguments import FinetuningArguments
+
+    return FinetuningArguments(**keys)
+
+
+def test_the_keys_are_those_of_llama_factory():
+    from mca_lite.argument_parser import ArgumentParser
+    from mca_lite.arguments import FinetuningArguments
+
+    values = dict(finetuning_type="lora", lora_target="q_proj,v_proj", lora_alpha=32, additional_target="lm_head")
+    [got] = ArgumentParser([FinetuningArguments]).parse_dict(values)
+    assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
+    assert got.modules_to_save == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        (dict(finetuning_type="lora", lora_rank=0), "lora_rank"),
+        (dict(finetuning_type="lora", lora_alpha=0), "lora_alpha"),
+        (dict(finetuning_type="lora", lora_dropout=1), "lora_dropout"),
+        (dict(finetuning_type="lora", lora_target=[]), "lora_target: all"),
+        (dict(adapter_name_or_path="somewhere"), "finetuning_type: lora"),
+    ],
+)
+def test_keys_that_do_not_work_are_errors(keys, words):
+    with pytest.raises(ValueError, match=words):
+        finetuning(**keys)
+
+
+def test_keys_without_effect_are_named():
+    [note] = finetuning(lora_rank=16).notes
+    assert "lora_rank: no effect" in note
+    notes = finetuning(finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8).notes
+    assert [note.split()[0] for note in notes] == ["lora_alpha", "lora_rank"]

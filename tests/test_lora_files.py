@@ -1,0 +1,296 @@
+"""Adapters in files: PEFT loads ours, we load PEFT's; merging; checkpoints that hold only what trains."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import tiny, world
+from tests.lora_tools import KEYS, RANK, TARGETS, adapter_of, load, peft_model, train_from_adapter
+from tests.test_checkpoint import SAVE
+from tests.test_packed import CP2
+from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2, assert_same_curve, exported
+from tests.training import train
+
+LAYOUTS = {
+    "one": (1, {}),
+    "dp2_dist_opt": (2, DIST_OPT),
+    "dp2_overlap": (2, OVERLAP),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, {**TP2, **SP}),
+    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "cp2": (2, CP2),
+    "tp2sp_pp2_vpp2": (4, {**TP2, **SP, **PP2, **VPP2}),
+    "torch": (2, dict(backend="torch")),
+}
+EVERYTHING = [*TARGETS, "embed_tokens", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(model folder, folder of a peft adapter of it that adapts everything)"""
+    folder = tmp_path_factory.mktemp("lora_files")
+    path = tiny.save_model(folder / "model", "llama")
+    peft_model(path, EVERYTHING).save_pretrained(folder / "adapter")
+    return path, str(folder / "adapter")
+
+
+def arguments(output_dir: str, **changes):
+    from mca_lite.arguments import TrainingArguments
+
+    keys = dict(output_dir=output_dir, save_strategy="no", disable_tqdm=True, global_batch_size=4)
+    return TrainingArguments(**{**keys, **changes})
+
+
+def make(path: str, output_dir: str, backend="megatron", **changes):
+    """(the base model, its backend's class)"""
+    from mca_lite import models
+    from mca_lite.backend_megatron import MegatronBackend
+    from mca_lite.backend_torch import TorchBackend
+
+    args = arguments(output_dir, **changes)
+    if backend == "torch":
+        return models.load_torch_model(path), functools.partial(TorchBackend, args=args)
+    return models.AutoModel.from_pretrained(path, args), functools.partial(MegatronBackend, args=args)
+
+
+def through_us(path: str, adapter: str, output_dir: str, **changes) -> None:
+    """A PEFT adapter in and out again, and merged."""
+    model, backend = make(path, output_dir, **changes)
+    backend = backend(load(adapter, model))
+    backend.export_hf(output_dir, "20KB")
+    backend.export_merged(f"{output_dir}/merged", "20KB")
+
+
+def logits(model) -> torch.Tensor:
+    tokens = torch.arange(48).reshape(2, 24) % tiny.VOCAB
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path, adapter = base
+    ranks, keys = LAYOUTS[layout]
+    world.run(through_us, ranks, path, adapter, str(tmp_path), **keys)
+    ours, theirs = adapter_of(tmp_path), adapter_of(adapter)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    wanted = logits(peft_model(path, EVERYTHING))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(tmp_path))
+    torch.testing.assert_close(logits(loaded), wanted, rtol=0, atol=1e-6)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), wanted, rtol=0, atol=1e-5)
+    before, after = load_file(Path(path) / "model.safetensors"), exported(tmp_path / "merged")
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert same == [name for name in before if name.endswith("norm.weight")]
+
+
+def test_the_config_is_pefts(base, tmp_path):
+    path, adapter = base
+    world.run(through_us, 1, path, adapter, str(tmp_path))
+    ours, theirs = (json.loads((Path(f) / "adapter_config.json").read_text()) for f in (tmp_path, adapter))
+    assert ours.pop("base_model_name_or_path") == theirs.pop("base_model_name_or_path") == path
+    assert sorted(ours.pop("target_modules")) == sorted(theirs.pop("target_modules"))
+    assert ours == {key: theirs[key] for key in ours}
+
+
+def megatron_logits(path: str, adapter: str, output_dir: str, **changes):
+    from mca_lite import lora
+
+    model, _ = make(path, output_dir, **changes)
+    load(adapter, model).eval()
+    tokens = torch.arange(48).reshape(2, 24) % tiny.VOCAB
+    positions = torch.arange(24).expand(2, 24)
+    with torch.no_grad():
+        on = model.gather_logits(model(tokens, positions))
+        with lora.without_adapters(model):
+            off = model.gather_logits(model(tokens, positions))
+    return on.numpy(), off.numpy()
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, TP2), (2, {**TP2, **SP})])
+def test_logits_are_pefts_and_the_bases_without_adapters(base, ranks, keys, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path, adapter = base
+    wanted = logits(peft_model(path, EVERYTHING)), logits(AutoModelForCausalLM.from_pretrained(path))
+    for got in world.run(megatron_logits, ranks, path, adapter, str(tmp_path), **keys):
+        for ours, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-5)
+
+
+# -- the start ----------------------------------------------------------------------------------------------------------
+
+
+def fresh(path: str, output_dir: str, targets, **changes) -> None:
+    from mca_lite import lora
+
+    model, backend = make(path, output_dir, **changes)
+    put = lora.inject_torch if changes.get("backend") == "torch" else lora.inject
+    backend(put(model, lora.LoraSpec(rank=RANK, targets=targets), seed=5)).export_hf(output_dir, "20KB")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fresh_adapters_are_the_same_in_every_layout(base, layout, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    for name, (n, k) in {"here": (ranks, keys), "one": LAYOUTS["one"]}.items():
+        world.run(fresh, n, base[0], str(tmp_path / name), ("all", "embed_tokens"), **k)
+    here, one = adapter_of(tmp_path / "here"), adapter_of(tmp_path / "one")
+    assert here.keys() == one.keys() and all(torch.equal(here[name], one[name]) for name in one)
+
+
+def test_fresh_adapters_start_as_pefts_do(base, tmp_path):
+    """A uniform within 1 / sqrt(inputs) and B zero; of an embedding A zero and B normal."""
+    world.run(fresh, 1, base[0], str(tmp_path), ("all", "embed_tokens"))
+    for name, tensor in adapter_of(tmp_path).items():
+        if name.endswith(("lora_B.weight", "lora_embedding_A")):
+            assert not tensor.any()
+        elif name.endswith("lora_embedding_B"):
+            assert 0.7 < tensor.std() < 1.3
+        else:
+            bound = tensor.shape[1] ** -0.5
+            assert tensor.abs().max() <= bound and abs(tensor.std() - bound / 3**0.5) < 0.2 * bound
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------------
+
+WHOLE = 5
+CHECKPOINTS = ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2", "torch"]
+
+
+def stopped(path, folder, adapter, ranks, keys) -> None:
+    world.run(train_from_adapter, ranks, path, str(folder), adapter, **{**SAVE, **keys})
+    for checkpoint in Path(folder).glob("checkpoint-*"):
+        if checkpoint.name != "checkpoint-2":
+            shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize("layout", CHECKPOINTS)
+def test_resume_in_the_same_layout_is_bit_for_bit(base, layout, tmp_path):
+    path, adapter = base
+    ranks, keys = LAYOUTS[layout]
+    whole = world.run(train_from_adapter, ranks, path, str(tmp_path / "whole"), adapter, **keys)[0]
+    stopped(path, tmp_path / "parts", adapter, ranks, keys)
+    again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
+    assert world.run(train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again)[0] == whole
+    ours, theirs = adapter_of(tmp_path / "parts"), adapter_of(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("before, after", [("one", "tp2_sp"), ("tp2_sp", "pp2_vpp2"), ("pp2_vpp2", "dp2_dist_opt")])
+def test_resume_in_another_layout(base, before, after, tmp_path):
+    path, adapter = base
+    whole = world.run(train_from_adapter, 1, path, str(tmp_path / "whole"), adapter)[0]
+    stopped(path, tmp_path / "parts", adapter, *LAYOUTS[before])
+    ranks, keys = LAYOUTS[after]
+    again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
+    for got in world.run(train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again):
+        assert_same_curve(got, whole)
+
+
+def test_checkpoints_hold_only_what_trains(base, tmp_path):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    path, adapter = base
+    world.run(train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "max_steps": 2})
+    [folder] = tmp_path.glob("checkpoint-2")
+    metadata = FileSystemReader(folder / "dist").read_metadata().state_dict_metadata
+    tensors = {name: value for name, value in metadata.items() if hasattr(value, "size")}
+    assert tensors and all("lora_" in name for name in tensors)
+    weights = sum(v.size.numel() for name, v in tensors.items() if not name.startswith("optimizer."))
+    # tensor parallelism pads the vocabulary of 61 to 62 or more: those rows are the difference
+    count = sum(t.numel() for t in adapter_of(adapter).values())
+    assert count <= weights < count + 128 * RANK * 2
+
+
+def test_the_torch_backends_checkpoint_holds_only_what_trains(base, tmp_path):
+    path, adapter = base
+    world.run(train_from_adapter, 1, path, str(tmp_path), adapter, backend="torch", **{**SAVE, "steps": 2})
+    weights = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert sum(t.numel() for t in weights.values()) == sum(t.numel() for t in adapter_of(adapter).values())
+
+
+# -- precision and memory --------------------------------------------------------------------------------------------
+
+
+def buffers(path: str, adapter: str, output_dir: str, **changes):
+    """(dtypes of gradient buffers, elements in them, elements of optimizer state, trained, all parameters) of this rank."""
+    from mca_lite.trainer import McaTrainer
+
+    keys = dict(max_steps=1, logging_steps=1, **changes)
+    model, backend = make(path, output_dir, **keys)
+    trainer = McaTrainer(load(adapter, model), backend.keywords["args"], train_dataset=tiny.samples())
+    trainer.train()
+    groups = [b for chunk in trainer.backend.chunks for b in chunk.buffers]
+    parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    states = [s for part in parts for s in part.optimizer.state.values()]
+    state = sum(t.numel() for s in states for name, t in s.items() if name.startswith("exp_avg"))
+    held = [str(b.param_dtype) for b in groups]
+    return held, sum(p.numel() for b in groups for p in b.params), state, *reversed(trainer.backend.num_parameters())
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "tp2_sp", "pp2_vpp2"])
+def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(base, layout, tmp_path):
+    path, adapter = base
+    ranks, keys = LAYOUTS[layout]
+    shares = 2 if layout == "dp2_dist_opt" else 1
+    for held, in_buffers, state, trained, total in world.run(
+        buffers, ranks, path, adapter, str(tmp_path), bf16=True, **keys
+    ):
+        assert set(held) == {"torch.float32"}
+        assert in_buffers == trained < total
+        assert abs(state - 2 * trained / shares) <= 2 * 128  # a distributed optimizer's pieces end where buckets do
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2"])
+def test_bf16_trains_float32_adapters_and_keeps_the_base(base, layout, tmp_path):
+    """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is bf16."""
+    path, adapter = base
+    wanted = world.run(train_from_adapter, 1, path, str(tmp_path / "t"), adapter, backend="torch", bf16=True)[0]
+    ranks, keys = LAYOUTS[layout]
+    got = world.run(train_from_adapter, ranks, path, str(tmp_path / "m"), adapter, bf16=True, **keys)[0]
+    assert abs(got[0][0] - wanted[0][0]) < 1e-2 and abs(got[0][1] - wanted[0][1]) < 2e-2 * wanted[0][1]
+    assert {t.dtype for t in adapter_of(tmp_path / "m").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2_sp"])
+def test_fp16_trains_float32_adapters(base, layout, tmp_path):
+    """Unscaled gradients: the first norm is that in float32, to fp16's rounding."""
+    path, adapter = base
+    wanted = world.run(train_from_adapter, 1, path, str(tmp_path / "32"), adapter, steps=2)[0]
+    ranks, keys = LAYOUTS[layout]
+    keys = dict(keys, fp16=True, loss_scale=1024.0, steps=2)
+    got = world.run(train_from_adapter, ranks, path, str(tmp_path / "16"), adapter, **keys)[0]
+    assert abs(got[0][0] - wanted[0][0]) < 2e-3 and abs(got[0][1] - wanted[0][1]) < 1e-2 * wanted[0][1]
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def replicas(path: str, output_dir: str, **changes):
+    """The matrices that tensor parallelism does not cut, after training with dropout; and the curve."""
+    from mca_lite import lora
+
+    kept = []
+
+    def adapt(model):
+        kept.append(lora.inject(model, lora.LoraSpec(rank=RANK, dropout=0.3), seed=1))
+        return model
+
+    curve = train(path, output_dir, adapt=adapt, **KEYS, **changes)
+    return {p.key: p.tensor.numpy().copy() for p in lora.pieces_of(kept[0]) if p.axis is None}, curve
+
+
+@pytest.mark.parametrize("keys", [TP2, {**TP2, **SP}, {**TP2, "recompute_granularity": "full"}])
+def test_dropout_leaves_the_copies_of_a_matrix_equal(base, keys, tmp_path):
+    (first, curve), (second, _) = world.run(replicas, 2, base[0], str(tmp_path), **keys)
+    assert first.keys() == second.keys() and all((first[k] == second[k]).all() for k in first)
+    assert all(loss == loss for loss, _ in curve)
