@@ -215,8 +215,15 @@ def load(folder: str | os.PathLike, trainer) -> None:
     mine = folder / f"rng-{parallel.rank()}.pt"
     if record["layout"] == now["layout"] and mine.is_file():
         _set_random_states(torch.load(mine, weights_only=True))
-    output_dir, say = trainer.args.output_dir, trainer.report.print
-    parallel.on_main(lambda: run_folder.set_newer_aside(output_dir, trainer.state.global_step, say), CheckpointError)
+    parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
+
+
+def _tidy(trainer, folder: Path) -> None:
+    """What is newer than the checkpoint that was loaded goes aside; what a run that died did not get to prune is pruned."""
+    args, state = trainer.args, trainer.state
+    run_folder.set_newer_aside(args.output_dir, state.global_step, trainer.report.print)
+    if folder.parent.resolve() == Path(args.output_dir).resolve():
+        run_folder.prune(folder, state.best_model_checkpoint, args.save_total_limit)
 
 
 def load_model(folder: str | os.PathLike, backend) -> None:
