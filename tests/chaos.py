@@ -68,15 +68,17 @@ def victim(path: str, out: str, progress: str, rank: int, event: int | None, sec
     return curve, count
 
 
-def check(out: Path, progress: Path) -> None:
-    """Every checkpoint that has its name is whole, and the last one that was due is there."""
+def check(out: Path, progress: Path, keys: dict) -> None:
+    """Every checkpoint that has its name is whole, and the last one that was due is there.
+
+    In the background one may still be on its way, until the next is due: then the one before it must be there."""
     step = int(progress.read_text()) if progress.exists() and progress.read_text() else 0
     there = run_folder.all_folders(out)
     replaced = list(out.glob(".checkpoint-*.replaced"))
     for folder in there:
         wrong = manifest.damage(folder, manifest.read(folder))
         assert not wrong, f"{folder} is unreadable: {wrong}"
-    due = (step - 1) // INTERVAL * INTERVAL
+    due = (step - 1) // INTERVAL * INTERVAL - (INTERVAL if keys.get("async_save") else 0)
     newest = run_folder.step_of(there[-1]) if there else 0
     assert newest >= due or replaced, f"killed in step {step}: the newest checkpoint is {newest}, and {due} was due"
 
@@ -95,9 +97,9 @@ def campaign(path: str, folder: Path, kills: int, rng: random.Random, keys: dict
             if not isinstance(error, RuntimeError) and "Connection" not in str(error) and "peer" not in str(error):
                 raise  # the survivor must have lost its peer, and nothing else
             done += 1
-            check(out, progress)
+            check(out, progress, keys)
             continue
-        check(out, progress)
+        check(out, progress, keys)
         for curve, _ in answers:
             assert curve == undisturbed, f"after {done} kills the curve is another:\n{curve}\n{undisturbed}"
         assert len(run_folder.list_checkpoints(out)) <= KEYS["save_total_limit"]
