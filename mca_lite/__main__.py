@@ -1,8 +1,10 @@
-"""`python -m mca_lite config.yaml [key=value ...]`: the same as train.py."""
+"""`python -m mca_lite config.yaml [key=value ...]`: the same as train.py. `python -m mca_lite convert ...`: see commands.py."""
 
 import sys
 
-from .cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["convert"]:
+        from .commands import main
+    else:
+        from .cli import main
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from . import checkpoint, convert, parallel, peft_format
+from . import convert, parallel, peft_format
+from .dist_checkpoint import MegatronSnapshot, load_megatron
 from .models import VirtualModels
 from .optim import create_megatron_optimizer
 from .packing import row_layout
@@ -20,12 +21,19 @@ from .packing import row_layout
 class MegatronBackend:
     """VirtualModels in training. `chunks` are the DDP-wrapped models, what the seeds call models."""
 
+    name = "megatron"
+
     def __init__(self, models: VirtualModels, args):
         self.models, self.args, self.config = models, args, models.config
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
         self.config.rows_are_packed = args.sequence_packing
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self.optimizer = None
+
+    @property
+    def hf_config(self) -> dict:
+        """The model's config.json."""
+        return self.config.hf_config
 
     # -- where this rank stands
 
@@ -173,13 +181,20 @@ class MegatronBackend:
 
     # -- Hugging Face out
 
-    def export_hf(self, folder, max_shard_size) -> None:
-        """The trained model in Hugging Face's format, or its adapters in PEFT's. All ranks must call it."""
+    def export_hf(self, folder, max_shard_size) -> list[str]:
+        """The trained model in Hugging Face's format, or its adapters in PEFT's -> the files that this rank wrote.
+
+        All ranks must call it."""
         self.finish_param_sync()
         if self.models.lora is not None:
-            peft_format.save_adapter(self.models, folder)
-        else:
-            convert.export_hf(self.models, folder, max_shard_size)
+            return self.export_adapters(folder)
+        return convert.export_hf(self.models, folder, max_shard_size)
+
+    def export_adapters(self, folder) -> list[str]:
+        """The adapters in PEFT's format, where there are any -> the files that this rank wrote. All ranks must call it."""
+        if self.models.lora is None:
+            return []
+        return peft_format.save_adapter(self.models, folder)
 
     def export_merged(self, folder, max_shard_size) -> None:
         """The model with its adapters in its weights, in Hugging Face's format. All ranks must call it."""
@@ -194,16 +209,13 @@ class MegatronBackend:
 
     # -- checkpoints
 
-    def save_state(self, folder, with_optimizer: bool) -> None:
-        """This rank's part of a checkpoint. All ranks must call it."""
-        self.finish_param_sync()
-        checkpoint.save_megatron(folder, self.models, self.optimizer if with_optimizer else None)
-        if self.models.lora is not None:
-            peft_format.save_adapter(self.models, folder)
+    def snapshot(self, with_optimizer: bool, copy: bool) -> MegatronSnapshot:
+        """This rank's part of a checkpoint, ready to be written. All ranks must call it."""
+        return MegatronSnapshot(self.models, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Weights, and the optimizer's state, of a checkpoint of any layout. All ranks must call it."""
         peft_format.check_checkpoint(self.models, folder)
-        checkpoint.load_megatron(folder, self.models, self.optimizer if with_optimizer else None)
+        load_megatron(folder, self.models, self.optimizer if with_optimizer else None)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

@@ -86,6 +86,7 @@ class TokenLossModel(torch.nn.Module):
 class TorchBackend:
     """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there are several ranks."""
 
+    name = "torch"
     micro_batch_multiple = document_multiple = length_multiple = 1
     context_parallel = (1, 0)
     needs_equal_lengths = False
@@ -120,6 +121,11 @@ class TorchBackend:
     @property
     def dp_size(self) -> int:
         return self.world
+
+    @property
+    def hf_config(self) -> dict:
+        """The model's config.json."""
+        return self.hf_model.config.to_dict()
 
     def model_inputs(self, batch: dict) -> dict:
         """The batch on this rank's device; packed documents are kept apart by a mask and by positions that restart."""
@@ -198,38 +204,43 @@ class TorchBackend:
         parameters = list(self.hf_model.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
-    def export_hf(self, folder, max_shard_size) -> None:
+    def export_hf(self, folder, max_shard_size) -> list[str]:
         """The trained model in Hugging Face's format, its weights in the dtype that they were trained for; or its adapters in
-        PEFT's."""
+        PEFT's -> the files that this rank wrote."""
         if lora.spec_of(self.hf_model) is not None:
-            peft_format.save_adapter(self.hf_model, folder)
-        else:
-            self._export(folder, max_shard_size, lambda name, tensor: tensor)
+            return self.export_adapters(folder)
+        return self._export(folder, max_shard_size, lambda name, tensor: tensor)
+
+    def export_adapters(self, folder) -> list[str]:
+        """The adapters in PEFT's format, where there are any -> the files that this rank wrote."""
+        if lora.spec_of(self.hf_model) is None:
+            return []
+        return peft_format.save_adapter(self.hf_model, folder)
 
     def export_merged(self, folder, max_shard_size) -> None:
         """The model with its adapters in its weights, in Hugging Face's format."""
         self._export(folder, max_shard_size, peft_format.merger(self.hf_model))
 
-    def _export(self, folder, max_shard_size, change) -> None:
+    def _export(self, folder, max_shard_size, change) -> list[str]:
+        written = []
         if parallel.is_main():
             dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
             named = ((n, p) for n, p in self.hf_model.named_parameters() if ".lora." not in n)
             tensors = ((n, change(n, p.detach().to("cpu")).to(dtype)) for n, p in named)
-            convert.write_safetensors(tensors, Path(folder), max_shard_size)
+            written = convert.write_safetensors(tensors, Path(folder), max_shard_size)
             config = self.hf_model.config
-            convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
+            written += convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
         parallel.barrier()
+        return written
 
     def finish_param_sync(self) -> None:
         """Nothing is on its way: DDP has the weights of every update at once."""
 
-    def save_state(self, folder, with_optimizer: bool) -> None:
-        """The checkpoint's weights and optimizer state; the main rank writes them."""
-        checkpoint.save_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)
-        if lora.spec_of(self.hf_model) is not None:
-            peft_format.save_adapter(self.hf_model, folder)
+    def snapshot(self, with_optimizer: bool, copy: bool) -> checkpoint.TorchSnapshot:
+        """The checkpoint's weights and optimizer state, ready to be written by the main rank."""
+        return checkpoint.TorchSnapshot(self.hf_model, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
-        """What save_state wrote, on every rank."""
+        """What a snapshot wrote, on every rank."""
         peft_format.check_checkpoint(self.hf_model, folder)
         checkpoint.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)

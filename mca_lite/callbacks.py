@@ -28,9 +28,13 @@ class TrainerState:
     best_step: int | None = None
     best_model_checkpoint: str | None = None
 
+    def to_record(self) -> dict:
+        """The state under Hugging Face's names."""
+        return {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
     def save(self, path: str) -> None:
         """Writes the state as JSON; the file at `path` is the old one or the new one, never half of it."""
-        record = {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        record = self.to_record()
         temporary = f"{path}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=2)
@@ -82,8 +86,8 @@ class TrainerCallback:
     def on_evaluate(self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs) -> None:
         """`metrics` are those of one evaluation, their names starting with eval_."""
 
-    def on_save(self, args, state: TrainerState, control: TrainerControl, path: str, **kwargs) -> None:
-        """The checkpoint at `path` is complete."""
+    def on_save(self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs) -> None:
+        """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps may have been made."""
 
     def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         """After the last step, before the final export."""
@@ -154,9 +158,10 @@ class BestModel(_MetricWatcher):
         elif args.load_best_model_at_end:
             control.should_save = True
 
-    def on_save(self, args, state, control, path, **kwargs):
-        self._last_saved = (state.global_step, path)
-        if state.best_step == state.global_step:
+    def on_save(self, args, state, control, path, step=None, **kwargs):
+        step = state.global_step if step is None else step
+        self._last_saved = (step, path)
+        if state.best_step == step:
             state.best_model_checkpoint = path
 
 

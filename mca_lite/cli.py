@@ -15,7 +15,7 @@ from typing import Any
 from .arguments import RunArguments, parse_args
 from .constants import RUN_CONFIG_NAME
 
-USER_ERROR = 2  # exit code for input that cannot be trained on
+USER_ERROR = 2  # exit code for input that cannot be trained on, and for checkpoints that cannot be read or written
 
 
 @dataclass
@@ -48,7 +48,14 @@ def main(argv: list[str] | None = None) -> int:
         else:
             time.sleep(1)  # the first rank to leave ends the others
         return USER_ERROR
-    train(run, prepared)
+    from .manifest import CheckpointError
+
+    try:
+        train(run, prepared)
+    except CheckpointError as error:  # the same on every rank
+        if is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
     return 0
 
 
@@ -74,7 +81,7 @@ def prepare(run: RunArguments) -> Prepared:
     else:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
-    if not run.model.train_from_scratch:
+    if not run.model.train_from_scratch and not (folder / "dist").is_dir():
         convert.SafetensorsSource(str(folder))  # says what is missing, before anything is started
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)

@@ -6,6 +6,7 @@ writes it.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from .constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
 )
-from .families import TE_ALIASES, Row, get_family
+from .families import TE_ALIASES, UNUSED_TENSORS, Row, get_family
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
 
@@ -182,8 +183,7 @@ def _check_names(config, names: set[str]) -> None:
             f"{config.num_layers} layers, such as {', '.join(missing[:3])}: save or download it again, or set in "
             f"config.json what it holds{hint}"
         )
-    # old llama checkpoints carry the rotary frequencies, which the config gives
-    unknown = sorted(n for n in names - wanted.keys() if not n.endswith("rotary_emb.inv_freq"))
+    unknown = sorted(n for n in names - wanted.keys() if not is_unused(n))
     if unknown:
         raise ValueError(
             f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with {config.num_layers} "
@@ -354,27 +354,47 @@ def export_hf(
     save_directory: str | os.PathLike,
     max_shard_size: str | int = "5GB",
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-) -> None:
-    """Write config.json and the safetensors of the whole model. All ranks must call it; global rank 0 writes.
+) -> list[str]:
+    """Write config.json and the safetensors of the whole model -> the names of the files, on global rank 0, which writes.
 
-    change: what becomes of each tensor, by its name. Host memory on rank 0: one shard. See iter_hf_tensors for the collectives.
+    All ranks must call it. change: what becomes of each tensor, by its name. Tensors of the source that no model reads, and
+    code beside its config.json, are carried over. Host memory on rank 0: one shard. Collectives: see iter_hf_tensors.
     """
+    written = []
     folder = Path(save_directory)
     tensors = iter_hf_tensors(models)
     if change is not None:
         tensors = ((name, change(name, tensor)) for name, tensor in tensors)
     if parallel.is_main():
-        write_safetensors(tensors, folder, max_shard_size)
         config = models.config
-        write_hf_config(config.hf_config, config.name_or_path, folder, config.params_dtype)
+        tensors = itertools.chain(tensors, carried_tensors(config.name_or_path))
+        written = write_safetensors(tensors, folder, max_shard_size)
+        written += write_hf_config(config.hf_config, config.name_or_path, folder, config.params_dtype)
     else:
         for _ in tensors:
             pass
     parallel.barrier()
+    return written
 
 
-def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int) -> None:
-    """Write named tensors under Hugging Face's file names, and the index where there is more than one file.
+def is_unused(name: str) -> bool:
+    """Whether a tensor is one that no model of any family reads: it is passed over, and carried into an export."""
+    return any(re.search(pattern, name) for pattern in UNUSED_TENSORS)
+
+
+def carried_tensors(source: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a source folder that is_unused names; nothing where there is no such folder."""
+    folder = Path(source or "")
+    if not source or not any((folder / n).is_file() for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        return
+    tensors = SafetensorsSource(str(folder))
+    yield from ((name, tensors.read(name)) for name in sorted(tensors.names()) if is_unused(name))
+
+
+def write_safetensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int
+) -> list[str]:
+    """Write named tensors under Hugging Face's file names, and the index where there is more than one file -> the files.
 
     A shard is written as soon as the next tensor would not fit. Files get their names at the end, when their number is
     known, and stale weight files of an earlier export go.
@@ -407,19 +427,24 @@ def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path,
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(s for _, _, s in shards)}, "weight_map": weight_map}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return sorted(set(weight_map.values())) + ([SAFE_WEIGHTS_INDEX_NAME] if len(shards) > 1 else [])
 
 
-def write_hf_config(hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype) -> None:
-    """config.json as the source has it but for the dtype, and the source's generation_config.json."""
+def write_hf_config(hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype) -> list[str]:
+    """config.json as the source has it but for the dtype, the source's generation_config.json and its code -> the files."""
     raw = Path(source or "") / HF_CONFIG_NAME
     values = json.loads(raw.read_text()) if source and raw.is_file() else dict(hf_config)
     values.pop("torch_dtype", None)
     values["dtype"] = str(dtype).removeprefix("torch.")
     values.pop("_name_or_path", None)
     (folder / HF_CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n")
-    generation = Path(source or "") / HF_GENERATION_CONFIG_NAME
-    if source and generation.is_file():
-        (folder / HF_GENERATION_CONFIG_NAME).write_bytes(generation.read_bytes())
+    written = [HF_CONFIG_NAME]
+    carried = [Path(source) / HF_GENERATION_CONFIG_NAME, *sorted(Path(source).glob("*.py"))] if source else []
+    for path in carried:
+        if path.is_file() and path.parent != folder:
+            (folder / path.name).write_bytes(path.read_bytes())
+            written.append(path.name)
+    return written
 
 
 def parse_size(size: str | int) -> int:

@@ -7,7 +7,6 @@ This is the only file of the package that assigns to another library's attribute
 import contextlib
 import functools
 import os
-import queue
 
 import torch
 import torch.utils._device
@@ -108,35 +107,14 @@ def _multi_tensor_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args
     return l2_norm([tensor for tensors in tensor_lists for tensor in tensors])[None], None
 
 
-def _write_in_process(writer_class):
-    """Stands in for the writer that forks: the same function for each bucket, one after the other, in this process."""
-
-    def write(transforms, use_msc, rank, buckets, results):
-        answers = {}
-        for i, bucket in enumerate(buckets):
-            local, token = queue.Queue(), queue.Queue()
-            token.put(i)
-            writer_class.write_preloaded_data(transforms, i, bucket, local, token, True)
-            answer = local.get()[1]
-            if isinstance(answer, Exception):
-                answers = answer
-                break
-            answers[i] = answer
-        results.put(answers)
-
-    return staticmethod(write)
-
-
 def _table():
     """The rows. Imports megatron, so it is built only when it is applied."""
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import torch.distributed as dist
 
     cuda = torch.cuda
-    results = queue.Queue()
     rng_get, rng_set = (lambda *a, **k: torch.get_rng_state()), (lambda state, *a, **k: torch.set_rng_state(state))
     no_streams = "megatron orders its collectives with CUDA streams and events; a CPU has no second queue"
     one_rng = "megatron keeps its dropout states in the CUDA generator; here the CPU generator takes its place"
@@ -165,10 +143,6 @@ def _table():
     yield clip_grads, "l2_norm_impl", _multi_tensor_l2_norm, "float32 norms of large tensors are 1e-4 off on a CPU"
     yield moe_utils, "te_general_gemm", None, "the name is undefined without Transformer Engine and read all the same"
     yield dist, "all_to_all_single", _all_to_all_single(dist.all_to_all_single), "gloo wants split sizes as lists"
-    writer = filesystem_async.FileSystemWriterAsync
-    in_process = "the checkpoint writer starts processes, which hang or are forbidden inside a gloo rank"
-    yield filesystem_async, "_get_write_results_queue", lambda *a, **k: results, in_process
-    yield writer, "write_preloaded_data_multiproc", _write_in_process(writer), in_process
 
 
 _applied: list[tuple[object, str, object, str]] = []

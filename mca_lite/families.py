@@ -68,6 +68,10 @@ TE_ALIASES = {
     "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": "decoder.layers.{}.pre_mlp_layernorm.weight",
 }
 
+# Patterns of tensors that some checkpoints hold and no model reads. Any other tensor that no row names is refused, since the
+# model may need it; a family that leaves some out on purpose adds them here, and they are carried into every export.
+UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)  # old llama checkpoints: the config gives the frequencies
+
 _DENSE_CONFIG = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",

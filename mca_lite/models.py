@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from . import convert, lora, parallel
+from .dist_checkpoint import DIST_NAME, load_megatron
 from .families import TE_ALIASES, get_family
 from .layers import block_spec
 from .losses import token_losses
@@ -223,7 +224,7 @@ class AutoModel:
 
     @staticmethod
     def from_pretrained(model_name_or_path: str, args, trust_remote_code: bool = False) -> VirtualModels:
-        """The model with the folder's (or hub name's) Hugging Face weights, cut for this rank.
+        """The model with the folder's (or hub name's) Hugging Face weights, or those of a checkpoint, cut for this rank.
 
         Each rank reads only the bytes of its slices. Collectives: those that start the world.
         Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
@@ -231,7 +232,10 @@ class AutoModel:
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
         models = build_chunks(config)
-        convert.fill(models, convert.SafetensorsSource(model_name_or_path))
+        if (Path(model_name_or_path) / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
+            load_megatron(Path(model_name_or_path), models)
+        else:
+            convert.fill(models, convert.SafetensorsSource(model_name_or_path))
         return models
 
     @staticmethod

@@ -4,6 +4,8 @@ import datetime
 import os
 import random
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,10 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_main() -> bool:
     """True on global rank 0: the rank that prints and writes."""
     return rank() == 0
@@ -32,11 +38,14 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def _one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
 def _stay_on_loopback() -> None:
     """A world that fits one machine needs no other interface; gloo would pick whichever the host name resolves to."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if one_machine and loopback:
+    if _one_machine() and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
@@ -59,7 +68,11 @@ def start_process_group(timeout_s: float = 1800) -> None:
         _stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
+        if _one_machine():
+            # after a restart torchrun's store still holds the addresses of ranks that are dead
+            store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
@@ -121,6 +134,48 @@ def set_seed(seed: int, use_mca: bool = True) -> None:
 def barrier() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def gather(value) -> list:
+    """Every rank's `value` (anything that pickles), in order of rank, on every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> Any:
+    """What action() returns on the main rank, on every rank. Collective.
+
+    What it raises there is raised on every rank as `kind`, with the same text: nobody waits for a rank that has stopped.
+    """
+    answer = [None, None]
+    if is_main():
+        try:
+            answer[0] = action()
+        except Exception as error:
+            answer[1] = describe_error(error)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise kind(answer[1])
+    return answer[0]
+
+
+def describe_error(error: BaseException) -> str:
+    """One line about an error: its text, and its type where the text may not say enough."""
+    plain = isinstance(error, (ValueError, OSError)) and str(error)
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def largest(*numbers: int) -> list[int]:
+    """The largest of each number over all ranks, on every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(numbers)
+    vector = torch.tensor(numbers, dtype=torch.int64, device=device())
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+    return vector.tolist()
 
 
 def shutdown() -> None:

@@ -223,8 +223,8 @@ def _gather_saved(model) -> dict[str, torch.Tensor]:
     return dict(convert.iter_hf_tensors(model, rows.keys())) if rows else {}
 
 
-def save_adapter(model, folder: str | os.PathLike) -> None:
-    """Write the adapter as PEFT does. All ranks must call it; global rank 0 writes."""
+def save_adapter(model, folder: str | os.PathLike) -> list[str]:
+    """Write the adapter as PEFT does -> the names of the files on global rank 0, which writes. All ranks must call it."""
     from safetensors.torch import save_file
 
     spec, folder = lora.spec_of(model), Path(folder)
@@ -236,6 +236,7 @@ def save_adapter(model, folder: str | os.PathLike) -> None:
         values = peft_config(spec, target_modules(model))
         (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     parallel.barrier()
+    return [ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME] if parallel.is_main() else []
 
 
 def target_modules(model) -> list[str]:

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import checkpoint, parallel
+from . import checkpoint, parallel, run_folder
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .batches import BatchPlan, Collator, check_batch, count_tokens, make_loader, pad_batch, steps_of_run
 from .callbacks import BestModel, EarlyStopping, TrainerCallback, TrainerControl, TrainerState
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
+from .manifest import CheckpointError
 from .models import VirtualModels
 from .optim import get_megatron_lr_scheduler
 from .packing import get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
 from .report import Report, Throughput, peak_flops, peak_memory_gib
+from .signals import Interrupted, StopSignals
 from .summary import run_summary, step_flops
 
 
@@ -75,6 +77,7 @@ class McaTrainer:
         self.shuffle, self.extra_summary = shuffle, summary or {}
         self.optimizer = self.lr_scheduler = None
         self.state, self.control = TrainerState(), TrainerControl()
+        self._writer = checkpoint.CheckpointWriter(self)
         self.report = Report(
             is_main=parallel.is_main(),
             output_dir=args.output_dir,
@@ -97,8 +100,13 @@ class McaTrainer:
         """Train to max_steps or num_train_epochs -> (global_step, mean loss per trained token, metrics).
 
         resume_from_checkpoint: a path, True or "auto" (the newest complete one in output_dir, if any), None: args'.
-        Every rank must call it, with as many samples in train_dataset.
+        Every rank must call it, with as many samples in train_dataset. After SIGTERM or SIGUSR1 to any rank, all finish
+        the step, save, and raise Interrupted, a SystemExit with the code signals.EXIT_CODE.
         """
+        with StopSignals() as signals:
+            return self._train(resume_from_checkpoint, signals)
+
+    def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
         state, throughput, started = self.state, self._throughput(), time.perf_counter()
         epoch, step = divmod(state.global_step, plan.steps_per_epoch)
@@ -121,6 +129,7 @@ class McaTrainer:
                 extra["num_zeros_in_grad"] = num_zeros
             window = self._after_step(window, throughput, extra, end_of_epoch=step == plan.steps_per_epoch)
             epoch, step = (epoch + 1, 0) if step == plan.steps_per_epoch else (epoch, step)
+            self._answer(signals)
         return self._finish(whole_run, time.perf_counter() - started)
 
     def training_step(self, models, data_iterator, seq_length: int):
@@ -327,13 +336,18 @@ class McaTrainer:
         for callback in self.callbacks:
             getattr(callback, event)(self.args, self.state, self.control, trainer=self, **kwargs)
 
-    def _finish(self, whole_run: torch.Tensor, seconds: float) -> TrainOutput:
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            checkpoint.load_model(self.state.best_model_checkpoint, self.backend)
-            self.report.print(f"loaded the best checkpoint {self.state.best_model_checkpoint}")
+    def _store_state(self) -> None:
         if parallel.is_main():
             os.makedirs(self.args.output_dir, exist_ok=True)
             self.state.save(os.path.join(self.args.output_dir, TRAINER_STATE_NAME))
+
+    def _finish(self, whole_run: torch.Tensor, seconds: float) -> TrainOutput:
+        if self._writer.is_busy:
+            self._finish_checkpoint()
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            checkpoint.load_model(self.state.best_model_checkpoint, self.backend)
+            self.report.print(f"loaded the best checkpoint {self.state.best_model_checkpoint}")
+        self._store_state()
         self._notify("on_train_end")
         loss = self._means(whole_run)["loss"]
         return TrainOutput(self.state.global_step, loss, {"train_loss": loss, "train_runtime": seconds})
@@ -381,13 +395,38 @@ class McaTrainer:
     # -- files
 
     def _save_checkpoint(self) -> None:
-        folder = checkpoint.save(self)
-        self._notify("on_save", path=str(folder))
-        checkpoint.write_state_and_prune(self, folder)
+        """Save this step; with async_save it gets its name after a later step, or at the end."""
+        if self._writer.is_busy:
+            self._finish_checkpoint()
+        self._writer.begin()
+        if not self.args.async_save:
+            self._finish_checkpoint()
+
+    def _answer(self, signals: StopSignals) -> None:
+        """What ranks have to agree on between two steps: whether to stop, and whether a checkpoint is written by now."""
+        signal, still_writes = parallel.largest(signals.received, self._writer.still_writes)
+        if self._writer.is_busy and (signal or not still_writes):
+            self._finish_checkpoint()
+        if not signal:
+            return
+        if self._writer.written_step != self.state.global_step:
+            self._save_checkpoint()
+            if self._writer.is_busy:
+                self._finish_checkpoint()
+        self._store_state()
+        stop = Interrupted(signal, self.state.global_step)
+        self.report.print(f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on from here")
+        raise stop
+
+    def _finish_checkpoint(self) -> None:
+        folder, step = self._writer.finish()
+        self._notify("on_save", path=str(folder), step=step)
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        parallel.on_main(lambda: run_folder.prune(folder, best, limit), CheckpointError)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Continue where a checkpoint stopped: weights, optimizer, schedule, random states, position in the data."""
-        folder = checkpoint.find(self.args, resume_from_checkpoint, self.report.print)
+        folder = checkpoint.find(self, resume_from_checkpoint)
         if folder is not None:
             checkpoint.load(folder, self)
 

@@ -5,7 +5,17 @@ import json
 from tests import tiny
 
 
-def train(model_path, output_dir, backend="megatron", export=False, steps=None, count=22, adapt=None, **changes) -> list:
+def train(
+    model_path,
+    output_dir,
+    backend="megatron",
+    export=False,
+    steps=None,
+    count=22,
+    adapt=None,
+    callbacks=None,
+    **changes,
+) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
 
     adapt: what is done to the model before the trainer gets it.
@@ -35,7 +45,8 @@ def train(model_path, output_dir, backend="megatron", export=False, steps=None, 
     args = TrainingArguments(**{**keys, **changes})
     model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
     model = adapt(model) if adapt is not None else model
-    trainer = McaTrainer(model=model, args=args, train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
+    data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
+    trainer = McaTrainer(model=model, args=args, callbacks=callbacks, **data)
     trainer.train()
     if export:
         trainer.save_model()
