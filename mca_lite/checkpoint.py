@@ -192,7 +192,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
             f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights"
         )
     now = _training_record(trainer)
-    for key in ("num_samples", "global_batch_size", "data_seed"):
+    for key in ("num_samples", "global_batch_size", "data_seed", "shuffle", "dataset"):
         if record[key] != now[key]:
             raise CheckpointError(
                 f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
@@ -260,6 +260,8 @@ def _training_record(trainer) -> dict:
         "num_samples": plan.num_samples,
         "global_batch_size": plan.global_batch_size,
         "data_seed": plan.seed,
+        "shuffle": plan.shuffle,
+        "dataset": getattr(trainer.train_dataset, "fingerprint", None),  # other people's datasets have none
         "layout": layout,
     }
 

@@ -121,7 +121,6 @@ def train(run: RunArguments, prepared: Prepared):
     args = run.training
     parallel.initialize(args, run.backend.use_mca)
     if parallel.is_main():
-        run.save(Path(args.output_dir) / RUN_CONFIG_NAME)
         print("\n".join(prepared.data.report), flush=True)
     model = build_model(run, prepared)
     trainer = McaTrainer(
@@ -132,6 +131,7 @@ def train(run: RunArguments, prepared: Prepared):
         eval_dataset=prepared.data.eval,
         shuffle=not run.data.disable_shuffling,
         summary={"data": data_summary(run, prepared, model)},
+        callbacks=[_save_config_at_start(run)],
     )
     result = trainer.train()
     if args.save_hf_model:
@@ -144,6 +144,19 @@ def train(run: RunArguments, prepared: Prepared):
     )
     parallel.shutdown()
     return trainer
+
+
+def _save_config_at_start(run: RunArguments):
+    """A callback that writes config.yaml once the run is accepted: a refused one must leave an earlier run's alone."""
+    from . import parallel
+    from .callbacks import TrainerCallback
+
+    class SaveConfig(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            if parallel.is_main():
+                run.save(Path(args.output_dir) / RUN_CONFIG_NAME)
+
+    return SaveConfig()
 
 
 def build_model(run: RunArguments, prepared: Prepared):

@@ -4,6 +4,7 @@ Samples are shifted already: labels[t] is the token that position t has to predi
 to other ranks: every rank calls the same and gets the same.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +45,13 @@ class TokenDataset(Dataset):
     @property
     def lengths(self) -> np.ndarray:
         return self._gather(lambda shard: shard.spans[:, 1] - shard.spans[:, 0] - 1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the samples and their order: a run that goes on must have the same."""
+        digest = hashlib.sha256("\n".join(shard.folder.name for shard in self.shards).encode())
+        digest.update(self.index.tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +124,7 @@ class PackedDataset(Dataset):
         squares = dataset.lengths.astype(np.float64) ** 2
         self.costs = np.array([squares[pack].sum() for pack in self.packs])
         self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
+        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
 
     def __len__(self) -> int:

@@ -377,7 +377,9 @@ class McaTrainer:
         """Forward passes over a loader of get_train_dataloader's kind -> metrics and the number of samples."""
         plan, batches = getattr(dataloader.batch_sampler, "plan", None), iter(dataloader)
         if plan is None:
-            raise ValueError("evaluation_loop takes a loader of batches.make_loader; for a dataset call evaluate(dataset)")
+            raise ValueError(
+                "evaluation_loop takes a loader of batches.make_loader; for a dataset call evaluate(dataset)"
+            )
         weight, self._micro_batch_weight = self._micro_batch_weight, 1.0
         self.backend.train_mode(False)
         totals = self._zeros()
@@ -415,7 +417,9 @@ class McaTrainer:
                 self._finish_checkpoint()
         self._store_state()
         stop = Interrupted(signal, self.state.global_step)
-        self.report.print(f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on from here")
+        self.report.print(
+            f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on from here"
+        )
         raise stop
 
     def _finish_checkpoint(self) -> None:

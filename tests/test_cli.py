@@ -114,3 +114,17 @@ def test_a_world_size_without_a_rank_is_refused(tmp_path, monkeypatch):
     command = [sys.executable, "train.py", *f"configs/sft.yaml {SHORT} output_dir={tmp_path}".split()]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode and "RANK is not set" in result.stderr
+
+
+def test_a_run_goes_on_only_with_its_own_data_and_a_refused_one_leaves_its_config(tmp_path):
+    out = tmp_path / "run"
+    words = f"configs/sft.yaml {SHORT} use_mca=false save_strategy=steps save_steps=2 output_dir={out}"
+    words += " overwrite_output_dir=false"
+    run(f"{words} max_samples=200", tmp_path)
+    before = (out / "config.yaml").read_text()
+    refused = run(f"{words} max_samples=200 learning_rate=1", tmp_path, code=2)
+    assert "overwrite_output_dir" in refused.stderr and (out / "config.yaml").read_text() == before
+    other = "dataset=configs/tiny/heldout.jsonl max_samples=200 resume_from_checkpoint=auto max_steps=5"
+    assert "saved with dataset" in run(f"{words} {other}", tmp_path, code=2).stderr
+    run(f"{words} max_samples=200 resume_from_checkpoint=auto max_steps=5", tmp_path)
+    assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4, 5]
