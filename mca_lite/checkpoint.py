@@ -351,5 +351,5 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     states = load_file(folder / "optimizer.safetensors")
     for name, parameter in model.named_parameters():
         keys = [k for k in (*_OPTIMIZER_KEYS, "step") if f"{k}.{name}" in states]
-        device = {k: "cpu" if k == "step" else parameter.device for k in keys}
-        optimizer.state[parameter] = {k: states[f"{k}.{name}"].to(device[k]) for k in keys}
+        # the counter too: the fused AdamW keeps it beside the parameter
+        optimizer.state[parameter] = {k: states[f"{k}.{name}"].to(parameter.device) for k in keys}

@@ -333,7 +333,8 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
             mine = {k: v.reshape(-1)[part].view(main.shape).to(main.device) for k, v in states[id(parameter)].items()}
             if "master" in mine:
                 main.copy_(mine.pop("master"))
-            step = {"step": torch.tensor(float(steps))} if "exp_avg" in mine else {}
+            # the fused AdamW keeps its counter beside the parameter
+            step = {"step": torch.tensor(float(steps), device=main.device)} if "exp_avg" in mine else {}
             # a piece is copied, so that the whole can go
             mine = {k: v if main.numel() == parameter.numel() else v.clone() for k, v in mine.items()}
             inner.state[main] = {**step, **mine}

@@ -157,8 +157,9 @@ class CoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         # dropout differs between tensor-parallel ranks, since each holds other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            # the varlen kernel knows neither float32 nor dropout
-            if packed_seq_params is not None and query.is_cuda and query.dtype != torch.float32 and not dropout:
+            # the varlen kernel knows neither float32 nor dropout, and heads in multiples of 8 alone
+            suits = query.is_cuda and query.dtype != torch.float32 and not dropout and query.shape[-1] % 8 == 0
+            if packed_seq_params is not None and suits:
                 return self._varlen(query, key, value, layout)
             return self._segments(query, key, value, layout, attention_mask, dropout)
 
