@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 import torch
@@ -20,12 +20,11 @@ from megatron.core import parallel_state as mpu
 
 from . import parallel
 from .constants import (
-    HF_CONFIG_NAME,
-    HF_GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
 )
 from .families import TE_ALIASES, UNUSED_TENSORS, Row, get_family
+from .hf_files import name_shards, parse_size, write_hf_config, write_safetensors, write_shards
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
 
@@ -295,37 +294,67 @@ def iter_hf_tensors(
     if mpu.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     config, main = models.config, parallel.is_main()
-    mine = {}
-    for chunk in models:
-        for name, layer, parameter in chunk.global_parameter_names():
-            mine[TE_ALIASES.get(name, name), layer] = parameter
-    group, tp_group = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
-    owners = _owners(mine, group)
-    for row, layer in in_layer_order(config):
-        if row.mca == "output_layer.weight" and config.tie_embeddings_and_output_weights:
-            continue
+    mine, group = _own_parameters(models), mpu.get_pipeline_model_parallel_group()
+    owners, tp_group = _owners(mine, group), mpu.get_tensor_model_parallel_group()
+    for row, layer in _exported(config):
         if only is not None and (row.mca, layer) not in only:
             continue
         owner, shape = owners[row.mca, layer]
         full = None
         if owner == group.rank():
-            part = mine[row.mca, layer].detach()
-            if tp_group.size() > 1:
-                parts = [torch.empty_like(part) for _ in range(tp_group.size())]
-                dist.all_gather(parts, part.contiguous(), group=tp_group)
-                full = _join(row, parts)
-            else:
-                full = part
+            full = _whole(row, mine[row.mca, layer], tp_group)
             if owner != 0 and tp_group.rank() == 0:
                 dist.send(full.contiguous(), 0)
         if main:
             if owner != 0:
-                whole = list(shape)
-                if row.kind != "copy":
-                    whole[1 if row.kind == "row" else 0] *= tp_group.size()
-                full = torch.empty(whole, dtype=config.params_dtype, device=parallel.device())
+                full = torch.empty(
+                    _whole_shape(row, shape, tp_group), dtype=config.params_dtype, device=parallel.device()
+                )
                 dist.recv(full, dist.get_global_rank(group, owner))
             yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, config))
+
+
+def _iter_own_hf_tensors(models, owners: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same for the part of the model that this rank's writer takes: of its pipeline stage's tensors, in layer order, a
+    run for each data-parallel rank. The first rank of each tensor-parallel group gets them; the others must iterate."""
+    mine, stage = _own_parameters(models), mpu.get_pipeline_model_parallel_rank()
+    items = [(row, layer) for row, layer in _exported(models.config) if owners[row.mca, layer][0] == stage]
+    rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+    size = mpu.get_data_parallel_world_size(with_context_parallel=True)
+    tp_group = mpu.get_tensor_model_parallel_group()
+    for row, layer in items[rank * len(items) // size : (rank + 1) * len(items) // size]:
+        full = _whole(row, mine[row.mca, layer], tp_group)
+        if tp_group.rank() == 0:
+            yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, models.config))
+
+
+def _own_parameters(models) -> dict:
+    """{(megatron name with {}, layer): parameter} of this rank."""
+    named = (item for chunk in models for item in chunk.global_parameter_names())
+    return {(TE_ALIASES.get(name, name), layer): parameter for name, layer, parameter in named}
+
+
+def _exported(config) -> Iterator[tuple[Row, int | None]]:
+    """What an export holds, in layer order: everything but a tied head."""
+    tied = config.tie_embeddings_and_output_weights
+    return (item for item in in_layer_order(config) if not (tied and item[0].mca == "output_layer.weight"))
+
+
+def _whole(row: Row, parameter: torch.nn.Parameter, tp_group) -> torch.Tensor:
+    """The whole megatron tensor of a parameter that tensor parallelism may cut. Collective over its group."""
+    part = parameter.detach()
+    if tp_group.size() == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(tp_group.size())]
+    dist.all_gather(parts, part.contiguous(), group=tp_group)
+    return _join(row, parts)
+
+
+def _whole_shape(row: Row, shape: tuple[int, ...], tp_group) -> list[int]:
+    whole = list(shape)
+    if row.kind != "copy":
+        whole[1 if row.kind == "row" else 0] *= tp_group.size()
+    return whole
 
 
 def _owners(mine: dict, group) -> dict:
@@ -355,26 +384,61 @@ def export_hf(
     max_shard_size: str | int = "5GB",
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> list[str]:
-    """Write config.json and the safetensors of the whole model -> the names of the files, on global rank 0, which writes.
+    """Write config.json and the safetensors of the whole model -> the names of the files, on global rank 0.
 
-    All ranks must call it. change: what becomes of each tensor, by its name. Tensors of the source that no model reads, and
-    code beside its config.json, are carried over. Host memory on rank 0: one shard. Collectives: see iter_hf_tensors.
+    All ranks must call it. Where there is more than one file's worth, every pipeline stage and data-parallel rank writes its
+    share; else global rank 0 writes. change: what becomes of each tensor, by its name; then rank 0 writes alone. Tensors of the
+    source that no model reads, and code beside its config.json, are carried over. Host memory of a writer: one shard.
     """
-    written = []
-    folder = Path(save_directory)
-    tensors = iter_hf_tensors(models)
-    if change is not None:
-        tensors = ((name, change(name, tensor)) for name, tensor in tensors)
-    if parallel.is_main():
-        config = models.config
-        tensors = itertools.chain(tensors, carried_tensors(config.name_or_path))
-        written = write_safetensors(tensors, folder, max_shard_size)
-        written += write_hf_config(config.hf_config, config.name_or_path, folder, config.params_dtype)
+    written, folder, config = [], Path(save_directory), models.config
+    owners = _owners(_own_parameters(models), mpu.get_pipeline_model_parallel_group())
+    if change is None and _has_many_writers(config, owners, max_shard_size):
+        written = _export_by_all(models, owners, folder, max_shard_size)
     else:
-        for _ in tensors:
-            pass
+        tensors = iter_hf_tensors(models)
+        if change is not None:
+            tensors = ((name, change(name, tensor)) for name, tensor in tensors)
+        if parallel.is_main():
+            written = write_safetensors(
+                itertools.chain(tensors, carried_tensors(config.name_or_path)), folder, max_shard_size
+            )
+        else:
+            for _ in tensors:
+                pass
+    if parallel.is_main():
+        written += write_hf_config(config.hf_config, config.name_or_path, folder, config.params_dtype)
     parallel.barrier()
     return written
+
+
+def _has_many_writers(config, owners: dict, max_shard_size) -> bool:
+    """Whether several ranks can write: there are several that hold different parts, and more than one file's worth."""
+    tp_group = mpu.get_tensor_model_parallel_group()
+    numels = (math.prod(_whole_shape(row, owners[row.mca, layer][1], tp_group)) for row, layer in _exported(config))
+    total = sum(numels) * config.params_dtype.itemsize
+    return parallel.world_size() > tp_group.size() and total > parse_size(max_shard_size)
+
+
+def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[str]:
+    """Each writer puts its part into shards of its own; the main rank names them all -> the files. Collective.
+
+    The folder is on a file system that all ranks share. OSError, on every rank, where one could not write.
+    """
+    parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
+    tensors, shards, error = _iter_own_hf_tensors(models, owners), [], None
+    if parallel.is_main():
+        tensors = itertools.chain(tensors, carried_tensors(models.config.name_or_path))
+    try:
+        shards = write_shards(tensors, folder, max_shard_size, tag=str(parallel.rank()))
+    except Exception as failure:  # safetensors has its own
+        error = parallel.describe_error(failure)
+        for _ in tensors:  # the ranks of this tensor-parallel group still gather
+            pass
+    answers = parallel.gather((shards, error))
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+    if failed:
+        raise OSError(f"{folder} could not be written: {'; '.join(failed)}")
+    return parallel.on_main(lambda: name_shards(folder, [shard for theirs, _ in answers for shard in theirs]), OSError)
 
 
 def is_unused(name: str) -> bool:
@@ -389,70 +453,3 @@ def carried_tensors(source: str | None) -> Iterator[tuple[str, torch.Tensor]]:
         return
     tensors = SafetensorsSource(str(folder))
     yield from ((name, tensors.read(name)) for name in sorted(tensors.names()) if is_unused(name))
-
-
-def write_safetensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int
-) -> list[str]:
-    """Write named tensors under Hugging Face's file names, and the index where there is more than one file -> the files.
-
-    A shard is written as soon as the next tensor would not fit. Files get their names at the end, when their number is
-    known, and stale weight files of an earlier export go.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    limit, shards, shard, size = parse_size(max_shard_size), [], {}, 0
-
-    def flush():
-        path = folder / f".shard-{len(shards)}.safetensors.tmp"
-        save_file(shard, path, metadata={"format": "pt"})
-        shards.append((path, list(shard), size))
-
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            flush()
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    flush()
-    stale = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]
-    for path in [*folder.glob("model-*-of-*.safetensors"), *stale]:
-        path.unlink(missing_ok=True)
-    weight_map = {}
-    for i, (path, names, _) in enumerate(shards):
-        final = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(path, folder / final)
-        weight_map.update(dict.fromkeys(names, final))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(s for _, _, s in shards)}, "weight_map": weight_map}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return sorted(set(weight_map.values())) + ([SAFE_WEIGHTS_INDEX_NAME] if len(shards) > 1 else [])
-
-
-def write_hf_config(hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype) -> list[str]:
-    """config.json as the source has it but for the dtype, the source's generation_config.json and its code -> the files."""
-    raw = Path(source or "") / HF_CONFIG_NAME
-    values = json.loads(raw.read_text()) if source and raw.is_file() else dict(hf_config)
-    values.pop("torch_dtype", None)
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    values.pop("_name_or_path", None)
-    (folder / HF_CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n")
-    written = [HF_CONFIG_NAME]
-    carried = [Path(source) / HF_GENERATION_CONFIG_NAME, *sorted(Path(source).glob("*.py"))] if source else []
-    for path in carried:
-        if path.is_file() and path.parent != folder:
-            (folder / path.name).write_bytes(path.read_bytes())
-            written.append(path.name)
-    return written
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"max_shard_size: {size!r} is not a size, expected something like 5GB or 500MB")
-    number, prefix, binary = match.groups()
-    return math.ceil(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))

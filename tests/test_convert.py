@@ -490,3 +490,40 @@ def test_model_with_fewer_query_groups_than_ranks_keeps_its_logits_and_bytes(sou
         wanted = load_hf(sources["qwen2"])(torch.tensor(TOKENS)).logits
     for got in logits:
         torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-5, atol=1e-5)
+
+
+def export_and_tell(path: str, out: str, size: str, **keys) -> list[str]:
+    """The shard files that this rank wrote while it exported."""
+    import mca_lite.convert as convert
+    from mca_lite import AutoModel, TrainingArguments
+
+    written, original = [], convert.write_shards
+
+    def spy(*args, **kwargs):
+        shards = original(*args, **kwargs)
+        written.extend(name for name, _, _ in shards)
+        return shards
+
+    convert.write_shards = spy
+    model = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
+    model.save_pretrained(out, size)
+    return written
+
+
+@pytest.mark.parametrize(
+    "ranks, keys", [(2, {}), (2, dict(pipeline_model_parallel_size=2)), (4, dict(tensor_model_parallel_size=2))]
+)
+def test_a_large_export_is_written_by_several_ranks(tmp_path, ranks, keys):
+    from safetensors.torch import load_file
+
+    path = tiny.save_model(tmp_path / "model", "llama")
+    written = world.run(export_and_tell, ranks, path, str(tmp_path / "out"), "20KB", **keys)
+    tp = keys.get("tensor_model_parallel_size", 1)
+    assert all(bool(names) == (rank % tp == 0) for rank, names in enumerate(written)), written
+    ours = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
+    theirs = load_file(tmp_path / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    assert not list((tmp_path / "out").glob(".shard*"))
+    # what fits one file is one file, written by the main rank
+    world.run(export_and_tell, ranks, path, str(tmp_path / "small"), "5GB", **keys)
+    assert [f.name for f in (tmp_path / "small").glob("*.safetensors")] == ["model.safetensors"]
