@@ -17,7 +17,7 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench chaos clean
+.PHONY: gpu help install train test lint bench chaos clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -46,6 +46,9 @@ bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/bench.py
 
 chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kills 200 --seed 1"
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there
+	$(BIN)/python -m tests.gpu
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
 	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache

@@ -25,8 +25,9 @@ import torch
 
 from . import manifest, parallel, run_folder
 from .callbacks import TrainerState
-from .constants import TRAINER_STATE_NAME
+from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
 from .manifest import CheckpointError
+from .model_config import McaModelConfig, load_decision
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -197,12 +198,10 @@ def load(folder: str | os.PathLike, trainer) -> None:
             raise CheckpointError(
                 f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
             )
-    trainer.report.print(
-        "loading directly: the layout is the same"
-        if record["layout"] == now["layout"]
-        else f"resharding: saved with (tp, pp, vpp, cp, ranks) {record['layout']}, loaded with {now['layout']}"
-    )
     trainer.backend.load_state(folder)
+    if (folder / MCA_CONFIG_NAME).is_file():
+        saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
+        trainer.report.print(f"weights and optimizer state {load_decision(saved, trainer.model.config)}")
     max_steps, epochs = trainer.state.max_steps, trainer.state.num_train_epochs
     trainer.state = TrainerState.load(folder / TRAINER_STATE_NAME)
     trainer.state.max_steps, trainer.state.num_train_epochs = max_steps, epochs

@@ -230,6 +230,15 @@ class AutoConfig:
         return from_hf_config(load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path)
 
 
+def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
+    """How weights saved under one config are loaded under another: directly, or resharded; said in the log."""
+    if saved.distribute_config_match(now):
+        return "loaded directly: the layout is the same"
+    names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
+    degrees = [[getattr(c, f"{n}_model_parallel_size") or 1 for n in names] for c in (saved, now)]
+    return f"resharded from (tp, pp, vpp, ep) {tuple(degrees[0])} to {tuple(degrees[1])}"
+
+
 def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
     """transformers' config object of a folder or hub name. ValueError where there is none."""
     import transformers

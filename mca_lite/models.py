@@ -16,11 +16,12 @@ from megatron.core.tensor_parallel import (
 )
 
 from . import convert, lora, parallel
+from .constants import MCA_CONFIG_NAME
 from .dist_checkpoint import DIST_NAME, load_megatron
 from .families import TE_ALIASES, get_family
 from .layers import block_spec
 from .losses import token_losses
-from .model_config import AutoConfig, McaModelConfig, load_hf_config, rope_frequencies
+from .model_config import AutoConfig, McaModelConfig, load_decision, load_hf_config, rope_frequencies
 
 
 class _OutputLayer(ColumnParallelLinear):
@@ -120,6 +121,7 @@ class VirtualModels:
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         self.config = config
         self.models = models
+        self.weights_from = ""  # how they were loaded, for the start summary
         self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
 
     def __len__(self):
@@ -232,10 +234,14 @@ class AutoModel:
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
         models = build_chunks(config)
-        if (Path(model_name_or_path) / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
-            load_megatron(Path(model_name_or_path), models)
+        folder = Path(model_name_or_path)
+        if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
+            saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
+            load_megatron(folder, models)
+            models.weights_from = load_decision(saved, config)
         else:
             convert.fill(models, convert.SafetensorsSource(model_name_or_path))
+            models.weights_from = "converted from Hugging Face safetensors"
         return models
 
     @staticmethod
@@ -245,6 +251,7 @@ class AutoModel:
             parallel.initialize(args)
         models = build_chunks(config)
         convert.fill(models, convert.InitSource(config.hf_config, seed))
+        models.weights_from = f"drawn from seed {seed}"
         return models
 
 

@@ -22,6 +22,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
             "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
+            "weights": getattr(trainer.model, "weights_from", None) or "as given",
             "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         },
         "layout": {

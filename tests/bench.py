@@ -170,7 +170,21 @@ def layouts() -> None:
             print(f"  {name:20} {rate:10,.0f} tokens/s {rate / base:6.2f}")
 
 
-ALL = {"loss": loss, "packing": packing, "layouts": layouts}
+def lora() -> None:
+    """Gradient and optimizer memory of full fine-tuning against LoRA."""
+    from tests import bench_lora
+
+    bench_lora.main()
+
+
+def checkpoints() -> None:
+    """Saving and loading checkpoints against a plain write and read of the same bytes."""
+    from tests import bench_checkpoint
+
+    bench_checkpoint.main()
+
+
+ALL = {"loss": loss, "packing": packing, "layouts": layouts, "lora": lora, "checkpoints": checkpoints}
 
 
 def main() -> None:

@@ -123,3 +123,17 @@ def test_a_checkpoint_holds_what_design_promises(model_path, tmp_path):
         states = torch.load(folder / f"rng-{rank}.pt", weights_only=True)
         assert {"torch", "tracker", "python", "numpy"} <= states.keys()
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def decision(path: str, **keys) -> str:
+    from mca_lite import AutoModel, TrainingArguments
+
+    return AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys)).weights_from
+
+
+def test_the_decision_how_weights_are_loaded_is_said(model_path, tmp_path):
+    world.run(train, 2, model_path, str(tmp_path), steps=2, **SAVE, **TP2)
+    saved = str(tmp_path / "checkpoint-2")
+    assert world.run(decision, 2, saved, **TP2) == ["loaded directly: the layout is the same"] * 2
+    assert world.run(decision, 1, saved) == ["resharded from (tp, pp, vpp, ep) (2, 1, 1, 1) to (1, 1, 1, 1)"]
+    assert world.run(decision, 1, model_path) == ["converted from Hugging Face safetensors"]

@@ -1,0 +1,77 @@
+"""The parity cells that fit one GPU: `make gpu` on a machine with CUDA. Prints differences from the torch backend there.
+
+float32 agrees to rounding; bf16 and fp16 agree to theirs. The worst float32 difference decides the exit code.
+"""
+
+import contextlib
+import io
+import shutil
+import sys
+import tempfile
+
+import torch
+
+from tests import tiny
+from tests.training import train
+
+PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
+OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+CASES = {
+    "megatron": {},
+    "packed": PACKED,
+    "overlap": OVERLAP,
+    "recomputed": dict(recompute_granularity="full"),
+    "offloaded": dict(optimizer_cpu_offload=True),
+    "torch, packed": dict(backend="torch", **PACKED),
+}
+HALF = {"megatron": {}, "packed": PACKED, "packed, recomputed": dict(recompute_granularity="full", **PACKED)}
+TOLERANCE = 1e-5
+
+
+def quiet(*args, **kwargs) -> list:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return train(*args, **kwargs)
+
+
+def worst(got: list, wanted: list) -> tuple[float, float]:
+    """Largest differences of loss, and of gradient norm relative to it."""
+    losses = max(abs(a[0] - b[0]) for a, b in zip(got, wanted, strict=True))
+    return losses, max(abs(a[1] - b[1]) / max(b[1], 1e-9) for a, b in zip(got, wanted, strict=True))
+
+
+def resumed(path: str, folder: str, **keys) -> tuple[float, float]:
+    """A run of five steps against one that died after the second."""
+    saves = dict(save_strategy="steps", save_steps=2, num_train_epochs=5, steps=5)
+    whole = quiet(path, f"{folder}/whole", steps=5, **keys)
+    quiet(path, f"{folder}/parts", **saves, **keys)
+    for step in (4, 5):
+        shutil.rmtree(f"{folder}/parts/checkpoint-{step}", ignore_errors=True)
+    return worst(quiet(path, f"{folder}/parts", resume_from_checkpoint="auto", **saves, **keys), whole)
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA here: the CPU's tests are `make test`")
+        return 2
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    limits = []
+    with tempfile.TemporaryDirectory() as folder:
+        for family in tiny.FAMILY_KEYS:
+            path = tiny.save_model(f"{folder}/{family}", family)
+            for dtype, cases in (("float32", CASES), ("bf16", HALF)):
+                precision = dict(bf16=dtype == "bf16")
+                wanted = quiet(path, f"{folder}/{family}-{dtype}", backend="torch", **precision)
+                for name, keys in cases.items():
+                    loss, norm = worst(quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted)
+                    print(f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+                    limits += [loss, norm] if dtype == "float32" else []
+        for name, keys in (("float32", {}), ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP))):
+            loss, norm = resumed(path, f"{folder}/{name}", **keys)
+            print(f"resumed, {name}: d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+            limits += [loss, norm]
+    print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}")
+    return int(max(limits) > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
