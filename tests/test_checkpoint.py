@@ -23,6 +23,7 @@ LAYOUTS = {
     "dp2_dist_opt": (2, DIST_OPT),
     "tp2_sp": (2, {**TP2, **SP}),
     "pp2_vpp2_dist_opt": (2, {**PP2, **VPP2, **DIST_OPT}),
+    "cp2_packed": (2, dict(context_parallel_size=2, sequence_packing=True, per_device_train_batch_size=2)),
 }
 WHOLE = 5  # steps: an epoch has 3, so the run goes through a partial window and a new permutation
 
