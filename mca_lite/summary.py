@@ -38,8 +38,8 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "from step": state.global_step,
         },
     }
-    for notes in (args.notes,) if args.notes else ():
-        sections["chosen"] = {str(i + 1): note for i, note in enumerate(notes)}
+    if args.notes:
+        sections["chosen"] = {str(i + 1): note for i, note in enumerate(args.notes)}
     return {**sections, **trainer.extra_summary}
 
 

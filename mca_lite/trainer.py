@@ -170,7 +170,7 @@ class McaTrainer:
         return self.backend.model_inputs(batch)
 
     def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, position_ids and packed_seq_params.
+        """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, cu_seqlens and packed_seq_params.
 
         attention_mask numbers the documents of each row (1, 2, ...; 0 is padding, which is dropped); without numbers each
         row is a document. A batch that is packed already is taken as it is.

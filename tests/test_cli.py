@@ -128,3 +128,47 @@ def test_a_run_goes_on_only_with_its_own_data_and_a_refused_one_leaves_its_confi
     assert "saved with dataset" in run(f"{words} {other}", tmp_path, code=2).stderr
     run(f"{words} max_samples=200 resume_from_checkpoint=auto max_steps=5", tmp_path)
     assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4, 5]
+
+
+LLAMA_FACTORY = """
+model_name_or_path: configs/tiny/model
+do_train: true
+stage: sft
+finetuning_type: full
+dataset: dates
+dataset_dir: {folder}
+preprocessing_num_workers: 2
+cutoff_len: 128
+template: qwen3_nothink
+overwrite_output_dir: true
+plot_loss: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 4
+num_train_epochs: 2
+learning_rate: 3e-6
+logging_steps: 1
+save_steps: 100
+lr_scheduler_type: constant
+bf16: true
+tensor_model_parallel_size: 1
+sequence_parallel: false
+pipeline_model_parallel_size: 2
+bias_activation_fusion: true
+apply_rope_fusion: true
+use_distributed_optimizer: true
+overlap_param_gather: true
+overlap_grad_reduce: true
+recompute_granularity: full
+"""
+
+
+def test_a_llama_factory_mca_file_runs_after_its_paths_are_changed(tmp_path):
+    info = {"dates": {"file_name": str(ROOT / "configs/tiny/sft.jsonl"), "formatting": "sharegpt"}}
+    info["dates"]["columns"] = {"messages": "messages"}
+    info["dates"]["tags"] = dict(role_tag="role", content_tag="content", user_tag="user", assistant_tag="assistant")
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "mca.yaml").write_text(LLAMA_FACTORY.format(folder=tmp_path))
+    words = f"{tmp_path / 'mca.yaml'} train_from_scratch=true max_samples=40 max_steps=2 output_dir={tmp_path / 'out'}"
+    result = run(words, tmp_path, nproc=2)
+    assert len(read_log(tmp_path / "out")) == 2
+    assert "template" in result.stdout and "do_train" in result.stdout, "keys without meaning are named"

@@ -20,7 +20,6 @@ ORDER = """
 """.split()
 # The products of other people, and ours only in tests
 FOREIGN = {"accelerate", "peft", "datasets", "trl", "deepspeed", "llamafactory"}
-LIBRARIES = {"torch", "megatron", "transformers", "safetensors", "numpy", "np", "dist", "F"}
 
 
 def modules() -> dict[str, ast.Module]:
