@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from .constants import IGNORE_INDEX
 from .encoding import Encoder, PairEncoder
 from .packing import best_fit
+from .pairs import PackedPairs
 from .records import Source, resolve
 from .token_cache import TokenShard, default_cache_dir, load_shard
 
@@ -163,8 +164,8 @@ class PackedDataset(Dataset):
 class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
-    train: TokenDataset | PackedDataset | None
-    eval: TokenDataset | PackedDataset | None
+    train: TokenDataset | PackedDataset | PackedPairs | None
+    eval: TokenDataset | PackedDataset | PackedPairs | None
     report: list[str] = field(default_factory=list)
 
 
@@ -283,13 +284,15 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         if dataset is not None:
             loader.report.append(f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch")
     if data_args_pack(data_args, stage):
-        if stage == "dpo":
-            raise ValueError("packing: true: pairs are padded, not packed: leave packing and neat_packing out")
-        train, evaluation = (d and PackedDataset(d, data_args.cutoff_len) for d in (train, evaluation))
+        # each side of a pair may have cutoff_len tokens, and both go into one row
+        packer, capacity = (
+            (PackedPairs, 2 * data_args.cutoff_len) if stage == "dpo" else (PackedDataset, data_args.cutoff_len)
+        )
+        train, evaluation = (d and packer(d, capacity) for d in (train, evaluation))
         for name, dataset in (("train", train), ("eval", evaluation)):
             if dataset is not None:
                 loader.report.append(
-                    f"{name}: packed into {len(dataset):,} rows of at most {data_args.cutoff_len:,} tokens, "
+                    f"{name}: packed into {len(dataset):,} rows of at most {capacity:,} tokens, "
                     f"{100 * dataset.padding_fraction:.2f} % padding"
                 )
     return DatasetBundle(train, evaluation, loader.report)

@@ -23,11 +23,10 @@ from .batches import FILLER, BatchPlan, make_loader
 from .constants import IGNORE_INDEX
 from .manifest import CheckpointError
 from .pairs import PAIR_KEYS, PackedPairs, PairCollator, PairSlice, ReferencedPairs, arrange_pairs, pairs_of
+from .preference_checks import METRICS, PREF_LOSSES, REFERENCES
 from .reference_store import ReferenceStore, files_of_model
 from .trainer import McaTrainer
 
-LOSSES = ("sigmoid", "orpo")
-REFERENCES = ("cached", "adapter", "model")
 SAY_EVERY_S = 10.0
 PART_PAIRS = 1024  # pairs of a part that a reference pass keeps: what is lost when it dies
 
@@ -53,8 +52,8 @@ class DPOConfig:
     model_source: str = ""
 
     def __post_init__(self):
-        if self.pref_loss not in LOSSES:
-            raise ValueError(f"pref_loss {self.pref_loss!r}: expected {' or '.join(LOSSES)}")
+        if self.pref_loss not in PREF_LOSSES:
+            raise ValueError(f"pref_loss {self.pref_loss!r}: expected {' or '.join(PREF_LOSSES)}")
         needs = self.pref_loss == "sigmoid"
         if self.use_ref_model is None:
             self.use_ref_model = needs
@@ -91,16 +90,7 @@ class DPOTrainer(McaTrainer):
     Raises ValueError for what cannot be trained so, before anything is computed.
     """
 
-    metrics_keys = [
-        "loss",
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-        "sft_loss",
-    ]
+    metrics_keys = list(METRICS)
     _language_input_names = [*McaTrainer._language_input_names, "reference"]
 
     def __init__(self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs):

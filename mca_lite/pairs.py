@@ -102,7 +102,7 @@ class _OverPairs(Dataset):
         self.dataset = dataset
 
     def __getattr__(self, name: str):
-        if name in ("fingerprint", "lengths", "costs", "num_tokens", "num_trained_tokens"):
+        if name in ("fingerprint", "lengths", "pair_lengths", "costs", "num_tokens", "num_trained_tokens"):
             return getattr(self.dataset, name)
         raise AttributeError(name)
 
@@ -138,12 +138,15 @@ class PairSlice(_OverPairs):
 class PackedPairs(Dataset):
     """Packs of a dataset of pairs: `packed[i]` is a list of them, whose tokens, of both sides, are at most `capacity`.
 
-    dataset.lengths has the tokens of each pair, both sides; dataset.costs what attention costs in it.
+    dataset.pair_lengths has the tokens of each side, [pairs, 2]. `costs` is what attention costs in each pack: the sum of
+    the squared lengths of its documents.
     """
 
     def __init__(self, dataset, capacity: int):
-        self.dataset, self.capacity, self.packs = dataset, capacity, best_fit(dataset.lengths, capacity)
-        self.costs = np.array([dataset.costs[pack].sum() for pack in self.packs])
+        lengths = dataset.pair_lengths
+        self.dataset, self.capacity, self.packs = dataset, capacity, best_fit(lengths.sum(1), capacity)
+        squares = (lengths.astype(np.float64) ** 2).sum(1)
+        self.costs = np.array([squares[pack].sum() for pack in self.packs])
         self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
         self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)

@@ -1,4 +1,4 @@
-"""Preference training in tests: tiny pairs, the same run of ours in any layout, and plain transformers and torch as the oracle."""
+"""Preference training in tests: tiny pairs, a run of ours in any layout, and plain transformers and torch as the oracle."""
 
 import json
 import math
@@ -39,7 +39,7 @@ class Pairs:
                 pair[side] = {"input_ids": tokens[:-1], "labels": labels}
             self.pairs.append(pair)
         sizes = np.array([[len(pair[side]["labels"]) for side in ("chosen", "rejected")] for pair in self.pairs])
-        self.lengths, self.costs = sizes.sum(1), (sizes.astype(np.float64) ** 2).sum(1)
+        self.pair_lengths, self.lengths, self.costs = sizes, sizes.sum(1), sizes.sum(1).astype(np.float64)
         self.num_tokens, self.num_trained_tokens = int(sizes.sum()), 0
 
     def __len__(self):
@@ -50,11 +50,12 @@ class Pairs:
 
 
 def our_run(
-    path: str, output_dir: str, objective: dict, adapter=None, backend="megatron", pack=0, ref=False, **changes
+    path, output_dir, objective, adapter=None, backend="megatron", pack=0, ref=False, before=None, **changes
 ):
     """The trainer after a run of DPOTrainer.
 
     adapter: a folder in PEFT's format to start from. pack: tokens of a pack, 0 for none. ref: give it a second model.
+    before: what is done with the trainer first.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.models import load_torch_model
@@ -67,7 +68,6 @@ def our_run(
         adam_beta2=BETAS[1], save_strategy="no", disable_tqdm=True, seed=7,
     )  # fmt: skip
     data = {name: changes.pop(name, default) for name, default in (("train_dataset", Pairs()), ("eval_dataset", None))}
-    evaluate = changes.pop("evaluate", False)
     args = TrainingArguments(**{**keys, **changes})
 
     def load():
@@ -78,8 +78,8 @@ def our_run(
         data = {name: dataset and PackedPairs(dataset, pack) for name, dataset in data.items()}
     config = DPOConfig(**objective)
     trainer = DPOTrainer(model, config, ref_model=load() if ref else None, args=args, **data)
-    if evaluate:
-        trainer.evaluate()
+    if before is not None:
+        before(trainer)
     trainer.train()
     return trainer
 

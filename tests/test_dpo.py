@@ -1,22 +1,15 @@
 """DPO and ORPO in every layout train as plain transformers and torch do: 8 metrics and gradient norm, for whole curves."""
 
-import json
-import math
-from pathlib import Path
 
 import pytest
 
 from tests import tiny, world
 from tests.dpo_tools import (
     OBJECTIVES,
-    STEPS,
-    Pairs,
     curve_of,
     differences,
     make_oracles,
-    oracle_metrics,
     our_run,
-    references_of,
 )
 from tests.test_packed import CP2
 from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2
