@@ -198,6 +198,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
             raise CheckpointError(
                 f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
             )
+    trainer.check_objective(record.get("objective") or {}, folder)
     trainer.backend.load_state(folder)
     if (folder / MCA_CONFIG_NAME).is_file():
         saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
@@ -262,6 +263,7 @@ def _training_record(trainer) -> dict:
         "shuffle": plan.shuffle,
         "dataset": getattr(trainer.train_dataset, "fingerprint", None),  # other people's datasets have none
         "layout": layout,
+        "objective": trainer.objective_facts(),
     }
 
 
