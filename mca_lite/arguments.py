@@ -132,7 +132,10 @@ class TrainingArguments(ArgumentGroup):
     save_steps: int = arg(500, "steps between checkpoints", low=1)
     save_total_limit: int | None = arg(None, "checkpoints that are kept (None: all)", low=1)
     save_only_model: bool = arg(False, "checkpoints without optimizer state: they cannot be resumed from")
-    async_save: bool = arg(False, "write checkpoints in the background, from copies in host memory")
+    async_save: bool = arg(
+        False,
+        "write checkpoints in the background, from copies in host memory; a crash costs one interval and the time of a write",
+    )
     save_hf_checkpoints: bool = arg(False, "put the model in Hugging Face's format into each checkpoint too, as hf/")
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg("5GB", "largest file of that model: a number of bytes with KB, MB, GB, KiB, MiB, GiB")

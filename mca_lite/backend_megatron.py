@@ -32,6 +32,12 @@ class MegatronBackend:
         self.optimizer = None
 
     @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, one of each part of the optimizer, which checkpoints keep."""
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
+
+    @property
     def hf_config(self) -> dict:
         """The model's config.json."""
         return self.config.hf_config

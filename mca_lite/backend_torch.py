@@ -123,6 +123,11 @@ class TorchBackend:
         return self.world
 
     @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, which checkpoints keep."""
+        return [self._scaler] if self._scaler else []
+
+    @property
     def hf_config(self) -> dict:
         """The model's config.json."""
         return self.hf_model.config.to_dict()

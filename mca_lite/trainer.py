@@ -428,7 +428,8 @@ class McaTrainer:
         """CheckpointError where a run with these facts cannot go on in this one."""
 
     def _save_checkpoint(self) -> None:
-        """Save this step; with async_save it gets its name after a later step, or at the end."""
+        """Save this step. With async_save it gets its name after the first step by whose end all ranks have written, and
+        before the next one begins: dying costs at most one interval and the steps that were made during a write."""
         if self._writer.is_busy:
             self._finish_checkpoint()
         self._writer.begin()
