@@ -100,7 +100,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
             raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
     base = hf_format.SafetensorsSource(src)
     config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
-    change = peft_format.file_merger(adapter, base, bool(config.get("tie_word_embeddings")))
+    change, vocab_size = peft_format.file_merger(adapter, base, bool(config.get("tie_word_embeddings")))
+    config["vocab_size"] = vocab_size or config["vocab_size"]
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
     hf_format.write_safetensors(tensors, dst, max_shard_size)
     hf_format.write_hf_config(config, str(base.folder), dst, getattr(torch, _dtype_of(base.folder)))
@@ -129,8 +130,12 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
 
     from . import peft_format
 
-    model, merged = peft_format.load_adapter(_hf_model(src), adapter, dropout=0.0).eval(), _hf_model(dst)
-    tokens = _tokens(merged.config.get_text_config().vocab_size)
+    model, merged = _hf_model(src), _hf_model(dst)
+    vocab_size = merged.config.get_text_config().vocab_size
+    if vocab_size > model.config.get_text_config().vocab_size:  # the adapter brings the new rows
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model = peft_format.load_adapter(model, adapter, dropout=0.0).eval()
+    tokens = _tokens(vocab_size)
     # the merged weights are rounded to their dtype, each by up to half of its eps
     eps = torch.finfo(getattr(torch, _dtype_of(Path(dst)))).eps
     with torch.no_grad():

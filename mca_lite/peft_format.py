@@ -17,6 +17,7 @@ import torch.distributed as dist
 from . import convert, lora, parallel
 from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from .lora_layers import LoraSpec
+from .vocabulary import EMBEDDING_AND_HEAD
 
 PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -326,7 +327,8 @@ def check_mergeable(spec: LoraSpec, config) -> None:
         raise ValueError(f"save_merged_model: {_one_sided_text(one_sided[0], remedy)}")
 
 
-_VOCABULARY_MODULES = ("embed_tokens", "lm_head")
+_VOCABULARY_MODULES = EMBEDDING_AND_HEAD
+_VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 
 
 def _one_sided_text(name: str, remedy: str) -> str:
@@ -359,7 +361,8 @@ def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
 
 def file_merger(folder: str | os.PathLike, base: convert.SafetensorsSource, tied: bool):
     """The same from the files of an adapter, a matrix at a time, for the tensors of `base`; what modules_to_save means
-    takes the place of the base's. tied: the base's embedding is its head.
+    takes the place of the base's -> (the function, rows of the vocabulary that the adapter brings or None). tied: the
+    base's embedding is its head.
 
     ValueError for an adapter of another model, or one that cannot be merged.
     """
@@ -381,13 +384,26 @@ def file_merger(folder: str | os.PathLike, base: convert.SafetensorsSource, tied
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         return source.read(name).to(weight.dtype) if name in whole else merge(name, weight)
 
-    return change
+    return change, _merged_vocabulary(folder, source, base)
+
+
+def _merged_vocabulary(folder, source: AdapterSource, base: convert.SafetensorsSource) -> int | None:
+    """Rows of the vocabulary once an adapter is merged, None for a base without such matrices."""
+    matrices = {name for name in base.names() if name.endswith(_VOCABULARY_WEIGHTS)}
+    sizes = {name: (source if name in source.names() else base).shape(name)[0] for name in matrices}
+    if len(set(sizes.values())) > 1:
+        words = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items()))
+        raise ValueError(
+            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or neither"
+        )
+    return next(iter(sizes.values()), None)
 
 
 def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int, ...]) -> None:
     """ValueError where an adapter lacks a matrix for a weight of the model, or has one of another shape."""
     if name in source.names():
-        source.check(name, shape)
+        more = source.shape(name)[0] if name.endswith(_VOCABULARY_WEIGHTS) else 0  # it may bring new tokens
+        source.check(name, (max(more, shape[0]), *shape[1:]))
         return
     module, (out_size, in_size) = name.removesuffix(".weight"), shape
     if f"{module}.lora_embedding_A" in source.names():
