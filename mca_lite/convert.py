@@ -62,6 +62,10 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    def in_file_order(self) -> list[str]:
+        """The names, file by file."""
+        return sorted(self._file_of, key=lambda name: (self._file_of[name], name))
+
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """The tensor, or the part of it in these rows or columns; other bytes are not read."""
         file_name = self._file_of[name]
@@ -256,6 +260,11 @@ def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
+
+
+def vocabulary_names(config) -> set[str]:
+    """The Hugging Face names of the matrices whose rows are tokens."""
+    return {name for row in get_family(config.hf_model_type).rows if row.mca in VOCABULARY for name in row.hf}
 
 
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:

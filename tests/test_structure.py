@@ -15,7 +15,7 @@ PACKAGE = ROOT / "mca_lite"
 ORDER = """
     constants cpu losses pref_losses families pipeline_layout argument_values argument_keys preference_checks argument_checks
     argument_parser arguments packing build_once records pair_records chat encoding token_cache batches pairs data parallel
-    layers model_config optim callbacks report hf_files convert lora_layers lora peft_format manifest reference_store
+    layers model_config optim callbacks report hf_files vocabulary convert lora_layers lora peft_format manifest reference_store
     run_folder dist_checkpoint checkpoint signals models backend_megatron backend_torch summary trainer dpo_trainer
     cli commands __main__ __init__
 """.split()
