@@ -73,10 +73,10 @@ def prepare(run: RunArguments) -> Prepared:
     if run.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), run.training, remote)
         vocab_size, window = config.vocab_size, config.sliding_window
-        if window is not None and run.data.cutoff_len > window:
+        if window is not None and run.data.cutoff_len > window and config.transformer_impl != "local":
             raise ValueError(
                 f"cutoff_len {run.data.cutoff_len} is longer than the model's sliding window of {window} tokens, which is not "
-                f"built on megatron-core: set cutoff_len to at most {window}, or use_mca: false"
+                f"built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
             )
     else:
         config = model_config.load_hf_config(str(folder), remote)

@@ -23,7 +23,7 @@ from .constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
 )
-from .families import TE_ALIASES, UNUSED_TENSORS, Row, get_family
+from .families import FAMILIES, TE_ALIASES, UNUSED_TENSORS, Row, rows_of
 from .hf_files import name_shards, parse_size, write_hf_config, write_safetensors, write_shards
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
@@ -79,10 +79,24 @@ class SafetensorsSource:
         return tuple(self._open[file_name].get_slice(name).get_shape())
 
 
+class _Parts:
+    """A source that has the parts of one tensor, stacked along its rows, as tensors named 0, 1, ...: what a fused row reads."""
+
+    def __init__(self, source, name: str, sizes: list[int]):
+        self.source, self.name, self.sizes = source, name, sizes
+
+    def shape(self, part: int) -> tuple[int, ...]:
+        return (self.sizes[part], *self.source.shape(self.name)[1:])
+
+    def read(self, part: int, rows: slice) -> torch.Tensor:
+        start = sum(self.sizes[:part])
+        return self.source.read(self.name, rows=slice(start + rows.start, start + rows.stop))
+
+
 class InitSource:
     """Freshly drawn tensors: each from a seed that its Hugging Face name gives, so that no layout changes a weight.
 
-    Matrices are normal with the config's initializer_range, norms 1, biases 0.
+    Matrices are normal with the config's initializer_range, norms 1 (0 where 1 is added to them), biases 0.
     """
 
     def __init__(self, hf_config: dict, seed: int):
@@ -93,6 +107,8 @@ class InitSource:
             model = transformers.AutoModelForCausalLM.from_config(hf)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self._std, self._seed = getattr(hf, "initializer_range", 0.02), seed
+        constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
+        self._norm = torch.zeros if constants.get("layernorm_zero_centered_gamma") else torch.ones
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -104,7 +120,7 @@ class InitSource:
         """float32; the whole tensor is drawn, whatever part of it is asked for."""
         shape = self._shapes[name]
         if len(shape) == 1:
-            full = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            full = torch.zeros(shape) if name.endswith(".bias") else self._norm(shape)
         else:
             digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -161,7 +177,7 @@ def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
 
 
 def _rows_by_name(config) -> dict[str, Row]:
-    rows = {row.mca: row for row in get_family(config.hf_model_type).rows}
+    rows = {row.mca: row for row in rows_of(config)}
     if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
         rows["output_layer.weight"] = Row("output_layer.weight", rows["embedding.word_embeddings.weight"].hf, "column")
     return rows
@@ -198,9 +214,11 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
         "copy": [(rows, *rest)],
         "row": [(rows, *(size * tp for size in rest))],
         "column": [(config.vocab_size if row.mca in VOCABULARY else rows * tp, *rest)],
-        "gated": [(rows * tp // len(row.hf), *rest)] * len(row.hf),
+        "gated": [(rows * tp // row.num_parts, *rest)] * row.num_parts,
         "qkv": [(config.num_query_groups * size, *rest) for size in qkv_sizes(config)],
     }[row.kind]
+    if row.fused:
+        expected = [(sum(part[0] for part in expected), *rest)]
     for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
         if (got := source.shape(name)) != wanted:
             hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
@@ -214,6 +232,13 @@ def _merge(row: Row, layer, source, config) -> torch.Tensor:
     """This rank's part of the megatron tensor that the row's HF tensors make, in the source's dtype."""
     names = [hf.format(layer) for hf in row.hf]
     tp, rank = config.tensor_model_parallel_size, mpu.get_tensor_model_parallel_rank()
+    if row.fused:
+        size = source.shape(names[0])[0]
+        groups = config.num_query_groups
+        sizes = (
+            [groups * n for n in qkv_sizes(config)] if row.kind == "qkv" else [size // row.num_parts] * row.num_parts
+        )
+        source, names = _Parts(source, names[0], sizes), range(row.num_parts)
     if row.kind == "copy":
         return source.read(names[0])
     if row.kind == "row":
@@ -263,8 +288,9 @@ def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, t
     names = [hf.format(layer) for hf in row.hf]
     if row.kind == "qkv":
         parts = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
-        yield from zip(names, (p.flatten(0, 1).contiguous() for p in parts), strict=True)
-    elif row.kind == "gated":
+        parts = [p.flatten(0, 1) for p in parts]
+        yield from zip(names, [torch.cat(parts)] if row.fused else (p.contiguous() for p in parts), strict=True)
+    elif row.kind == "gated" and not row.fused:
         yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
     elif row.mca in VOCABULARY:
         yield names[0], full[: config.vocab_size]
@@ -279,8 +305,8 @@ def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
     if row.kind == "row":
         return torch.cat(parts, dim=1)
     if row.kind == "gated":
-        halves = [p.chunk(len(row.hf)) for p in parts]
-        return torch.cat([half[i] for i in range(len(row.hf)) for half in halves])
+        halves = [p.chunk(row.num_parts) for p in parts]
+        return torch.cat([half[i] for i in range(row.num_parts) for half in halves])
     return torch.cat(parts)
 
 
@@ -370,7 +396,7 @@ def _owners(mine: dict, group) -> dict:
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     """(row, layer) of the whole model: what stands before the layers, the layers in turn, what stands behind them."""
-    rows = get_family(config.hf_model_type).rows
+    rows = rows_of(config)
     layered = [row for row in rows if "{}" in row.mca]
     first = rows.index(layered[0])
     yield from ((row, None) for row in rows[:first])

@@ -9,6 +9,8 @@ tensors merge into megatron's, and which axis tensor parallelism cuts:
     gated    [gate; up]: each is cut along its rows, then a rank's parts are joined
     qkv      per query group [its queries, key, value] along the rows, no rotary permutation; groups cut over ranks
 
+A fused row names one HF tensor, which holds what gated or qkv take of several, one behind the other.
+
 A new family is a few rows and a few config keys. `FAMILIES[model_type]` is what the rest of the package reads.
 """
 
@@ -24,6 +26,18 @@ class Row:
     mca: str
     hf: tuple[str, ...]
     kind: str
+    fused: bool = False  # the one HF tensor holds all parts
+    where: Callable[[Any], bool] = lambda config: True  # the McaModelConfigs whose models have it
+
+    @property
+    def num_parts(self) -> int:
+        """Tensors that gated or qkv merge, be they HF tensors or parts of one."""
+        return {"gated": 2, "qkv": 3}.get(self.kind, 1) if self.fused else len(self.hf)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the tensor is the matrix of a linear layer or an embedding: what can have an adapter."""
+        return self.kind != "copy" and self.mca.endswith(".weight") and "layernorm" not in self.mca
 
 
 @dataclass(frozen=True)
@@ -35,31 +49,57 @@ class Family:
     constants: dict[str, Any]  # McaModelConfig fields that this family always has
     refusals: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()  # (key, is it in use?, what to do)
     sliding_window: Callable[[Any], int | None] = field(default=lambda hf: None)  # the window that is in use, tokens
+    computed: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})  # fields that follow from several keys
+    partial_rotary: bool = False  # its models turn only a part of each head
 
 
-def _attention(bias=False, norm=False):
+def _attention(norm=None, fused=False):
+    """norm: how the norms of queries and keys are cut, None without them."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
-    yield Row(layer + "linear_qkv.weight", tuple(hf + f"{x}_proj.weight" for x in "qkv"), "qkv")
-    if bias:
-        yield Row(layer + "linear_qkv.bias", tuple(hf + f"{x}_proj.bias" for x in "qkv"), "qkv")
+    if fused:
+        yield Row(layer + "linear_qkv.weight", (hf + "qkv_proj.weight",), "qkv", fused=True)
+    else:
+        yield Row(layer + "linear_qkv.weight", tuple(hf + f"{x}_proj.weight" for x in "qkv"), "qkv")
+        biases = tuple(hf + f"{x}_proj.bias" for x in "qkv")
+        yield Row(layer + "linear_qkv.bias", biases, "qkv", where=lambda config: config.add_qkv_bias)
     if norm:
-        yield Row(layer + "q_layernorm.weight", (hf + "q_norm.weight",), "copy")
-        yield Row(layer + "k_layernorm.weight", (hf + "k_norm.weight",), "copy")
+        yield Row(layer + "q_layernorm.weight", (hf + "q_norm.weight",), norm)
+        yield Row(layer + "k_layernorm.weight", (hf + "k_norm.weight",), norm)
     yield Row(layer + "linear_proj.weight", (hf + "o_proj.weight",), "row")
 
 
-def _dense_rows(bias=False, norm=False):
+# HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what the MLP gives
+_PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
+_POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def _dense_rows(norm=None, norms=_PRE_NORMS, fused_attention=False, fused_mlp=False):
     layer, hf = "decoder.layers.{}.", "model.layers.{}."
-    return (
+    places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
+    of_layer = [
+        name and Row(f"{layer}{place}.weight", (f"{hf}{name}.weight",), "copy")
+        for place, name in zip(places, norms, strict=True)
+    ]
+    gate_up = ("gate_up_proj",) if fused_mlp else ("gate_proj", "up_proj")
+    rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
-        Row(layer + "input_layernorm.weight", (hf + "input_layernorm.weight",), "copy"),
-        *_attention(bias, norm),
-        Row(layer + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), "copy"),
-        Row(layer + "mlp.linear_fc1.weight", (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"), "gated"),
+        of_layer[0],
+        *_attention(norm, fused_attention),
+        *of_layer[1:3],
+        Row(layer + "mlp.linear_fc1.weight", tuple(f"{hf}mlp.{x}.weight" for x in gate_up), "gated", fused_mlp),
         Row(layer + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), "row"),
+        of_layer[3],
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
         Row("output_layer.weight", ("lm_head.weight",), "column"),
     )
+    return tuple(row for row in rows if row)
 
 
 # Transformer Engine fuses a norm into the linear behind it: the same tensor under another name
@@ -94,26 +134,101 @@ _DENSE = dict(
     hidden_dropout=0.0,
 )
 _ONLY_SILU = ("hidden_act", lambda act: act not in ("silu", "swish"), "only silu (swiglu) is built")
+_ONLY_GELU = ("hidden_activation", lambda act: act != "gelu_pytorch_tanh", "only gelu_pytorch_tanh (geglu) is built")
 _NO_ATTENTION_BIAS = ("attention_bias", bool, "a bias on o_proj is not built: convert the model to one without")
+_NO_OUT_BIAS = ("attention_out_bias", bool, "a bias on o_proj is not built: convert the model to one without")
 _NO_MLP_BIAS = ("mlp_bias", bool, "biases in the MLP are not built")
+_ONLY_CAUSAL = ("use_bidirectional_attention", bool, "only causal attention is built")
 
 
 def _window_of_layers(hf):
     return hf.sliding_window if "sliding_attention" in (getattr(hf, "layer_types", None) or ()) else None
 
 
+def _window_of_all(hf):
+    return hf.sliding_window
+
+
+_GEMMA = {
+    **_DENSE,
+    "activation_func": "gelu_pytorch_tanh",
+    "layernorm_zero_centered_gamma": True,
+    "post_norms": True,
+}
+
+
+def _gemma_scales(hf):
+    return {"embedding_multiplier": hf.hidden_size**0.5, "softmax_scale": hf.query_pre_attn_scalar**-0.5}
+
+
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_QKV_BIAS = {"attention_bias": "add_qkv_bias"}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)),
-    "mistral": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), lambda hf: hf.sliding_window),
-    "qwen2": Family(
-        _dense_rows(bias=True), _DENSE_CONFIG, {**_DENSE, "add_qkv_bias": True}, (_ONLY_SILU,), _window_of_layers
-    ),
+    "mistral": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), _window_of_all),
+    "qwen2": Family(_dense_rows(), _DENSE_CONFIG, {**_DENSE, "add_qkv_bias": True}, (_ONLY_SILU,), _window_of_layers),
     "qwen3": Family(
-        _dense_rows(norm=True),
+        _dense_rows(norm="copy"),
         _DENSE_CONFIG,
         {**_DENSE, "qk_layernorm": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
         _window_of_layers,
+    ),
+    "gemma2": Family(
+        _dense_rows(norms=_GEMMA_NORMS),
+        {**_DENSE_CONFIG, **_CAPS},
+        _GEMMA,
+        (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
+        _window_of_layers,
+        _gemma_scales,
+    ),
+    "gemma3_text": Family(
+        _dense_rows(norm="copy", norms=_GEMMA_NORMS),
+        {**_DENSE_CONFIG, **_CAPS},
+        {**_GEMMA, "qk_layernorm": True},
+        (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
+        _window_of_layers,
+        _gemma_scales,
+    ),
+    "glm4": Family(
+        _dense_rows(norms=_GLM4_NORMS, fused_mlp=True),
+        {**_DENSE_CONFIG, **_QKV_BIAS},
+        {**_DENSE, "post_norms": True, "rotary_interleaved": True},
+        (_ONLY_SILU,),
+        partial_rotary=True,
+    ),
+    "granite": Family(
+        _dense_rows(),
+        {
+            **_DENSE_CONFIG,
+            "embedding_multiplier": "embedding_multiplier",
+            "attention_multiplier": "softmax_scale",
+            "residual_multiplier": "residual_multiplier",
+            "logits_scaling": "logits_scaling",
+        },
+        _DENSE,
+        (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS),
+    ),
+    "olmo2": Family(
+        _dense_rows(norm="column", norms=_POST_NORMS),
+        _DENSE_CONFIG,
+        {**_DENSE, "pre_norms": False, "post_norms": True, "norm_of_all_heads": True},
+        (_ONLY_SILU, _NO_ATTENTION_BIAS),
+    ),
+    "phi3": Family(
+        _dense_rows(fused_attention=True, fused_mlp=True),
+        {**_DENSE_CONFIG, "resid_pdrop": "hidden_dropout"},
+        {**_DENSE, "drop_embeddings": False},
+        (_ONLY_SILU,),
+        _window_of_all,
+        partial_rotary=True,
+    ),
+    "seed_oss": Family(
+        _dense_rows(),
+        {**_DENSE_CONFIG, **_QKV_BIAS, "residual_dropout": "hidden_dropout"},
+        {**_DENSE, "drop_embeddings": False},
+        (_ONLY_SILU, _NO_OUT_BIAS, _NO_MLP_BIAS),
     ),
 }
 
@@ -126,3 +241,8 @@ def get_family(model_type: str) -> Family:
             f"{', '.join(sorted(FAMILIES))}; set use_mca: false to train it with the plain torch backend"
         )
     return FAMILIES[model_type]
+
+
+def rows_of(config) -> tuple[Row, ...]:
+    """The rows of a McaModelConfig's model, in the order of its layers' tensors."""
+    return tuple(row for row in get_family(config.hf_model_type).rows if row.where(config))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import (
 from . import convert, lora, parallel
 from .constants import MCA_CONFIG_NAME
 from .dist_checkpoint import DIST_NAME, load_megatron
-from .families import TE_ALIASES, get_family
+from .families import TE_ALIASES, rows_of
 from .layers import block_spec
 from .losses import token_losses
 from .model_config import AutoConfig, McaModelConfig, load_decision, load_hf_config, rope_frequencies
@@ -36,6 +37,14 @@ class _OutputLayer(ColumnParallelLinear):
         if self.passes_hidden:
             return input_, None
         return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+
+
+class _ScaledEmbedding(LanguageModelEmbedding):
+    """The embedding times config.embedding_multiplier, which is rounded to the weights' dtype as in Gemma."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return out * torch.tensor(self.config.embedding_multiplier, dtype=out.dtype)
 
 
 class McaGPTModel(GPTModel):
@@ -70,16 +79,21 @@ class McaGPTModel(GPTModel):
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
         if post_process:
             self.output_layer.__class__ = _OutputLayer
+        if hasattr(self, "embedding"):
+            if config.embedding_multiplier != 1.0:
+                self.embedding.__class__ = _ScaledEmbedding
+            if not config.drop_embeddings:
+                self.embedding.embedding_dropout.p = 0.0
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
-        window = self.config.sliding_window
+        window = self.config.sliding_window if self.config.transformer_impl != "local" else None
         length = input_ids.shape[1] * self.config.context_parallel_size
         if kwargs.get("packed_seq_params") is not None:
             length = kwargs["packed_seq_params"].max_seqlen_q
         if window is not None and length > window:
             raise ValueError(
                 f"a document of {length} tokens is longer than the model's sliding window of {window}, which is "
-                f"not built: set cutoff_len to at most {window}"
+                f"not built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
             )
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
@@ -87,12 +101,18 @@ class McaGPTModel(GPTModel):
         if not self.post_process:
             return super()._postprocess(*args, labels=labels, **kwargs)
         self.output_layer.passes_hidden = labels is not None
-        return super()._postprocess(*args, labels=labels, **kwargs)
+        out = super()._postprocess(*args, labels=labels, **kwargs)
+        if labels is None:
+            out, cap = out / self.config.logits_scaling, self.config.final_logit_softcapping
+            out = out if cap is None else cap * torch.tanh(out / cap)
+        return out
 
     def compute_language_model_loss(self, labels, hidden):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.config.logits_scaling != 1.0:
+            hidden = hidden / self.config.logits_scaling
         extra = lora.extra_factors(self.output_layer, hidden)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -101,7 +121,14 @@ class McaGPTModel(GPTModel):
         group = mpu.get_tensor_model_parallel_group()
         config = self.config
         return token_losses(
-            hidden, weight, labels.t().contiguous(), group, config.vocab_size, config.loss_chunk_size, extra
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group,
+            config.vocab_size,
+            config.loss_chunk_size,
+            extra,
+            config.final_logit_softcapping,
         ).t()
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
@@ -214,7 +241,7 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
     """Say which parameters tensor parallelism cuts. megatron does so only while it initialises them, which is left out
     here; a parameter without the mark counts as a duplicate, and the gradient norm comes out too small."""
-    kinds = {row.mca: row.kind for row in get_family(model.config.hf_model_type).rows}
+    kinds = {row.mca: row.kind for row in rows_of(model.config)}
     for name, _, parameter in model.global_parameter_names():
         kind = kinds.get(TE_ALIASES.get(name, name), "copy")
         if kind != "copy" and not hasattr(parameter, "tensor_model_parallel"):
@@ -262,7 +289,7 @@ def load_torch_model(model_name_or_path: str, train_from_scratch=False, seed=42,
     """
     import transformers
 
-    kwargs = dict(dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+    kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not train_from_scratch:
         model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, **kwargs)
     else:
