@@ -14,6 +14,7 @@ A fused row names one HF tensor, which holds what gated or qkv take of several, 
 A new family is a few rows and a few config keys. `FAMILIES[model_type]` is what the rest of the package reads.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ class Row:
     hf: tuple[str, ...]
     kind: str
     fused: bool = False  # the one HF tensor holds all parts
+    linear: bool = False  # of kind copy: it is a matrix that others would cut
     where: Callable[[Any], bool] = lambda config: True  # the McaModelConfigs whose models have it
 
     @property
@@ -37,7 +39,8 @@ class Row:
     @property
     def is_linear(self) -> bool:
         """Whether the tensor is the matrix of a linear layer or an embedding: what can have an adapter."""
-        return self.kind != "copy" and self.mca.endswith(".weight") and "layernorm" not in self.mca
+        is_norm = "layernorm" in self.mca
+        return self.mca.endswith(".weight") and (self.linear if self.kind == "copy" else not is_norm)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,27 @@ def _attention(norm=None, fused=False):
     yield Row(layer + "linear_proj.weight", (hf + "o_proj.weight",), "row")
 
 
+def _latent_attention():
+    """Multi-latent attention; the projection of queries is one matrix, or two with a norm between them."""
+
+    def has_rank(config):
+        return config.q_lora_rank is not None
+
+    layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
+
+    def row(ours, theirs, kind, **more):
+        return Row(f"{layer}{ours}.weight", (f"{hf}{theirs}.weight",), kind, **more)
+
+    yield row("linear_q_proj", "q_proj", "column", where=lambda config: not has_rank(config))
+    yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, where=has_rank)
+    yield row("q_layernorm", "q_a_layernorm", "copy", where=has_rank)
+    yield row("linear_q_up_proj", "q_b_proj", "column", where=has_rank)
+    yield row("linear_kv_down_proj", "kv_a_proj_with_mqa", "copy", linear=True)
+    yield row("kv_layernorm", "kv_a_layernorm", "copy")
+    yield row("linear_kv_up_proj", "kv_b_proj", "column")
+    yield row("linear_proj", "o_proj", "row")
+
+
 # HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what the MLP gives
 _PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 _POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -80,7 +104,7 @@ _GEMMA_NORMS = (
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
-def _dense_rows(norm=None, norms=_PRE_NORMS, fused_attention=False, fused_mlp=False):
+def _dense_rows(norm=None, norms=_PRE_NORMS, fused_attention=False, fused_mlp=False, latent=False):
     layer, hf = "decoder.layers.{}.", "model.layers.{}."
     places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
     of_layer = [
@@ -91,7 +115,7 @@ def _dense_rows(norm=None, norms=_PRE_NORMS, fused_attention=False, fused_mlp=Fa
     rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
         of_layer[0],
-        *_attention(norm, fused_attention),
+        *(_latent_attention() if latent else _attention(norm, fused_attention)),
         *of_layer[1:3],
         Row(layer + "mlp.linear_fc1.weight", tuple(f"{hf}mlp.{x}.weight" for x in gate_up), "gated", fused_mlp),
         Row(layer + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), "row"),
@@ -164,6 +188,28 @@ def _gemma_scales(hf):
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _QKV_BIAS = {"attention_bias": "add_qkv_bias"}
 
+_NO_LATENT_BIAS = ("attention_bias", bool, "biases in multi-latent attention are not built")
+_LATENT_CONFIG = {
+    **_DENSE_CONFIG,
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "head_dim": "kv_channels",  # of what the rotary embedding turns
+    "rope_interleave": "rope_interleave",
+}
+
+
+def _latent_fields(hf):
+    """q_lora_rank may be none at all; yarn's mscale_all_dim changes the scale of attention's scores."""
+    rope, fields = hf.rope_parameters, {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
+    factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") != "default" and mscale and factor > 1:
+        size = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+        fields["softmax_scale"] = size**-0.5 * (0.1 * mscale * math.log(factor) + 1.0) ** 2
+    return fields
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)),
     "mistral": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), _window_of_all),
@@ -194,7 +240,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(
         _dense_rows(norms=_GLM4_NORMS, fused_mlp=True),
         {**_DENSE_CONFIG, **_QKV_BIAS},
-        {**_DENSE, "post_norms": True, "rotary_interleaved": True},
+        {**_DENSE, "post_norms": True, "rope_interleave": True},
         (_ONLY_SILU,),
         partial_rotary=True,
     ),
@@ -223,6 +269,20 @@ FAMILIES: dict[str, Family] = {
         (_ONLY_SILU,),
         _window_of_all,
         partial_rotary=True,
+    ),
+    "deepseek_v2": Family(
+        _dense_rows(latent=True),
+        _LATENT_CONFIG,
+        {**_DENSE, "multi_latent_attention": True, "rope_interleave": True},
+        (_ONLY_SILU, _NO_LATENT_BIAS, _NO_MLP_BIAS),
+        computed=_latent_fields,
+    ),
+    "deepseek_v3": Family(
+        _dense_rows(latent=True),
+        _LATENT_CONFIG,
+        {**_DENSE, "multi_latent_attention": True},
+        (_ONLY_SILU, _NO_LATENT_BIAS),
+        computed=_latent_fields,
     ),
     "seed_oss": Family(
         _dense_rows(),

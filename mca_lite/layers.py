@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from .latent import LatentAttention
 from .packing import row_layout
 
 
@@ -228,7 +229,7 @@ class CoreAttention(MegatronModule):
             query, key, value = (x[:, None] for x in (query, key, value))
         layout = self._layout(packed_seq_params, query)
         tables = self.config.rotary_tables(layout, query.dtype, self.layer_type)
-        query, key = (rotate(x, *tables, self.config.rotary_interleaved) for x in (query, key))
+        query, key = (rotate(x, *tables, self.config.rope_interleave) for x in (query, key))
         if self.cp_group is not None:
             key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))
         dropout = self.dropout if self.training else 0.0
@@ -292,12 +293,14 @@ class CoreAttention(MegatronModule):
         kernel, knows_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q, k, v = query[:, 0], key[places, 0], value[places, 0]
+        missing = q.shape[-1] - v.shape[-1]  # the kernel knows one size of a head: multi-latent attention has two
+        v = F.pad(v, (0, missing)) if missing else v
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
         if not knows_groups:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         window = (-1 if self.window is None else self.window - 1, 0)
         out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale=self.softmax_scale, window_size=window, **grouped)
-        return out.flatten(1)[:, None]
+        return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
 
 
 def _capped_attention(q, k, v, visible, cap, scale, dropout):
@@ -308,6 +311,22 @@ def _capped_attention(q, k, v, visible, cap, scale, dropout):
     return F.dropout(weights, dropout) @ v
 
 
+def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
+    """megatron's spec of attention with our norms and core attention, or our own multi-latent attention."""
+    if config.multi_latent_attention:
+        return ModuleSpec(LatentAttention, params={"norm": RMSNorm, "core_attention": CoreAttention})
+    attention = spec.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.norm_of_all_heads:
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(NormOfAllHeads, params={"num_heads": n})
+            for n in (config.num_attention_heads, config.num_query_groups)
+        )
+    return spec
+
+
 def block_spec(config, vp_stage: int | None = None):
     """What megatron's TransformerBlock of one pipeline stage (and virtual stage) is built from."""
     if config.transformer_impl == "transformer_engine":
@@ -315,29 +334,19 @@ def block_spec(config, vp_stage: int | None = None):
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
         )
         return layer  # megatron puts TE's norm at the end by itself
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if config.pre_norms else IdentityOp
     if config.post_norms or config.residual_multiplier != 1.0:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(Residual, params={"config": config})
-    attention = parts.self_attention.submodules
-    attention.core_attention = CoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.norm_of_all_heads:
-        heads = config.num_attention_heads, config.num_query_groups
-        attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(NormOfAllHeads, params={"num_heads": n}) for n in heads
-        )
+    parts.self_attention = _attention_spec(config, parts.self_attention)
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
     )

@@ -178,7 +178,7 @@ def _adapter(spec, module, row: Row, layer, names, config) -> Adapter:
         groups = config.num_query_groups // tp
         widths = [groups * size for size in qkv_sizes(config)]
     on = [name if name in spec.modules else None for name in names]
-    cut = "row" if row.kind == "row" else "column"
+    cut = None if row.kind == "copy" else "row" if row.kind == "row" else "column"
     return LoraAdapter(spec, mca, on, in_size, widths, cut, groups=groups, vocab_size=vocab_size, **shared)
 
 

@@ -150,6 +150,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     logits_scaling: float = 1.0  # the logits are divided by it
     final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
     attn_logit_softcapping: float | None = None  # the same of attention's scores
+    rope_interleave: bool = False  # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
     drop_embeddings: bool = True  # whether hidden_dropout is for the embeddings as well
     loss_chunk_size: int = 1024  # rows of logits that are held at once
     rows_are_packed: bool = False  # training rows hold several documents: attention without their borders is refused
@@ -180,7 +181,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     # fields whose other values only the local layers know
     _ONLY_LOCAL = (
         "pre_norms post_norms norm_of_all_heads embedding_multiplier residual_multiplier logits_scaling "
-        "final_logit_softcapping attn_logit_softcapping rotary_interleaved layernorm_zero_centered_gamma"
+        "final_logit_softcapping attn_logit_softcapping rope_interleave layernorm_zero_centered_gamma "
+        "multi_latent_attention"
     ).split()
 
     def _resolve_layers(self) -> None:
@@ -261,7 +263,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 inv_freq, factor = rope_frequencies(self, layer_type)
                 length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
                 angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
-                angles = angles.repeat_interleave(2, 1) if self.rotary_interleaved else angles.repeat(1, 2)
+                angles = angles.repeat_interleave(2, 1) if self.rope_interleave else angles.repeat(1, 2)
                 whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
             rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
         return rows[key][1:]
@@ -269,7 +271,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
-    """The same for multi-latent attention."""
+    """The same for multi-latent attention: kv_channels are those that turn with the position, layers are local ones."""
 
 
 class AutoConfig:
@@ -326,7 +328,8 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
         sliding_window=window,
         sliding_layers=types and window and [i for i, name in enumerate(types) if name == "sliding_attention"],
     )
-    return McaModelConfig._build(values, args, name_or_path or hf.model_type)
+    target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
+    return target._build(values, args, name_or_path or hf.model_type)
 
 
 def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:

@@ -74,7 +74,8 @@ class McaGPTModel(GPTModel):
         if config.transformer_impl == "local":
             # our core attention rotates by cached tables: megatron's own way waits for the device twice a layer
             self.position_embedding_type = "none"
-            del self.rotary_pos_emb
+            if hasattr(self, "rotary_pos_emb"):
+                del self.rotary_pos_emb
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
         if post_process:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "mca_lite"
 # each module may import from those before it
 ORDER = """
     constants cpu losses families pipeline_layout argument_values argument_keys argument_checks argument_parser arguments
-    packing build_once records chat encoding token_cache data batches parallel layers model_config optim callbacks report
+    packing build_once records chat encoding token_cache data batches parallel latent layers model_config optim callbacks report
     hf_files convert lora_layers lora peft_format manifest run_folder dist_checkpoint checkpoint signals models backend_megatron
     backend_torch summary trainer cli commands __main__ __init__
 """.split()
