@@ -64,11 +64,11 @@ def prepare(run: RunArguments) -> Prepared:
     token cache poll for it."""
     import transformers
 
-    from . import convert, model_config
+    from . import model_config, sources
     from .data import load_datasets
 
     transformers.utils.logging.disable_progress_bar()
-    folder = convert.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
+    folder = sources.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
     remote = run.model.trust_remote_code
     if run.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), run.training, remote)
@@ -82,7 +82,7 @@ def prepare(run: RunArguments) -> Prepared:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
     if not run.model.train_from_scratch and not (folder / "dist").is_dir():
-        convert.SafetensorsSource(str(folder))  # says what is missing, before anything is started
+        sources.SafetensorsSource(str(folder))  # says what is missing, before anything is started
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)
     except (OSError, ValueError) as error:

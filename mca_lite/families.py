@@ -11,12 +11,14 @@ tensors merge into megatron's, and which axis tensor parallelism cuts:
 
 A fused row names one HF tensor, which holds what gated or qkv take of several, one behind the other.
 
-A new family is a few rows and a few config keys. `FAMILIES[model_type]` is what the rest of the package reads.
+`[]` is an expert's number: such a row stands for one of each expert, whose matrices expert tensor parallelism cuts. A new
+family is a few rows and a few config keys. `get_family` and `rows_of` are what the rest of the package reads.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -27,9 +29,13 @@ class Row:
     mca: str
     hf: tuple[str, ...]
     kind: str
+    layers: str = "all"  # or those that are "dense", or "moe": a mixture of experts
+    when: str | None = (
+        None  # the field of the config that must be set (behind "not": must not) for the tensor to be there
+    )
+    expert: int | None = None  # its number in the layer
     fused: bool = False  # the one HF tensor holds all parts
     linear: bool = False  # of kind copy: it is a matrix that others would cut
-    where: Callable[[Any], bool] = lambda config: True  # the McaModelConfigs whose models have it
 
     @property
     def num_parts(self) -> int:
@@ -42,6 +48,15 @@ class Row:
         is_norm = "layernorm" in self.mca
         return self.mca.endswith(".weight") and (self.linear if self.kind == "copy" else not is_norm)
 
+    def is_there(self, config) -> bool:
+        """Whether a model has the tensor in some layer. config: McaModelConfig, or anything with its fields."""
+        field = (self.when or "").removeprefix("not ")
+        return self.when is None or bool(getattr(config, field, None)) != self.when.startswith("not ")
+
+    def is_in(self, is_moe_layer: bool) -> bool:
+        """Whether a layer of that kind has the tensor."""
+        return self.layers == "all" or (self.layers == "moe") == is_moe_layer
+
 
 @dataclass(frozen=True)
 class Family:
@@ -52,44 +67,80 @@ class Family:
     constants: dict[str, Any]  # McaModelConfig fields that this family always has
     refusals: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()  # (key, is it in use?, what to do)
     sliding_window: Callable[[Any], int | None] = field(default=lambda hf: None)  # the window that is in use, tokens
-    computed: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})  # fields that follow from several keys
-    partial_rotary: bool = False  # its models turn only a part of each head
+    derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})  # fields that follow from several keys
+    partial_rotary: bool = False  # whether the model of transformers honours partial_rotary_factor
+
+    def values(self, hf) -> dict[str, Any]:
+        """McaModelConfig fields that a transformers config object decides."""
+        values = dict(self.constants)
+        for theirs, ours in self.config.items():
+            value = getattr(hf, theirs, None)
+            if value is not None:
+                values[ours] = value
+        values.update(self.derived(hf))
+        if not values.get("num_moe_experts"):  # megatron refuses what would describe the experts of a dense model
+            values = {name: value for name, value in values.items() if not name.startswith("moe_")}
+        return values
 
 
-def _attention(norm=None, fused=False):
-    """norm: how the norms of queries and keys are cut, None without them."""
+def _attention(bias=False, norm=False, norm_kind="copy", fused=False):
+    """bias, norm: whether they are there, or the config field that says it. norm_kind: column for a norm over all heads."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
-    if fused:
-        yield Row(layer + "linear_qkv.weight", (hf + "qkv_proj.weight",), "qkv", fused=True)
-    else:
-        yield Row(layer + "linear_qkv.weight", tuple(hf + f"{x}_proj.weight" for x in "qkv"), "qkv")
-        biases = tuple(hf + f"{x}_proj.bias" for x in "qkv")
-        yield Row(layer + "linear_qkv.bias", biases, "qkv", where=lambda config: config.add_qkv_bias)
+    names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
+    yield Row(layer + "linear_qkv.weight", tuple(f"{hf}{x}.weight" for x in names), "qkv", fused=fused)
+    if bias:
+        when = bias if isinstance(bias, str) else None
+        yield Row(layer + "linear_qkv.bias", tuple(f"{hf}{x}.bias" for x in names), "qkv", when=when)
     if norm:
-        yield Row(layer + "q_layernorm.weight", (hf + "q_norm.weight",), norm)
-        yield Row(layer + "k_layernorm.weight", (hf + "k_norm.weight",), norm)
+        when = norm if isinstance(norm, str) else None
+        yield Row(layer + "q_layernorm.weight", (hf + "q_norm.weight",), norm_kind, when=when)
+        yield Row(layer + "k_layernorm.weight", (hf + "k_norm.weight",), norm_kind, when=when)
     yield Row(layer + "linear_proj.weight", (hf + "o_proj.weight",), "row")
 
 
 def _latent_attention():
     """Multi-latent attention; the projection of queries is one matrix, or two with a norm between them."""
-
-    def has_rank(config):
-        return config.q_lora_rank is not None
-
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
 
     def row(ours, theirs, kind, **more):
         return Row(f"{layer}{ours}.weight", (f"{hf}{theirs}.weight",), kind, **more)
 
-    yield row("linear_q_proj", "q_proj", "column", where=lambda config: not has_rank(config))
-    yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, where=has_rank)
-    yield row("q_layernorm", "q_a_layernorm", "copy", where=has_rank)
-    yield row("linear_q_up_proj", "q_b_proj", "column", where=has_rank)
+    yield row("linear_q_proj", "q_proj", "column", when="not q_lora_rank")
+    yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, when="q_lora_rank")
+    yield row("q_layernorm", "q_a_layernorm", "copy", when="q_lora_rank")
+    yield row("linear_q_up_proj", "q_b_proj", "column", when="q_lora_rank")
     yield row("linear_kv_down_proj", "kv_a_proj_with_mqa", "copy", linear=True)
     yield row("kv_layernorm", "kv_a_layernorm", "copy")
     yield row("linear_kv_up_proj", "kv_b_proj", "column")
     yield row("linear_proj", "o_proj", "row")
+
+
+def _mlp_rows(hf="mlp.", layers="all", fused=False):
+    layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
+    gate_up = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+    yield Row(layer + "linear_fc1.weight", tuple(f"{hf}{x}.weight" for x in gate_up), "gated", layers, fused=fused)
+    yield Row(layer + "linear_fc2.weight", (hf + "down_proj.weight",), "row", layers)
+
+
+def _moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
+    """The router and the experts of a layer, as Hugging Face's files hold them: two dimensions, a tensor each."""
+    layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
+    yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe")
+    bias = (hf + "gate.e_score_correction_bias",)
+    yield Row(layer + "router.expert_bias", bias, "copy", "moe", "moe_router_enable_expert_bias")
+    gated = tuple(f"{hf}experts.[].{name}.weight" for name in (gate, up))
+    yield Row(layer + "experts.[].linear_fc1.weight", gated, "gated", "moe")
+    yield Row(layer + "experts.[].linear_fc2.weight", (f"{hf}experts.[].{down}.weight",), "row", "moe")
+
+
+def _shared_expert_rows(name, gate=None):
+    layer, hf = "decoder.layers.{}.mlp.shared_experts.", f"model.layers.{{}}.mlp.{name}."
+    fc1 = (hf + "gate_proj.weight", hf + "up_proj.weight")
+    when = "moe_shared_expert_intermediate_size"
+    yield Row(layer + "linear_fc1.weight", fc1, "gated", "moe", when)
+    yield Row(layer + "linear_fc2.weight", (hf + "down_proj.weight",), "row", "moe", when)
+    if gate:
+        yield Row(layer + "gate_weight", (f"model.layers.{{}}.mlp.{gate}.weight",), "copy", "moe", when)
 
 
 # HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what the MLP gives
@@ -104,26 +155,28 @@ _GEMMA_NORMS = (
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
-def _dense_rows(norm=None, norms=_PRE_NORMS, fused_attention=False, fused_mlp=False, latent=False):
+def _decoder_rows(attention, mlp, norms=_PRE_NORMS):
     layer, hf = "decoder.layers.{}.", "model.layers.{}."
     places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
     of_layer = [
         name and Row(f"{layer}{place}.weight", (f"{hf}{name}.weight",), "copy")
         for place, name in zip(places, norms, strict=True)
     ]
-    gate_up = ("gate_up_proj",) if fused_mlp else ("gate_proj", "up_proj")
     rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
         of_layer[0],
-        *(_latent_attention() if latent else _attention(norm, fused_attention)),
+        *attention,
         *of_layer[1:3],
-        Row(layer + "mlp.linear_fc1.weight", tuple(f"{hf}mlp.{x}.weight" for x in gate_up), "gated", fused_mlp),
-        Row(layer + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), "row"),
+        *mlp,
         of_layer[3],
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
         Row("output_layer.weight", ("lm_head.weight",), "column"),
     )
     return tuple(row for row in rows if row)
+
+
+def _dense_rows(bias=False, norm=False, norms=_PRE_NORMS, **attention):
+    return _decoder_rows(_attention(bias, norm, **attention), _mlp_rows(), norms)
 
 
 # Transformer Engine fuses a norm into the linear behind it: the same tensor under another name
@@ -159,10 +212,11 @@ _DENSE = dict(
 )
 _ONLY_SILU = ("hidden_act", lambda act: act not in ("silu", "swish"), "only silu (swiglu) is built")
 _ONLY_GELU = ("hidden_activation", lambda act: act != "gelu_pytorch_tanh", "only gelu_pytorch_tanh (geglu) is built")
-_NO_ATTENTION_BIAS = ("attention_bias", bool, "a bias on o_proj is not built: convert the model to one without")
 _NO_OUT_BIAS = ("attention_out_bias", bool, "a bias on o_proj is not built: convert the model to one without")
-_NO_MLP_BIAS = ("mlp_bias", bool, "biases in the MLP are not built")
 _ONLY_CAUSAL = ("use_bidirectional_attention", bool, "only causal attention is built")
+_NO_LATENT_BIAS = ("attention_bias", bool, "biases in multi-latent attention are not built")
+_NO_ATTENTION_BIAS = ("attention_bias", bool, "a bias on o_proj is not built: convert the model to one without")
+_NO_MLP_BIAS = ("mlp_bias", bool, "biases in the MLP are not built")
 
 
 def _window_of_layers(hf):
@@ -188,7 +242,6 @@ def _gemma_scales(hf):
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _QKV_BIAS = {"attention_bias": "add_qkv_bias"}
 
-_NO_LATENT_BIAS = ("attention_bias", bool, "biases in multi-latent attention are not built")
 _LATENT_CONFIG = {
     **_DENSE_CONFIG,
     "kv_lora_rank": "kv_lora_rank",
@@ -210,16 +263,133 @@ def _latent_fields(hf):
     return fields
 
 
+_MOE = dict(
+    _DENSE,
+    moe_router_pre_softmax=True,  # our router reads moe_router_norm_topk_prob; megatron's check wants this one for top-1
+)
+_MOE_CONFIG = {
+    **_DENSE_CONFIG,
+    "num_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "norm_topk_prob": "moe_router_norm_topk_prob",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+
+
+def _sparse_layers(hf) -> list[int]:
+    """1 for each layer that is a mixture of experts, 0 for each that is dense."""
+    step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or ()
+    return [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
+
+
+def _qwen2_moe(hf) -> dict[str, Any]:
+    return {"moe_layer_freq": _sparse_layers(hf), "add_qkv_bias": hf.qkv_bias}
+
+
+def _experts_everywhere(hf) -> dict[str, Any]:
+    """Where intermediate_size is that of an expert."""
+    return {"moe_layer_freq": [1] * hf.num_hidden_layers, "moe_ffn_hidden_size": hf.intermediate_size}
+
+
+def sigmoid_router(hf) -> dict[str, Any]:
+    """Sigmoid scores, a bias that only chooses, groups of experts, shared experts, dense layers in front."""
+    grouped = hf.n_group > 1
+    return {
+        "num_moe_experts": hf.n_routed_experts if hf.first_k_dense_replace < hf.num_hidden_layers else None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": hf.n_group if grouped else None,
+        "moe_router_group_topk": hf.topk_group if grouped else None,
+        "moe_shared_expert_intermediate_size": (hf.n_shared_experts or 0) * hf.moe_intermediate_size or None,
+        "moe_layer_freq": [int(i >= hf.first_k_dense_replace) for i in range(hf.num_hidden_layers)],
+    }
+
+
+def _glm4_moe(hf) -> dict[str, Any]:
+    return {**sigmoid_router(hf), "add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
+
+
+def _deepseek_v2(hf) -> dict[str, Any]:
+    """Softmax scores that are not normalised; a group of experts counts by its best one."""
+    grouped = hf.topk_method == "group_limited_greedy"
+    return {
+        "num_moe_experts": hf.n_routed_experts if hf.first_k_dense_replace < hf.num_hidden_layers else None,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": hf.n_group if grouped else None,
+        "moe_router_group_topk": hf.topk_group if grouped else None,
+        "moe_router_group_score": "max",
+        "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+        "moe_layer_freq": [int(i >= hf.first_k_dense_replace) for i in range(hf.num_hidden_layers)],
+        **_latent_fields(hf),
+    }
+
+
+_GREEDY = (
+    "topk_method",
+    lambda method: method not in ("greedy", "group_limited_greedy"),
+    "expected greedy or group_limited_greedy",
+)
+_DENSE_LAYERS = tuple(_mlp_rows(layers="dense"))
+_SPARSE_MLP = (*_DENSE_LAYERS, *_moe_rows(), *_shared_expert_rows("shared_experts"))
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)),
     "mistral": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), _window_of_all),
-    "qwen2": Family(_dense_rows(), _DENSE_CONFIG, {**_DENSE, "add_qkv_bias": True}, (_ONLY_SILU,), _window_of_layers),
+    "qwen2": Family(
+        _dense_rows(bias=True), _DENSE_CONFIG, {**_DENSE, "add_qkv_bias": True}, (_ONLY_SILU,), _window_of_layers
+    ),
     "qwen3": Family(
-        _dense_rows(norm="copy"),
+        _dense_rows(norm=True),
         _DENSE_CONFIG,
         {**_DENSE, "qk_layernorm": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
         _window_of_layers,
+    ),
+    "qwen3_moe": Family(
+        _decoder_rows(_attention(norm=True), (*_DENSE_LAYERS, *_moe_rows())),
+        _MOE_CONFIG,
+        {**_MOE, "qk_layernorm": True},
+        (_ONLY_SILU, _NO_ATTENTION_BIAS),
+        _window_of_all,
+        lambda hf: {"moe_layer_freq": _sparse_layers(hf)},
+    ),
+    "qwen2_moe": Family(
+        _decoder_rows(
+            _attention(bias="add_qkv_bias"),
+            (*_DENSE_LAYERS, *_moe_rows(), *_shared_expert_rows("shared_expert", "shared_expert_gate")),
+        ),
+        {**_MOE_CONFIG, "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
+        {**_MOE, "moe_shared_expert_gate": True},
+        (_ONLY_SILU,),
+        _window_of_layers,
+        _qwen2_moe,
+    ),
+    "mixtral": Family(
+        _decoder_rows(_attention(), _moe_rows("block_sparse_moe.", "w1", "w3", "w2")),
+        {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
+        _MOE,
+        (_ONLY_SILU, ("router_jitter_noise", bool, "noise on the router's input is not built: set it to 0")),
+        _window_of_all,
+        _experts_everywhere,
+    ),
+    "olmoe": Family(
+        _decoder_rows(_attention(norm=True, norm_kind="column"), _moe_rows()),
+        _MOE_CONFIG,
+        {**_MOE, "qk_norm_over_heads": True},
+        (_ONLY_SILU, _NO_ATTENTION_BIAS, ("clip_qkv", bool, "clipping of queries, keys and values is not built")),
+        derived=_experts_everywhere,
+    ),
+    "glm4_moe": Family(
+        _decoder_rows(
+            _attention(bias="add_qkv_bias", norm="qk_layernorm"),
+            _SPARSE_MLP,
+        ),
+        _MOE_CONFIG,
+        _MOE,
+        (_ONLY_SILU,),
+        derived=_glm4_moe,
+        partial_rotary=True,
     ),
     "gemma2": Family(
         _dense_rows(norms=_GEMMA_NORMS),
@@ -230,7 +400,7 @@ FAMILIES: dict[str, Family] = {
         _gemma_scales,
     ),
     "gemma3_text": Family(
-        _dense_rows(norm="copy", norms=_GEMMA_NORMS),
+        _dense_rows(norm=True, norms=_GEMMA_NORMS),
         {**_DENSE_CONFIG, **_CAPS},
         {**_GEMMA, "qk_layernorm": True},
         (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
@@ -238,7 +408,7 @@ FAMILIES: dict[str, Family] = {
         _gemma_scales,
     ),
     "glm4": Family(
-        _dense_rows(norms=_GLM4_NORMS, fused_mlp=True),
+        _decoder_rows(_attention(bias="add_qkv_bias"), _mlp_rows(fused=True), _GLM4_NORMS),
         {**_DENSE_CONFIG, **_QKV_BIAS},
         {**_DENSE, "post_norms": True, "rope_interleave": True},
         (_ONLY_SILU,),
@@ -257,13 +427,13 @@ FAMILIES: dict[str, Family] = {
         (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS),
     ),
     "olmo2": Family(
-        _dense_rows(norm="column", norms=_POST_NORMS),
+        _dense_rows(norm=True, norm_kind="column", norms=_POST_NORMS),
         _DENSE_CONFIG,
-        {**_DENSE, "pre_norms": False, "post_norms": True, "norm_of_all_heads": True},
+        {**_DENSE, "pre_norms": False, "post_norms": True, "qk_norm_over_heads": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
     ),
     "phi3": Family(
-        _dense_rows(fused_attention=True, fused_mlp=True),
+        _decoder_rows(_attention(fused=True), _mlp_rows(fused=True)),
         {**_DENSE_CONFIG, "resid_pdrop": "hidden_dropout"},
         {**_DENSE, "drop_embeddings": False},
         (_ONLY_SILU,),
@@ -271,21 +441,21 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
     ),
     "deepseek_v2": Family(
-        _dense_rows(latent=True),
-        _LATENT_CONFIG,
-        {**_DENSE, "multi_latent_attention": True, "rope_interleave": True},
-        (_ONLY_SILU, _NO_LATENT_BIAS, _NO_MLP_BIAS),
-        computed=_latent_fields,
+        _decoder_rows(_latent_attention(), _SPARSE_MLP),
+        {**_MOE_CONFIG, **_LATENT_CONFIG},
+        {**_MOE, "multi_latent_attention": True, "rope_interleave": True, "moe_router_norm_topk_prob": False},
+        (_ONLY_SILU, _NO_LATENT_BIAS, _NO_MLP_BIAS, _GREEDY),
+        derived=_deepseek_v2,
     ),
     "deepseek_v3": Family(
-        _dense_rows(latent=True),
-        _LATENT_CONFIG,
-        {**_DENSE, "multi_latent_attention": True},
+        _decoder_rows(_latent_attention(), _SPARSE_MLP),
+        {**_MOE_CONFIG, **_LATENT_CONFIG},
+        {**_MOE, "multi_latent_attention": True},
         (_ONLY_SILU, _NO_LATENT_BIAS),
-        computed=_latent_fields,
+        derived=lambda hf: {**sigmoid_router(hf), **_latent_fields(hf)},
     ),
     "seed_oss": Family(
-        _dense_rows(),
+        _dense_rows(bias="add_qkv_bias"),
         {**_DENSE_CONFIG, **_QKV_BIAS, "residual_dropout": "hidden_dropout"},
         {**_DENSE, "drop_embeddings": False},
         (_ONLY_SILU, _NO_OUT_BIAS, _NO_MLP_BIAS),
@@ -303,6 +473,26 @@ def get_family(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def rows_of(config) -> tuple[Row, ...]:
-    """The rows of a McaModelConfig's model, in the order of its layers' tensors."""
-    return tuple(row for row in get_family(config.hf_model_type).rows if row.where(config))
+def is_of_expert(mca: str) -> bool:
+    """Whether one of megatron's tensors, by its name in a row, is an expert's."""
+    return ".mlp.experts." in mca
+
+
+def rows_of(model_type: str, config) -> tuple[Row, ...]:
+    """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything with its fields."""
+    rows = get_family(model_type).rows
+    there = tuple(row for row in rows if row.is_there(config))
+    return _expand(there, getattr(config, "num_moe_experts", None) or 0)
+
+
+@functools.lru_cache(16)
+def _expand(rows: tuple[Row, ...], num_experts: int) -> tuple[Row, ...]:
+    expanded: list[Row] = []
+    for row in rows:
+        if "[]" not in row.mca:
+            expanded.append(row)
+            continue
+        for e in range(num_experts):
+            hf = tuple(name.replace("[]", str(e)) for name in row.hf)
+            expanded.append(replace(row, mca=row.mca.replace("[]", str(e)), hf=hf, expert=e))
+    return tuple(expanded)

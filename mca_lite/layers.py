@@ -12,19 +12,22 @@ import inspect
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from .latent import LatentAttention
+from .moe import Experts, Router
 from .packing import row_layout
 
 
@@ -74,47 +77,6 @@ class RMSNorm(torch.nn.Module):
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         # the rounding to bf16 comes before the weight, as in the Hugging Face model
         return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
-
-
-class _SumOverHeads(torch.autograd.Function):
-    """The sum over tensor-parallel ranks, on all of them, of what each has of its heads; backward: the same sum."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class NormOfAllHeads(torch.nn.Module):
-    """RMSNorm of [s, b, n, d] over all heads of all tensor-parallel ranks; the weight [n * d] is cut like the heads."""
-
-    def __init__(self, config, hidden_size: int, eps: float, num_heads: int, **unused):
-        super().__init__()
-        self.tp_group = mpu.get_tensor_model_parallel_group()
-        self.size, self.eps = num_heads * hidden_size, eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(self.size // self.tp_group.size(), dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-
-    def forward(self, x):
-        wide = x.float()
-        squares = wide.square().sum((-2, -1), keepdim=True)
-        if self.tp_group.size() > 1:
-            squares = _SumOverHeads.apply(squares, self.tp_group)
-        normed = (wide * torch.rsqrt(squares / self.size + self.eps)).to(x.dtype)
-        return normed * self.weight.view(x.shape[-2:])
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors: by itself it would take the weight for the same on all ranks."""
-        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
 
 
 class Residual(torch.nn.Module):
@@ -311,42 +273,101 @@ def _capped_attention(q, k, v, visible, cap, scale, dropout):
     return F.dropout(weights, dropout) @ v
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group, whose gradient is the sum of the ranks' gradients: each of them goes on from it by itself."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, x = group, x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class RMSNormOverHeads(torch.nn.Module):
+    """RMS norm of queries or keys over all their heads together: x [s, b, heads of this rank, d], weight [heads * d].
+
+    Tensor parallelism cuts the weight with the heads; the mean square is taken over all ranks.
+    """
+
+    def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        size = heads * hidden_size // self.tp_group.size()
+        self.weight = torch.nn.Parameter(
+            torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.eps, self.width = eps, heads * hidden_size
+
+    def forward(self, x):
+        flat = x.flatten(-2).float()
+        squares = flat.square().sum(-1, keepdim=True)
+        if self.tp_group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.tp_group)
+        normed = flat * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normed.to(x.dtype)).view(x.shape)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+def stage_layers(config, vp_stage: int | None = None) -> list[int]:
+    """Numbers in the whole model of the layers that one pipeline stage (and virtual stage) holds."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage)))
+
+
+def block_spec(config, vp_stage: int | None = None):
+    """What megatron's TransformerBlock of one pipeline stage (and virtual stage) is built from."""
+    numbers = stage_layers(config, vp_stage)
+    specs = {is_moe: _layer_spec(config, is_moe) for is_moe in {config.is_moe_layer(i) for i in numbers}}
+    norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[config.is_moe_layer(i)] for i in numbers],
+        layer_norm=norm,
+    )
+
+
 def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
     """megatron's spec of attention with our norms and core attention, or our own multi-latent attention."""
     if config.multi_latent_attention:
         return ModuleSpec(LatentAttention, params={"norm": RMSNorm, "core_attention": CoreAttention})
     attention = spec.submodules
-    attention.core_attention = CoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.norm_of_all_heads:
-        attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(NormOfAllHeads, params={"num_heads": n})
-            for n in (config.num_attention_heads, config.num_query_groups)
-        )
+    if config.transformer_impl == "local":
+        attention.core_attention = CoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.qk_norm_over_heads:
+        for name, heads in (("q_layernorm", config.num_attention_heads), ("k_layernorm", config.num_query_groups)):
+            setattr(attention, name, ModuleSpec(module=RMSNormOverHeads, params={"heads": heads}))
     return spec
 
 
-def block_spec(config, vp_stage: int | None = None):
-    """What megatron's TransformerBlock of one pipeline stage (and virtual stage) is built from."""
-    if config.transformer_impl == "transformer_engine":
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        return layer  # megatron puts TE's norm at the end by itself
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+def _layer_spec(config, is_moe: bool):
+    shared = dict(
+        num_experts=config.num_moe_experts if is_moe else None,
+        moe_grouped_gemm=False,  # the experts are our own
         qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
     )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if config.pre_norms else IdentityOp
-    if config.post_norms or config.residual_multiplier != 1.0:
-        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(Residual, params={"config": config})
+    if config.transformer_impl == "transformer_engine":
+        layer = get_gpt_layer_with_transformer_engine_spec(**shared)
+        parts = layer.submodules
+    else:
+        layer = get_gpt_layer_local_spec(**shared, normalization=config.normalization)
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if config.pre_norms else IdentityOp
+        if config.post_norms or config.residual_multiplier != 1.0:
+            parts.self_attn_bda = parts.mlp_bda = ModuleSpec(Residual, params={"config": config})
     parts.self_attention = _attention_spec(config, parts.self_attention)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
-    )
+    if is_moe:
+        parts.mlp.submodules.experts, parts.mlp.submodules.router = Experts, Router
+    return layer

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +44,8 @@ def candidates(config) -> list[Candidate]:
 
 def torch_candidates(model) -> list[Candidate]:
     """The same of a transformers model; megatron's names only for families of the table."""
-    family = FAMILIES.get(model.config.model_type)
-    mca = {}
-    for row in family.rows if family else ():
+    mca, kind = {}, model.config.model_type
+    for row in rows_of(kind, SimpleNamespace(**FAMILIES[kind].values(model.config))) if kind in FAMILIES else ():
         for layer in range(model.config.num_hidden_layers) if "{}" in row.mca else (None,):
             for name in row.hf:
                 mca[name.format(layer).removesuffix(".weight")] = row.mca.format(layer).removesuffix(".weight")
@@ -145,7 +145,7 @@ def _needs_grad(module, args, output):
 
 def _linears(chunk) -> Iterator[tuple[str, Row, int | None]]:
     """(path in the chunk, row, layer in the whole model) of the chunk's modules that can have an adapter."""
-    rows = {row.mca: row for row in rows_of(chunk.config)}
+    rows = {row.mca: row for row in rows_of(chunk.config.hf_model_type, chunk.config)}
     local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
     for name, layer, _ in list(chunk.global_parameter_names()):
         row = rows.get(name)

@@ -23,7 +23,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .families import Family, get_family
-from .layers import resolve_transformer_impl
+from .layers import resolve_transformer_impl, transformer_engine_works
 from .parallel import device
 
 ACTIVATIONS = {
@@ -39,12 +39,14 @@ _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 _FROM_ARGUMENTS = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "sequence_parallel bf16 fp16 variable_seq_lengths distribute_saved_activations attention_dropout hidden_dropout "
-    "bias_activation_fusion bias_dropout_fusion apply_rope_fusion calculate_per_token_loss loss_chunk_size"
+    "bias_activation_fusion bias_dropout_fusion apply_rope_fusion calculate_per_token_loss loss_chunk_size "
+    "moe_grouped_gemm moe_token_dispatcher_type moe_router_load_balancing_type moe_aux_loss_coeff moe_router_dtype "
+    "moe_router_bias_update_rate moe_shared_expert_overlap moe_permute_fusion"
 ).split()
 # None included: a saved layout must not outlive the run that it was made for
 _ALWAYS_FROM_ARGUMENTS = (
     "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout expert_tensor_parallel_size "
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules"
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules moe_z_loss_coeff"
 ).split()
 
 
@@ -144,7 +146,6 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     sliding_layers: list[int] | None = None  # the layers, from 0, that have the window; None: all
     pre_norms: bool = True  # norms in front of attention and MLP
     post_norms: bool = False  # norms of what attention and MLP give, before it is added to the residual stream
-    norm_of_all_heads: bool = False  # queries and keys get one norm over all their heads
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP give
     logits_scaling: float = 1.0  # the logits are divided by it
@@ -157,8 +158,17 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    qk_norm_over_heads: bool = False  # queries and keys are normed over all their heads together
     # "allgather", megatron's default, forbids variable lengths even for dense models
     moe_token_dispatcher_type: str = "alltoall"
+    moe_grouped_gemm: bool = True
+    moe_router_dtype: str | None = "fp32"
+    moe_router_load_balancing_type: str = "none"
+    moe_router_bias_update_rate: float = (
+        0.0  # megatron's 1e-3 would change the bias of a model that is merely fine-tuned
+    )
+    moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
+    moe_router_group_score: str = "top2"  # what a group of experts counts by: its two best, or "max"
     perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from convert.InitSource
 
     def __post_init__(self):
@@ -180,7 +190,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     # fields whose other values only the local layers know
     _ONLY_LOCAL = (
-        "pre_norms post_norms norm_of_all_heads embedding_multiplier residual_multiplier logits_scaling "
+        "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
         "final_logit_softcapping attn_logit_softcapping rope_interleave layernorm_zero_centered_gamma "
         "multi_latent_attention"
     ).split()
@@ -210,13 +220,13 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 f"{self.num_layers} layers cannot be cut evenly into pipeline {pp} x virtual {vpp} stages: set "
                 "pipeline_model_parallel_layout, or sizes that divide the layers"
             )
-        if tp > 1 and self.expert_model_parallel_size > 1:
-            self.sequence_parallel = True
         if self.sequence_parallel and tp == 1:
             self.sequence_parallel = False
+        if self.num_moe_experts:
+            self._validate_experts(tp)
         if self.num_attention_heads % tp:
             raise ValueError(f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}")
-        if self.norm_of_all_heads and (self.num_query_groups or self.num_attention_heads) % tp:
+        if self.qk_norm_over_heads and (self.num_query_groups or self.num_attention_heads) % tp:
             raise ValueError(f"num_query_groups {self.num_query_groups} do not divide by tensor parallel {tp}")
 
     def layer_type(self, layer_number: int) -> str:
@@ -225,6 +235,29 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.sliding_layers is None or layer_number - 1 in self.sliding_layers
         )
         return "sliding_attention" if slides else "full_attention"
+
+    def _validate_experts(self, tp: int) -> None:
+        ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tp
+        if tp > 1 and not self.sequence_parallel:
+            raise ValueError(f"experts and tensor parallel {tp} need sequence parallelism: set sequence_parallel: true")
+        if self.num_moe_experts % ep:
+            raise ValueError(
+                f"expert_model_parallel_size {ep} does not divide the model's {self.num_moe_experts} experts: set one that does"
+            )
+        if self.moe_ffn_hidden_size and self.moe_ffn_hidden_size % etp:
+            raise ValueError(
+                f"expert_tensor_parallel_size {etp} does not divide the {self.moe_ffn_hidden_size} columns of an expert: set "
+                "expert_tensor_parallel_size: 1"
+            )
+        if self.moe_permute_fusion and not transformer_engine_works():
+            raise ValueError("moe_permute_fusion needs Transformer Engine, which does not work here: set it to false")
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer, by its number in the whole model, is a mixture of experts."""
+        if not self.num_moe_experts:
+            return False
+        pattern = self.moe_layer_freq
+        return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
     def padded_vocab_size(self) -> int:
@@ -311,12 +344,7 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     """McaModelConfig of a transformers config object, translated by its family's table."""
     family = get_family(hf.model_type)
     _refuse_what_is_not_built(hf, family, name_or_path or hf.model_type)
-    values = dict(family.constants)
-    for theirs, ours in family.config.items():
-        value = getattr(hf, theirs, None)
-        if value is not None:
-            values[ours] = value
-    values.update(family.computed(hf))
+    values = family.values(hf)
     rope = _rope_parameters(hf)[-1]
     window, types = family.sliding_window(hf), getattr(hf, "layer_types", None)
     values.update(

@@ -20,9 +20,11 @@ from . import convert, lora, parallel
 from .constants import MCA_CONFIG_NAME
 from .dist_checkpoint import DIST_NAME, load_megatron
 from .families import TE_ALIASES, rows_of
+from .hf_experts import file_parts, named_tensors
 from .layers import block_spec
 from .losses import token_losses
 from .model_config import AutoConfig, McaModelConfig, load_decision, load_hf_config, rope_frequencies
+from .moe import routers_of
 
 
 class _OutputLayer(ColumnParallelLinear):
@@ -98,6 +100,15 @@ class McaGPTModel(GPTModel):
             )
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
+    def _preprocess(self, *args, padding_mask=None, **kwargs):
+        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence parallelism cuts the tokens;
+        megatron cuts it on the first stage alone."""
+        outputs = super()._preprocess(*args, **kwargs)
+        tp = self.config.tensor_model_parallel_size
+        if padding_mask is not None and self.config.sequence_parallel:
+            padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
+        return (*outputs[:5], padding_mask, *outputs[6:])
+
     def _postprocess(self, *args, labels=None, **kwargs):
         if not self.post_process:
             return super()._postprocess(*args, labels=labels, **kwargs)
@@ -133,14 +144,24 @@ class McaGPTModel(GPTModel):
         ).t()
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(name with {} for the layer's number, the layer's number in the whole model or None, parameter)."""
+        """(name with {} for the layer's number, the layer's number in the whole model or None, parameter).
+
+        A router's bias, which is a buffer, is among them; of experts there are views of each matrix, under the names of rows.
+        """
         prefix = "decoder.layers."
-        for name, parameter in self.named_parameters():
+        biases = ((name, buffer) for name, buffer in self.named_buffers() if name.endswith("router.expert_bias"))
+        for name, parameter in (*self.named_parameters(), *biases):
             if not name.startswith(prefix):
                 yield name, None, parameter
                 continue
             local, rest = name[len(prefix) :].split(".", 1)
-            yield f"{prefix}{{}}.{rest}", self.decoder.layers[int(local)].layer_number - 1, parameter
+            layer = self.decoder.layers[int(local)]
+            number = layer.layer_number - 1
+            if not rest.startswith("mlp.experts."):
+                yield f"{prefix}{{}}.{rest}", number, parameter
+            elif rest == "mlp.experts.fc1":
+                for e, matrix, view in layer.mlp.experts.matrices():
+                    yield f"{prefix}{{}}.mlp.experts.{e}.{matrix}.weight", number, view
 
 
 class VirtualModels:
@@ -235,6 +256,8 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
             )
         )
         models[-1].to(device=parallel.device(), dtype=config.params_dtype)
+        for router in routers_of(models[-1:]):
+            router._maintain_float32_expert_bias()
         _mark_tensor_parallel(models[-1])
     return VirtualModels(config, models)
 
@@ -242,7 +265,7 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
     """Say which parameters tensor parallelism cuts. megatron does so only while it initialises them, which is left out
     here; a parameter without the mark counts as a duplicate, and the gradient norm comes out too small."""
-    kinds = {row.mca: row.kind for row in rows_of(model.config)}
+    kinds = {row.mca: row.kind for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         kind = kinds.get(TE_ALIASES.get(name, name), "copy")
         if kind != "copy" and not hasattr(parameter, "tensor_model_parallel"):
@@ -268,7 +291,7 @@ class AutoModel:
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
         else:
-            convert.fill(models, convert.SafetensorsSource(model_name_or_path))
+            convert.fill(models, convert.SafetensorsSource(model_name_or_path, config.hf_model_type))
             models.weights_from = "converted from Hugging Face safetensors"
         return models
 
@@ -298,8 +321,9 @@ def load_torch_model(model_name_or_path: str, train_from_scratch=False, seed=42,
         model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
         source = convert.InitSource(hf.to_dict(), seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(source.read(name))
+            for name, tensor in named_tensors(model):
+                for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape)):
+                    tensor[index].copy_(source.read(file_name))
     if Path(model_name_or_path).is_dir():
         model.name_or_path = str(model_name_or_path)
     return model.to(parallel.device())

@@ -142,6 +142,7 @@ class McaTrainer:
         """
         self.backend.train_mode(True)
         micro_batches = list(data_iterator)
+        self.backend.weigh_router_losses(micro_batches, sum(map(self._count_of_loss, micro_batches)))
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
         updated, grad_norm, num_zeros = self.backend.step()
         if updated:
@@ -166,7 +167,9 @@ class McaTrainer:
             batch = self._packing_sequence(batch)
         else:  # rows are padded on the right and attention is causal: no mask is built
             mask, position_ids = get_ltor_masks_and_position_ids(batch["input_ids"], build_attention_mask=False)
-            batch = {**batch, "attention_mask": mask, "position_ids": position_ids}
+            real = batch.get("attention_mask")
+            padding = {} if real is None else {"padding_mask": real == 0}
+            batch = {**batch, **padding, "attention_mask": mask, "position_ids": position_ids}
         return self.backend.model_inputs(batch)
 
     def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -193,6 +196,10 @@ class McaTrainer:
         return total * self._micro_batch_weight, count.int(), metrics
 
     _micro_batch_weight = 1.0
+
+    def _count_of_loss(self, batch: dict) -> int:
+        """The count that _post_compute_loss will give for a whole micro-batch: what its loss is a sum over."""
+        return int((batch["labels"] != IGNORE_INDEX).sum())
 
     # -- data
 
@@ -228,10 +235,11 @@ class McaTrainer:
         batches = [check_batch(next(loader), self._language_input_names, packs) for _ in range(real)]
         counts = [count_tokens(batch) for batch in batches]
         for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
-            batches.append({**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORE_INDEX)})
+            nothing = torch.zeros_like(batches[0]["labels"])
+            batches.append({**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing})
         if packs:
             batches = [pack_batch(b, self.backend.document_multiple, self._pad_token_id) for b in batches]
-        longest = max(b["input_ids"].shape[1] for b in batches) if self.backend.needs_equal_lengths else 0
+        longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
         batches = [self._to_length(batch, longest) for batch in batches]
         if not self.args.calculate_per_token_loss:  # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
@@ -311,7 +319,7 @@ class McaTrainer:
         control.should_save = self._is_time(args.save_strategy, args.save_steps, end_of_epoch, last)
         self._notify("on_step_end")
         if control.should_log:
-            self._log({**self._means(window), **extra, **throughput.take()})
+            self._log({**self._means(window), **extra, **self.backend.router_statistics(), **throughput.take()})
             window = self._zeros()
         if control.should_evaluate and self.eval_dataset is not None:
             self.evaluate()
