@@ -7,14 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import tiny, world
+from tests import tiny, tiny_moe, world
 from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
 from tests.test_convert import assert_same_bytes, tensors
 from tests.test_packed import CP2, PACKED
 from tests.test_parity import DIST_OPT, PP2, SP, TP2, assert_same_curve
 from tests.training import train
 
-FAMILIES = list(tiny.MORE_KEYS)
+DENSE = list(tiny.MORE_KEYS)
+EXPERTS = {"deepseek_v2_experts": "deepseek_v2", "deepseek_v3_experts": "deepseek_v3"}  # names in tiny_moe
+FAMILIES = [*DENSE, *EXPERTS]
+EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
 LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, TP2),
@@ -22,6 +25,18 @@ LAYOUTS = {
     "pp2_packed": (2, {**PP2, **PACKED}),
     "cp2": (2, CP2),
     "cp2_packed": (2, {**CP2, **PACKED}),
+}
+EXPERT_LAYOUTS = {
+    "one": (1, {}),
+    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "pp2_packed": (2, {**PP2, **PACKED}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "ep2": (2, EP2),
+    "ep4": (4, {**EP4, **DIST_OPT}),
+    "tp2sp_pp2": (4, {**TP2, **SP, **PP2}),
+    "ep2tp2_sp": (4, {**EP2, **TP2, **SP}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "cp2ep2": (4, {**CP2, **EP2, **PACKED}),
 }
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 53, 58, 60, 0], [27, 18, 28, 18, 28, 45, 9, 0, 4, 52, 35, 36]]
 
@@ -62,7 +77,8 @@ def round_trip(paths: dict, out: str, keys: dict) -> dict:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: tiny.save_model(folder / name, name) for name in FAMILIES}
+    dense = {name: tiny.save_model(folder / name, name) for name in DENSE}
+    return {**dense, **{name: tiny_moe.save_model(folder / name, model) for name, model in EXPERTS.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +90,13 @@ def wanted(paths, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(paths, tmp_path_factory):
-    """trained(layout) -> ({family: curve} of each rank, folder of the exports); each layout runs once."""
+    """trained(layout, experts) -> ({family: curve} of each rank, folder of the exports); each runs once."""
 
     @functools.cache
-    def run(layout: str):
-        out, (ranks, keys) = tmp_path_factory.mktemp(layout), LAYOUTS[layout]
-        return world.run(train_all, ranks, paths, str(out), keys), out
+    def run(layout: str, experts: bool):
+        out, (ranks, keys) = tmp_path_factory.mktemp(layout), (EXPERT_LAYOUTS if experts else LAYOUTS)[layout]
+        chosen = {name: path for name, path in paths.items() if (name in EXPERTS) == experts}
+        return world.run(train_all, ranks, chosen, str(out), keys), out
 
     return run
 
@@ -94,10 +111,12 @@ def trips(paths, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name, layout",
+    [(name, layout) for name in FAMILIES for layout in (EXPERT_LAYOUTS if name in EXPERTS else LAYOUTS)],
+)
 def test_family_trains_as_torch_on_one_rank(name, layout, wanted, trained):
-    (curves, folder), (ranks, out) = wanted, trained(layout)
+    (curves, folder), (ranks, out) = wanted, trained(layout, name in EXPERTS)
     for got in ranks:
         assert_same_curve(got[name], curves[name])
     ours, theirs = tensors(out / name), tensors(folder / name)
@@ -117,7 +136,7 @@ def test_logits_are_those_of_transformers(name, paths, trips):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_round_trip_gives_the_same_bytes(name, paths, trips):
-    _, out = trips(4, **TP2, **PP2)
+    _, out = trips(4, **TP2, **SP, **PP2)
     assert_same_bytes(tensors(out / name), tensors(paths[name]))
 
 
