@@ -231,6 +231,8 @@ class TrainingArguments(ArgumentGroup):
     moe_aux_loss_coeff: float = arg(0.0, "weight of that loss", low=0)
     moe_z_loss_coeff: float | None = arg(None, "weight of the routers' z loss", low=0)
     moe_router_dtype: Literal["fp32", "fp64"] = arg("fp32", "precision of the routers' logits and scores")
+    mtp_num_layers: int | None = arg(None, "layers for multi-token prediction that are trained; 0 or none", low=0)
+    mtp_loss_scaling_factor: float = arg(0.1, "weight of all their losses together", low=0)
     moe_router_bias_update_rate: float = arg(0.0, "step of the bias that evens out the experts' loads", low=0)
     moe_shared_expert_overlap: bool = arg(False, "run shared experts beside the dispatch")
     moe_permute_fusion: bool = arg(False, "Transformer Engine's kernels for the dispatch")

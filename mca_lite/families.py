@@ -68,6 +68,7 @@ class Family:
     refusals: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()  # (key, is it in use?, what to do)
     sliding_window: Callable[[Any], int | None] = field(default=lambda hf: None)  # the window that is in use, tokens
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})  # fields that follow from several keys
+    prediction_layers: bool = False  # its checkpoints hold layers for multi-token prediction behind the last one
     partial_rotary: bool = False  # whether the model of transformers honours partial_rotary_factor
 
     def values(self, hf) -> dict[str, Any]:
@@ -173,6 +174,22 @@ def _decoder_rows(attention, mlp, norms=_PRE_NORMS):
         Row("output_layer.weight", ("lm_head.weight",), "column"),
     )
     return tuple(row for row in rows if row)
+
+
+_LAYERS = "decoder.layers.{}."
+PREDICTION_LAYERS = "mtp.layers.{}."  # their number goes on from the decoder's, as in Hugging Face's files
+
+
+def _prediction_rows(decoder_rows):
+    """The layers for multi-token prediction: a layer of the decoder each, and how it is joined to the one before."""
+    ours, hf = PREDICTION_LAYERS, "model.layers.{}."
+    yield Row(ours + "enorm.weight", (hf + "enorm.weight",), "copy")
+    yield Row(ours + "hnorm.weight", (hf + "hnorm.weight",), "copy")
+    yield Row(ours + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
+    for row in decoder_rows:
+        if row.mca.startswith(_LAYERS):
+            yield replace(row, mca=row.mca.replace(_LAYERS, ours + "transformer_layer."))
+    yield Row(ours + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
 
 
 def _dense_rows(bias=False, norm=False, norms=_PRE_NORMS, **attention):
@@ -389,6 +406,7 @@ FAMILIES: dict[str, Family] = {
         _MOE,
         (_ONLY_SILU,),
         derived=_glm4_moe,
+        prediction_layers=True,
         partial_rotary=True,
     ),
     "gemma2": Family(
@@ -453,6 +471,7 @@ FAMILIES: dict[str, Family] = {
         {**_MOE, "multi_latent_attention": True},
         (_ONLY_SILU, _NO_LATENT_BIAS),
         derived=lambda hf: {**sigmoid_router(hf), **_latent_fields(hf)},
+        prediction_layers=True,
     ),
     "seed_oss": Family(
         _dense_rows(bias="add_qkv_bias"),
@@ -480,7 +499,10 @@ def is_of_expert(mca: str) -> bool:
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
     """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything with its fields."""
-    rows = get_family(model_type).rows
+    family = get_family(model_type)
+    rows = family.rows
+    if getattr(config, "mtp_num_layers", None):
+        rows = (*rows, *_prediction_rows(rows))
     there = tuple(row for row in rows if row.is_there(config))
     return _expand(there, getattr(config, "num_moe_experts", None) or 0)
 

@@ -100,9 +100,7 @@ class LatentAttention(MegatronModule):
             skip_bias_add=True,
             tp_group=self.tp_group,
         )
-        self.recomputes_core = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **unused):
         query, key, value = self._query_key_value(hidden_states)

@@ -329,7 +329,7 @@ def stage_layers(config, vp_stage: int | None = None) -> list[int]:
 def block_spec(config, vp_stage: int | None = None):
     """What megatron's TransformerBlock of one pipeline stage (and virtual stage) is built from."""
     numbers = stage_layers(config, vp_stage)
-    specs = {is_moe: _layer_spec(config, is_moe) for is_moe in {config.is_moe_layer(i) for i in numbers}}
+    specs = {is_moe: layer_spec(config, is_moe) for is_moe in {config.is_moe_layer(i) for i in numbers}}
     norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[specs[config.is_moe_layer(i)] for i in numbers],
@@ -352,7 +352,8 @@ def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
     return spec
 
 
-def _layer_spec(config, is_moe: bool):
+def layer_spec(config, is_moe: bool):
+    """megatron's spec of one layer."""
     shared = dict(
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=False,  # the experts are our own

@@ -107,6 +107,8 @@ def inject(models, spec: LoraSpec, seed: int = 42):
         raise ValueError("this model has adapters already: load it anew to give it others")
     config = models.config
     spec = replace(spec, modules=resolve_targets(spec.targets, candidates(config)), base_model=config.name_or_path)
+    if config.mtp_num_layers:
+        raise ValueError("adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0")
     _refuse_fused(config, spec)
     saved = saved_rows(config, spec)
     models.requires_grad_(False)

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .families import Family, get_family
+from .families import FAMILIES, Family, get_family
 from .layers import resolve_transformer_impl, transformer_engine_works
 from .parallel import device
 
@@ -40,6 +41,7 @@ _FROM_ARGUMENTS = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "sequence_parallel bf16 fp16 variable_seq_lengths distribute_saved_activations attention_dropout hidden_dropout "
     "bias_activation_fusion bias_dropout_fusion apply_rope_fusion calculate_per_token_loss loss_chunk_size "
+    "mtp_loss_scaling_factor "
     "moe_grouped_gemm moe_token_dispatcher_type moe_router_load_balancing_type moe_aux_loss_coeff moe_router_dtype "
     "moe_router_bias_update_rate moe_shared_expert_overlap moe_permute_fusion"
 ).split()
@@ -192,7 +194,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     _ONLY_LOCAL = (
         "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
         "final_logit_softcapping attn_logit_softcapping rope_interleave layernorm_zero_centered_gamma "
-        "multi_latent_attention"
+        "multi_latent_attention mtp_num_layers"
     ).split()
 
     def _resolve_layers(self) -> None:
@@ -224,6 +226,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.sequence_parallel = False
         if self.num_moe_experts:
             self._validate_experts(tp)
+        if self.mtp_num_layers:
+            self._validate_prediction_layers()
         if self.num_attention_heads % tp:
             raise ValueError(f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}")
         if self.qk_norm_over_heads and (self.num_query_groups or self.num_attention_heads) % tp:
@@ -252,11 +256,26 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.moe_permute_fusion and not transformer_engine_works():
             raise ValueError("moe_permute_fusion needs Transformer Engine, which does not work here: set it to false")
 
+    def _validate_prediction_layers(self) -> None:
+        if self.hf_model_type and not get_family(self.hf_model_type).prediction_layers:
+            names = ", ".join(name for name, family in FAMILIES.items() if family.prediction_layers)
+            raise ValueError(
+                f"mtp_num_layers {self.mtp_num_layers}: {self.hf_model_type} has no layers for multi-token prediction ({names} "
+                "have): set mtp_num_layers: 0"
+            )
+        if self.tie_embeddings_and_output_weights:
+            raise ValueError("mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0")
+        layout = self.pipeline_model_parallel_layout
+        if isinstance(layout, str):  # in megatron's syntax m is such a layer: they stand in front of the loss
+            layout = re.sub(r"m(\*\d+)?", "", layout)
+            self.pipeline_model_parallel_layout = layout[:-1] + "m" * self.mtp_num_layers + "L"
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer, by its number in the whole model, is a mixture of experts."""
         if not self.num_moe_experts:
             return False
         pattern = self.moe_layer_freq
+        layer = min(layer, self.num_layers - 1)  # those for multi-token prediction are as the last one
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
@@ -424,6 +443,8 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_dropout_fusion", cuda)
     out.setdefault("apply_rope_fusion", cuda)
     out.update({n: getattr(args, n) for n in _ALWAYS_FROM_ARGUMENTS})
+    if getattr(args, "mtp_num_layers", None) is not None:  # else a checkpoint's own
+        out["mtp_num_layers"] = args.mtp_num_layers or None
     more = args.additional_configs or {}
     if derived := sorted(_OVERWRITTEN & more.keys()):
         raise ValueError(f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys")

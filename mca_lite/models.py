@@ -1,12 +1,15 @@
 """The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -23,8 +26,18 @@ from .families import TE_ALIASES, rows_of
 from .hf_experts import file_parts, named_tensors
 from .layers import block_spec
 from .losses import token_losses
-from .model_config import AutoConfig, McaModelConfig, load_decision, load_hf_config, rope_frequencies
+from .model_config import (
+    AutoConfig,
+    McaModelConfig,
+    load_decision,
+    load_hf_config,
+    rope_frequencies,
+)
 from .moe import routers_of
+from .mtp import prediction_spec
+from .packing import Targets
+
+_IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class _OutputLayer(ColumnParallelLinear):
@@ -53,10 +66,9 @@ class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
     forward(input_ids [b, s], position_ids, which local layers do not read (positions count from 0 in each document),
-    attention_mask bool [b or 1, 1, s, s] with True meaning
-    hidden, or None for causal, labels [b, s] or None):
-    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX; without, logits
-    [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
+    attention_mask bool [b or 1, 1, s, s] with True meaning hidden, or None for causal, labels [b, s], packing.Targets or None):
+    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or of Targets [b, s, 1 + layers for
+    multi-token prediction]; without, logits [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
     """
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
@@ -71,6 +83,7 @@ class McaGPTModel(GPTModel):
             position_embedding_type=config.position_embedding_type,
             rotary_percent=config.rotary_percent,
             rotary_base=config.rotary_base,
+            mtp_block_spec=prediction_spec(config, vp_stage),
             vp_stage=vp_stage,
         )
         if config.transformer_impl == "local":
@@ -107,17 +120,29 @@ class McaGPTModel(GPTModel):
         tp = self.config.tensor_model_parallel_size
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
+        self._padding_mask = padding_mask  # for the layers of multi-token prediction, which megatron would not tell
         return (*outputs[:5], padding_mask, *outputs[6:])
 
-    def _postprocess(self, *args, labels=None, **kwargs):
+    def _postprocess(self, hidden_states, labels=None, attention_mask=None, packed_seq_params=None, **unused):
         if not self.post_process:
-            return super()._postprocess(*args, labels=labels, **kwargs)
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         self.output_layer.passes_hidden = labels is not None
-        out = super()._postprocess(*args, labels=labels, **kwargs)
         if labels is None:
-            out, cap = out / self.config.logits_scaling, self.config.final_logit_softcapping
-            out = out if cap is None else cap * torch.tanh(out / cap)
-        return out
+            logits = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
+            logits, cap = logits / self.config.logits_scaling, self.config.final_logit_softcapping
+            return logits if cap is None else cap * torch.tanh(logits / cap)
+        if not isinstance(labels, Targets):
+            return self._losses(labels, hidden_states, weight)
+        losses, kwargs = [self._losses(labels.labels, hidden_states, weight)], {"padding_mask": self._padding_mask}
+        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        for layer, ids, next_labels in zip(self.mtp.layers, labels.next_ids, labels.next_labels, strict=True):
+            hidden_states = layer(self.embedding(input_ids=ids, position_ids=None), hidden_states, **kwargs)
+            losses.append(self._losses(next_labels, hidden_states, weight))
+        return torch.stack(losses, -1)
+
+    def _losses(self, labels, hidden_states, weight):
+        return self.compute_language_model_loss(labels, self.output_layer(hidden_states, weight=weight)[0])
 
     def compute_language_model_loss(self, labels, hidden):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
@@ -148,20 +173,21 @@ class McaGPTModel(GPTModel):
 
         A router's bias, which is a buffer, is among them; of experts there are views of each matrix, under the names of rows.
         """
-        prefix = "decoder.layers."
         biases = ((name, buffer) for name, buffer in self.named_buffers() if name.endswith("router.expert_bias"))
         for name, parameter in (*self.named_parameters(), *biases):
-            if not name.startswith(prefix):
+            match = _IN_LAYER.fullmatch(name)
+            if match is None:
                 yield name, None, parameter
                 continue
-            local, rest = name[len(prefix) :].split(".", 1)
-            layer = self.decoder.layers[int(local)]
+            block, local, rest = match.groups()
+            layer = getattr(self, block).layers[int(local)]
+            layer = getattr(layer, "transformer_layer", layer)
             number = layer.layer_number - 1
-            if not rest.startswith("mlp.experts."):
-                yield f"{prefix}{{}}.{rest}", number, parameter
-            elif rest == "mlp.experts.fc1":
+            if ".mlp.experts." not in name:
+                yield f"{block}.layers.{{}}.{rest}", number, parameter
+            elif rest.endswith("mlp.experts.fc1"):
                 for e, matrix, view in layer.mlp.experts.matrices():
-                    yield f"{prefix}{{}}.mlp.experts.{e}.{matrix}.weight", number, view
+                    yield f"{block}.layers.{{}}.{rest.removesuffix('fc1')}{e}.{matrix}.weight", number, view
 
 
 class VirtualModels:
@@ -301,7 +327,7 @@ class AutoModel:
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
-        convert.fill(models, convert.InitSource(config.hf_config, seed))
+        convert.fill(models, convert.InitSource(config.hf_config, seed, config.mtp_num_layers))
         models.weights_from = f"drawn from seed {seed}"
         return models
 

@@ -82,7 +82,7 @@ class InitSource:
     Matrices are normal with the config's initializer_range, norms 1 (0 where 1 is added to them), biases 0.
     """
 
-    def __init__(self, hf_config: dict, seed: int):
+    def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
         import transformers
 
         hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
@@ -93,6 +93,13 @@ class InitSource:
             for name, tensor in (*model.named_parameters(remove_duplicate=False), *named_tensors(model))
             for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape))
         }
+        last, sizes = hf.num_hidden_layers - 1, hf.hidden_size
+        for layer in range(last + 1, last + 1 + (num_prediction_layers or 0)):  # each is as the last one, and has more
+            hf_name, of_last = f"model.layers.{layer}.", f"model.layers.{last}."
+            of_layer = {n: s for n, s in self._shapes.items() if n.startswith(of_last)}
+            self._shapes.update({hf_name + n.removeprefix(of_last): s for n, s in of_layer.items()})
+            norms = dict.fromkeys((f"{hf_name}{n}.weight" for n in ("enorm", "hnorm", "shared_head.norm")), (sizes,))
+            self._shapes.update({**norms, f"{hf_name}eh_proj.weight": (sizes, 2 * sizes)})
         self._std, self._seed = getattr(hf, "initializer_range", 0.02), seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
         self._norm = torch.zeros if constants.get("layernorm_zero_centered_gamma") else torch.ones

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "mca_lite"
 ORDER = """
     constants cpu losses routing families hf_experts pipeline_layout argument_values argument_keys expert_checks
     argument_checks argument_parser arguments packing build_once records chat encoding token_cache data batches parallel
-    moe latent layers model_config optim callbacks report hf_files sources convert lora_layers lora peft_format manifest
+    moe latent layers mtp model_config optim callbacks report hf_files sources convert lora_layers lora peft_format manifest
     run_folder dist_checkpoint checkpoint signals models backend_megatron torch_routers backend_torch summary trainer
     cli commands __main__ __init__
 """.split()

@@ -14,6 +14,7 @@ def train(
     count=22,
     adapt=None,
     callbacks=None,
+    trainer_class=None,
     **changes,
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
@@ -46,7 +47,7 @@ def train(
     model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
     model = adapt(model) if adapt is not None else model
     data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
-    trainer = McaTrainer(model=model, args=args, callbacks=callbacks, **data)
+    trainer = (trainer_class or McaTrainer)(model=model, args=args, callbacks=callbacks, **data)
     trainer.train()
     if export:
         trainer.save_model()
