@@ -388,7 +388,9 @@ def check_model(numbers: dict[str, Any], args: Any) -> list[Problem]:
         problems.append(
             Problem(key, tp, f"the model has {' and '.join(uneven)}: no multiple of {tp}", f"{key}: {best}")
         )
-    problems += check_experts(number("num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"), number, args)
+    problems += check_experts(
+        number("num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"), number, args
+    )
     layers = number("num_hidden_layers", "num_layers")
     return problems + (_check_layers(layers, args) if layers else [])
 

@@ -211,9 +211,7 @@ class TrainingArguments(ArgumentGroup):
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "for full (None: uniform)")
     recompute_num_layers: int | None = arg(None, "for full: layers of a unit, or of a stage (None: 1)", low=1)
-    recompute_modules: list[str] | None = arg(
-        None, "for selective: core_attn, mlp, layernorm, moe, shared_experts"
-    )
+    recompute_modules: list[str] | None = arg(None, "for selective: core_attn, mlp, layernorm, moe, shared_experts")
     distribute_saved_activations: bool = arg(False, "share recomputation's inputs among the tensor parallel ranks")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = arg("auto", "auto: TE where it works on CUDA")
     attention_dropout: float | None = arg(None, "None: the model's own", low=0, below=1)

@@ -33,9 +33,7 @@ class MegatronBackend:
         self.optimizer = None
         self._statistics = None
         if self.config.num_moe_experts:
-            self._statistics = RouterStatistics(
-                self.config.num_layers, self.config.num_moe_experts, parallel.device()
-            )
+            self._statistics = RouterStatistics(self.config.num_layers, self.config.num_moe_experts, parallel.device())
             for router in routers_of(models):
                 router.statistics = self._statistics
 
@@ -106,7 +104,9 @@ class MegatronBackend:
         if size > 1:
             ids, labels = ids[:, layout.index], labels[:, layout.index]
         positions = layout.positions.expand(ids.shape)
-        inputs = dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params)
+        inputs = dict(
+            input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params
+        )
         if self.config.num_moe_experts and "padding_mask" in batch:  # padding does not count where experts are balanced
             inputs["padding_mask"] = batch["padding_mask"].to(device, non_blocking=True)[:, layout.index]
         return inputs

@@ -234,7 +234,8 @@ def _iter_own_hf_tensors(models, owners: dict) -> Iterator[tuple[str, torch.Tens
         items = [
             (row, layer)
             for row, layer in _exported(models.config)
-            if (row.mca, layer) in mine and (row.expert is not None) == experts
+            if (row.mca, layer) in mine
+            and (row.expert is not None) == experts
             # a tied embedding lies on two stages: its owner writes it
             and (experts or _stage_of(owners[row.mca, layer][0]) == mpu.get_pipeline_model_parallel_rank())
         ]

@@ -57,7 +57,6 @@ class Family:
         return {**values, **self.derived(hf)}
 
 
-
 def _attention(bias=False, norm=False, norm_kind="copy"):
     """bias, norm: whether they are there, or the config field that says it. norm_kind: column for a norm over all heads."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
