@@ -166,7 +166,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "gradient_accumulation_steps=x",
         "bf16=true",
         "fp16=true",
-        "stage=dpo",
+        "stage=rm",
         "lr_scheduler_type=cosin",
         "moe_expert_capacity_factor=1.5",
         "stray",
@@ -186,7 +186,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "dataset",
     }
     assert problems["tensor_model_paralel_size"].suggestion == "tensor_model_parallel_size"
-    assert problems["stage"].suggestion == "stage: pt or sft"
+    assert problems["stage"].suggestion == "stage: sft"
     text = str(ConfigError(list(problems.values())))
     assert all(problem.key in text and problem.reason in text for problem in problems.values())
 
