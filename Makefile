@@ -17,10 +17,10 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help install train test lint bench chaos clean
+.PHONY: gpu help install train dpo orpo test lint bench chaos clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 install: $(STAMP)  ## set up .venv (PYTHON=python3.12 picks the interpreter)
 
@@ -34,6 +34,10 @@ train: $(STAMP)  ## train: CONFIG=configs/sft.yaml NPROC=2 ARGS="learning_rate=1
 ifeq ($(CONFIG),configs/sft.yaml)
 	$(BIN)/python configs/tiny/exact_match.py $(OUTPUT_DIR)
 endif
+
+dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the embedded pairs
+	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/$@.yaml $(ARGS)
+	$(BIN)/python configs/tiny/preference.py $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/$@) output/sft
 
 test: $(STAMP)  ## run the tests (CPU, no network)
 	$(BIN)/python -m pytest -q

@@ -16,6 +16,8 @@ warnings.filterwarnings(
 _HOME = {
     "AutoConfig": "model_config",
     "AutoModel": "models",
+    "DPOConfig": "dpo_trainer",
+    "DPOTrainer": "dpo_trainer",
     "McaGPTModel": "models",
     "McaModelConfig": "model_config",
     "McaTrainer": "trainer",

@@ -17,6 +17,7 @@ from .argument_keys import unsupported_problem
 from .argument_values import Problem, cast, default_of
 from .expert_checks import check_expert_world, check_experts
 from .pipeline_layout import balanced_layout, layout_defect, layout_stages
+from .preference_checks import METRICS, PREFERENCE_KEYS
 
 OPTIMIZERS = {"adam": "adam", "adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
 REPORTERS = ("tensorboard", "wandb")
@@ -118,8 +119,8 @@ TRAINING_RULES = (
     ),
     Rule(
         "metric_for_best_model eval_strategy",
-        lambda a: a.eval_strategy != "no" and a.metric_for_best_model not in ("loss", "eval_loss"),
-        "an evaluation gives eval_loss alone",
+        lambda a: a.eval_strategy != "no" and a.metric_for_best_model.removeprefix("eval_") not in METRICS,
+        "an evaluation gives eval_loss, and with stage dpo its metrics",
         "metric_for_best_model: loss",
     ),
     Rule(
@@ -388,7 +389,9 @@ def check_model(numbers: dict[str, Any], args: Any) -> list[Problem]:
         problems.append(
             Problem(key, tp, f"the model has {' and '.join(uneven)}: no multiple of {tp}", f"{key}: {best}")
         )
-    problems += check_experts(number("num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"), number, args)
+    problems += check_experts(
+        number("num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"), number, args
+    )
     layers = number("num_hidden_layers", "num_layers")
     return problems + (_check_layers(layers, args) if layers else [])
 
@@ -450,7 +453,7 @@ def check_data(args: Any, bad: set[str]) -> list[Problem]:
 
 def check_finetuning(args: Any, bad: set[str]) -> list[Problem]:
     """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter brings its own sizes."""
-    own = [f for f in dataclasses.fields(args) if f.name not in ("stage", "finetuning_type")]
+    own = [f for f in dataclasses.fields(args) if f.name not in ("stage", "finetuning_type", *PREFERENCE_KEYS)]
     given = [f.name for f in own if getattr(args, f.name) != default_of(f)]
     problems = []
     if args.finetuning_type == "full":

@@ -21,7 +21,8 @@ ALIASES = {
 # Keys that are known, and what this version takes for them: (values, what the other values would need). A name that
 # ends in * stands for all keys that begin so. A version that learns one of them deletes its row.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "stage": (("pt", "sft"), "preference training"),
+    "ref_model_*": ((None,), "a reference with adapters of its own or quantised weights"),
+    "pref_bco_weight": ((None, 0, "0.0"), "the loss of a binary classifier"),
     "create_new_adapter": ((None, False), "an adapter on top of another"),
     "use_dora": ((None, False), "weight-decomposed adapters"),
     "pissa_*": ((None, False), "adapters that change the base weights"),
@@ -71,7 +72,7 @@ _IGNORED_BY_REASON = {
     "torch's default holds": "tf32",
     "nothing is generated in training": "use_cache",
     "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token",
-    "no stage or finetuning_type of this version reads it": "lora_* pref_* dpo_* ref_model freeze_*",
+    "no stage or finetuning_type of this version reads it": "lora_* simpo_gamma freeze_*",
     "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}

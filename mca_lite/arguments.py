@@ -29,6 +29,7 @@ from .argument_checks import (
 from .argument_parser import ArgumentGroup, ArgumentParser, arg
 from .argument_values import ConfigError, Problem, cast, default_of, type_hints
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .preference_checks import check_preference, check_preference_run
 
 # What plain torch DDP, which knows data parallelism only, does without: these keys count as their defaults there.
 NOT_FOR_TORCH = (
@@ -58,8 +59,8 @@ class DataArguments(ArgumentGroup):
     dataset_dir: str = arg("data", "the folder of dataset_info.json")
     eval_dataset: list[str] | None = arg(None, "files or names to evaluate on")
     val_size: float = arg(0.0, "samples split off for evaluation: a fraction below 1, or a count", low=0)
-    cutoff_len: int = arg(2048, "tokens a row, at most", low=1)
-    packing: bool | None = arg(None, "pt: join documents and cut them (None: yes); sft: pack samples (None: no)")
+    cutoff_len: int = arg(2048, "tokens a row, at most; dpo: of each answer with its prompt", low=1)
+    packing: bool | None = arg(None, "pt: join documents and cut them (None: yes); sft, dpo: pack samples (None: no)")
     neat_packing: bool = arg(False, "the same as packing for sft; for pt: documents do not see each other")
     train_on_prompt: bool = arg(False, "the prompt carries loss too")
     mask_history: bool = arg(False, "only the last answer of a conversation carries loss")
@@ -81,7 +82,7 @@ class DataArguments(ArgumentGroup):
 class FinetuningArguments(ArgumentGroup):
     """What training is meant: the objective, and which weights move."""
 
-    stage: Literal["pt", "sft", "dpo"] = arg("sft", "pt: plain text, sft: conversations")
+    stage: Literal["pt", "sft", "dpo"] = arg("sft", "pt: plain text, sft: conversations, dpo: preference pairs")
     finetuning_type: Literal["full", "lora"] = arg("full", "full: every weight is trained; lora: adapters are")
     lora_rank: int = arg(8, "rank of the adapters", low=1)
     lora_alpha: float | None = arg(None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0)
@@ -93,9 +94,16 @@ class FinetuningArguments(ArgumentGroup):
     modules_to_save: list[str] | None = arg(None, "modules trained whole beside the adapters, such as lm_head")
     adapter_name_or_path: str | None = arg(None, "a folder in PEFT's format: its adapter is trained further")
     save_merged_model: bool = arg(False, "write the model with the adapters in its weights too, to output_dir/merged")
+    pref_loss: Literal["sigmoid", "orpo"] = arg("sigmoid", "for stage dpo: sigmoid is DPO, orpo needs no reference")
+    pref_beta: float = arg(0.1, "how strongly the reference holds, or the weight of orpo's odds ratio", above=0)
+    pref_ftx: float = arg(0.0, "weight of the sft term: the mean loss of a token of the chosen response", low=0)
+    dpo_label_smoothing: float = arg(0.0, "the share of pairs thought to be swapped", low=0, below=0.5)
+    ref_model: str | None = arg(
+        None, "cached: scored before training; adapter: adapters off; model, or a folder: a second copy (None: chosen)"
+    )
 
     def _check(self, bad: set[str]) -> list[Problem]:
-        return check_finetuning(self, bad)
+        return check_finetuning(self, bad) + check_preference(self, bad)
 
 
 @dataclass(kw_only=True)
@@ -125,7 +133,10 @@ class TrainingArguments(ArgumentGroup):
     save_steps: int = arg(500, "steps between checkpoints", low=1)
     save_total_limit: int | None = arg(None, "checkpoints that are kept (None: all)", low=1)
     save_only_model: bool = arg(False, "checkpoints without optimizer state: they cannot be resumed from")
-    async_save: bool = arg(False, "write checkpoints in the background, from copies in host memory")
+    async_save: bool = arg(
+        False,
+        "write checkpoints in the background, from copies in host memory; a crash costs one interval and the time of a write",
+    )
     save_hf_checkpoints: bool = arg(False, "put the model in Hugging Face's format into each checkpoint too, as hf/")
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg("5GB", "largest file of that model: a number of bytes with KB, MB, GB, KiB, MiB, GiB")
@@ -211,9 +222,7 @@ class TrainingArguments(ArgumentGroup):
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "for full (None: uniform)")
     recompute_num_layers: int | None = arg(None, "for full: layers of a unit, or of a stage (None: 1)", low=1)
-    recompute_modules: list[str] | None = arg(
-        None, "for selective: core_attn, mlp, layernorm, moe, shared_experts"
-    )
+    recompute_modules: list[str] | None = arg(None, "for selective: core_attn, mlp, layernorm, moe, shared_experts")
     distribute_saved_activations: bool = arg(False, "share recomputation's inputs among the tensor parallel ranks")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = arg("auto", "auto: TE where it works on CUDA")
     attention_dropout: float | None = arg(None, "None: the model's own", low=0, below=1)
@@ -344,7 +353,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     bad = {problem.key for problem in problems}
     if needs_world and "WORLD_SIZE" not in os.environ:
         problems += check_world(training, bad)
-    problems += check_run(run, bad)
+    problems += check_run(run, bad) + check_preference_run(run, bad)
     if model.model_name_or_path:
         numbers, found = read_model_numbers(model)
         problems += found + check_model(numbers, training)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
 from . import convert, parallel, peft_format
 from .dist_checkpoint import MegatronSnapshot, load_megatron
@@ -46,6 +47,12 @@ class MegatronBackend:
             )
             for router in routers_of(models):
                 router.statistics = self._statistics
+
+    @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, one of each part of the optimizer, which checkpoints keep."""
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
 
     @property
     def hf_config(self) -> dict:
@@ -121,7 +128,9 @@ class MegatronBackend:
             labels = Targets.ahead(batch, self.config.mtp_num_layers)
         ids, labels = (_to_rank(x, device, layout.index if size > 1 else None) for x in (ids, labels))
         positions = layout.positions.expand(ids.shape)
-        inputs = dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params)
+        inputs = dict(
+            input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params
+        )
         if self.config.num_moe_experts and "padding_mask" in batch:  # padding does not count where experts are balanced
             inputs["padding_mask"] = batch["padding_mask"].to(device, non_blocking=True)[:, layout.index]
         return inputs
@@ -137,7 +146,20 @@ class MegatronBackend:
         dist.all_reduce(count, group=mpu.get_context_parallel_group())
         return total * self.config.context_parallel_size, count
 
+    def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank got from its part of a row. Each rank's gradient is that of its own part: what the ranks
+        make of the same sum is one loss, and megatron sums their gradients. Changes `values`."""
+        if self.config.context_parallel_size == 1:
+            return values
+        return reduce_from_tensor_model_parallel_region(values, group=mpu.get_context_parallel_group())
+
     # -- training
+
+    def wrap_reference(self, models: VirtualModels) -> list:
+        """Frozen models as the chunks that forward_backward runs forward only."""
+        models.config.calculate_per_token_loss = self.config.calculate_per_token_loss
+        models.config.rows_are_packed = self.config.rows_are_packed
+        return list(models.requires_grad_(False).eval())
 
     def _wrap(self, model, first: bool) -> DistributedDataParallel:
         args = self.args
@@ -168,21 +190,25 @@ class MegatronBackend:
         for chunk in self.chunks:
             chunk.train(training)
 
-    def forward_backward(self, forward_step, micro_batches: list, seq_length: int, forward_only=False) -> list[dict]:
+    def forward_backward(
+        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    ) -> list[dict]:
         """Run the schedule over the micro-batches; on the last pipeline stage the metrics of each, elsewhere [].
 
         Gradients are left reduced over data parallel ranks and, with per-token loss, divided by the tokens of all.
+        chunks: those of wrap_reference, in place of the trained ones.
         """
+        chunks = self.chunks if chunks is None else chunks
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        iterators = [iter(micro_batches) for _ in self.chunks]
-        many = len(self.chunks) > 1
+        iterators = [iter(micro_batches) for _ in chunks]
+        many = len(chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if many else iterators[0],
-            model=self.chunks if many else self.chunks[0],
+            model=chunks if many else chunks[0],
             num_microbatches=len(micro_batches),
             seq_length=seq_length,
             micro_batch_size=micro_batches[0]["input_ids"].shape[0],

@@ -133,6 +133,11 @@ class TorchBackend:
         return self.world
 
     @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, which checkpoints keep."""
+        return [self._scaler] if self._scaler else []
+
+    @property
     def hf_config(self) -> dict:
         """The model's config.json."""
         return self.hf_model.config.to_dict()
@@ -153,6 +158,13 @@ class TorchBackend:
     def over_context_parallel(self, total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return total, count
 
+    def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def wrap_reference(self, model) -> list:
+        """A frozen model as what forward_backward runs forward only."""
+        return [TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size).eval()]
+
     def create_optimizer(self):
         self.optimizer = create_torch_optimizer(self.args, self.hf_model)
         return self.optimizer
@@ -160,9 +172,11 @@ class TorchBackend:
     def train_mode(self, training: bool) -> None:
         self.chunks[0].train(training)
 
-    def forward_backward(self, forward_step, micro_batches: list, seq_length: int, forward_only=False) -> list[dict]:
+    def forward_backward(
+        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    ) -> list[dict]:
         """Metrics of each micro-batch. Gradients are left as MegatronBackend.forward_backward leaves them."""
-        model, metrics, iterator = self.chunks[0], [], iter(micro_batches)
+        model, metrics, iterator = (chunks or self.chunks)[0], [], iter(micro_batches)
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
         if not forward_only:
             self.optimizer.zero_grad()

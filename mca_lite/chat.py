@@ -38,7 +38,7 @@ class ChatRenderer:
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, which stage: sft needs: set model_name_or_path to a model with a "
+                "the tokenizer has no chat template, which stages sft and dpo need: set model_name_or_path to a model with a "
                 "chat_template.jinja (an instruct or chat model), or put that file beside tokenizer_config.json"
             )
         if not tokenizer.is_fast:

@@ -1,6 +1,6 @@
 """Checkpoints: checkpoint-<step>/ is complete or absent, and loads in any layout.
 
-    trainer_state.json, training.json      the loop's state (Hugging Face's names); schedule, position in the data, layout
+    trainer_state.json, training.json      the loop's state (Hugging Face's names); schedule, loss scale, data, layout
     rng-<rank>.pt                          random states, read with weights_only
     mca_config.json, dist/                 megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
@@ -28,6 +28,7 @@ from .callbacks import TrainerState
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
 from .manifest import CheckpointError
 from .model_config import McaModelConfig, load_decision
+from .optim import load_scaler_states, scaler_states
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -198,6 +199,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
             raise CheckpointError(
                 f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
             )
+    trainer.check_objective(record.get("objective") or {}, folder)
     trainer.backend.load_state(folder)
     if (folder / MCA_CONFIG_NAME).is_file():
         saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
@@ -211,6 +213,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
     # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
     trainer.lr_scheduler.num_steps = 0
     trainer.lr_scheduler.step(record["scheduler_steps"])
+    load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
     mine = folder / f"rng-{parallel.rank()}.pt"
     if record["layout"] == now["layout"] and mine.is_file():
         _set_random_states(torch.load(mine, weights_only=True))
@@ -256,12 +259,14 @@ def _training_record(trainer) -> dict:
     return {
         "with_optimizer": not args.save_only_model,
         "scheduler_steps": trainer.lr_scheduler.num_steps,
+        "loss_scales": scaler_states(trainer.backend.grad_scalers),
         "num_samples": plan.num_samples,
         "global_batch_size": plan.global_batch_size,
         "data_seed": plan.seed,
         "shuffle": plan.shuffle,
         "dataset": getattr(trainer.train_dataset, "fingerprint", None),  # other people's datasets have none
         "layout": layout,
+        "objective": trainer.objective_facts(),
     }
 
 

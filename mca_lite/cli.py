@@ -3,7 +3,9 @@
 torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 """
 
+import copy
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -26,6 +28,7 @@ class Prepared:
     config: Any
     tokenizer: Any
     data: Any
+    reference: Path | None = None  # the folder of a second model, for ref_model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +98,8 @@ def prepare(run: RunArguments) -> Prepared:
     if run.finetuning.finetuning_type == "lora":
         check_adapters(run, config)
     seed = run.training.seed if run.training.data_seed is None else run.training.data_seed
-    prepared = Prepared(folder, config, tokenizer, load_datasets(run.data, run.finetuning.stage, tokenizer, seed))
+    data = load_datasets(run.data, run.finetuning.stage, tokenizer, seed)
+    prepared = Prepared(folder, config, tokenizer, data, reference_folder(run, folder, vocab_size))
     _check_before_start(run.training, len(prepared.data.train))
     return prepared
 
@@ -116,15 +120,16 @@ def _check_before_start(args, num_samples: int) -> None:
 def train(run: RunArguments, prepared: Prepared):
     """Start the world, train, save, and stop the world -> the trainer."""
     from . import parallel
-    from .trainer import McaTrainer
 
     args = run.training
     parallel.initialize(args, run.backend.use_mca)
     if parallel.is_main():
         print("\n".join(prepared.data.report), flush=True)
     model = build_model(run, prepared)
-    trainer = McaTrainer(
+    make, keys = trainer_of(run, prepared)
+    trainer = make(
         model=model,
+        **keys,
         args=args,
         tokenizer=prepared.tokenizer,
         train_dataset=prepared.data.train,
@@ -146,6 +151,63 @@ def train(run: RunArguments, prepared: Prepared):
     return trainer
 
 
+def trainer_of(run: RunArguments, prepared: Prepared):
+    """(the trainer's class, what it takes beside McaTrainer's arguments) of the run's stage."""
+    from .trainer import McaTrainer
+
+    if run.finetuning.stage != "dpo":
+        return McaTrainer, {}
+    from .dpo_trainer import DPOConfig, DPOTrainer
+    from .token_cache import default_cache_dir
+
+    keys, model = run.finetuning, run.model
+    config = DPOConfig(
+        beta=keys.pref_beta,
+        pref_loss=keys.pref_loss,
+        label_smoothing=keys.dpo_label_smoothing,
+        ftx=keys.pref_ftx,
+        reference="model" if prepared.reference else keys.ref_model,
+        cache_dir=str(Path(run.data.cache_dir or default_cache_dir()).expanduser()),
+        model_source=f"drawn from seed {run.training.seed}" if model.train_from_scratch else "",
+    )
+    reference = build_base(run, prepared, prepared.reference) if prepared.reference else None
+    return DPOTrainer, dict(train_config=config, ref_model=reference)
+
+
+def reference_folder(run: RunArguments, folder: Path, vocab_size: int) -> Path | None:
+    """The folder of a reference that is a second model; None without one. ValueError for a model of other tokens, and for
+    a reference that the finetuning keys do not leave as it was."""
+    from .convert import resolve_folder
+    from .model_config import load_hf_config
+    from .preference_checks import REFERENCES
+
+    keys = run.finetuning
+    if keys.stage != "dpo" or keys.pref_loss == "orpo":
+        return None
+    if keys.ref_model in (None, *REFERENCES):
+        if keys.ref_model != "model" and keys.adapter_name_or_path and _saves_modules(keys.adapter_name_or_path):
+            raise ValueError(
+                f"{keys.adapter_name_or_path} has modules of its own (modules_to_save), and without its adapters the model is "
+                "not the one that it began with: set ref_model: model"
+            )
+        return folder if keys.ref_model == "model" else None
+    other = Path(resolve_folder(keys.ref_model, run.model.model_revision))
+    size = load_hf_config(str(other), run.model.trust_remote_code).get_text_config().vocab_size
+    if size != vocab_size:
+        raise ValueError(
+            f"ref_model {keys.ref_model} has a vocabulary of {size} tokens, and the trained model {vocab_size}: the reference "
+            "must read the same tokens"
+        )
+    return other
+
+
+def _saves_modules(adapter: str) -> bool:
+    from .constants import ADAPTER_CONFIG_NAME
+
+    path = Path(adapter) / ADAPTER_CONFIG_NAME
+    return path.is_file() and bool(json.loads(path.read_text()).get("modules_to_save"))
+
+
 def _save_config_at_start(run: RunArguments):
     """A callback that writes config.yaml once the run is accepted: a refused one must leave an earlier run's alone."""
     from . import parallel
@@ -161,17 +223,21 @@ def _save_config_at_start(run: RunArguments):
 
 def build_model(run: RunArguments, prepared: Prepared):
     """VirtualModels, or a transformers model with use_mca: false, on this rank."""
+    model = build_base(run, prepared, prepared.folder)
+    return add_adapters(model, run) if run.finetuning.finetuning_type == "lora" else model
+
+
+def build_base(run: RunArguments, prepared: Prepared, folder: Path):
+    """The same without adapters, from `folder`: the run's own, or that of another reference."""
     from . import models
 
+    remote, seed = run.model.trust_remote_code, run.training.seed
+    from_scratch = run.model.train_from_scratch and folder == prepared.folder
     if not run.backend.use_mca:
-        model = models.load_torch_model(
-            str(prepared.folder), run.model.train_from_scratch, run.training.seed, run.model.trust_remote_code
-        )
-    elif run.model.train_from_scratch:
-        model = models.AutoModel.from_config(prepared.config, seed=run.training.seed)
-    else:
-        model = models.AutoModel.from_pretrained(str(prepared.folder), run.training, run.model.trust_remote_code)
-    return add_adapters(model, run) if run.finetuning.finetuning_type == "lora" else model
+        return models.load_torch_model(str(folder), from_scratch, seed, remote)
+    if from_scratch:  # a config of its own: megatron keeps functions of the optimizer's in it
+        return models.AutoModel.from_config(copy.deepcopy(prepared.config), seed=seed)
+    return models.AutoModel.from_pretrained(str(folder), run.training, remote)
 
 
 def add_adapters(model, run: RunArguments):
@@ -215,6 +281,15 @@ def check_adapters(run: RunArguments, config) -> None:
         peft_format.check_mergeable(spec, config)
 
 
+def _stage_words(run: RunArguments) -> str:
+    keys = run.finetuning
+    if keys.stage != "dpo":
+        return keys.stage
+    rest = f", sft term {keys.pref_ftx:g}" if keys.pref_ftx else ""
+    rest += f", label smoothing {keys.dpo_label_smoothing:g}" if keys.dpo_label_smoothing else ""
+    return f"dpo, pref_loss {keys.pref_loss}, beta {keys.pref_beta:g}{rest}"
+
+
 def _packing_words(run: RunArguments) -> str:
     if run.training.sequence_packing:
         return ", samples packed, none sees another"
@@ -225,16 +300,19 @@ def data_summary(run: RunArguments, prepared: Prepared, model) -> dict[str, str]
     from .lora import spec_of
 
     data, train_set = run.data, prepared.data.train
+    unit = (
+        "samples" if run.finetuning.stage != "dpo" else "packs of pairs" if run.training.sequence_packing else "pairs"
+    )
     summary = {
-        "stage": run.finetuning.stage,
+        "stage": _stage_words(run),
         "dataset": ", ".join(data.dataset),
-        "training": f"{len(train_set):,} samples, {train_set.num_tokens:,} tokens, {train_set.num_trained_tokens:,} trained",
+        "training": f"{len(train_set):,} {unit}, {train_set.num_tokens:,} tokens, {train_set.num_trained_tokens:,} trained",
         "cutoff_len": f"{data.cutoff_len} tokens" + _packing_words(run),
     }
     if spec := spec_of(model):
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {len(spec.modules)} modules, scale {spec.scale:g}"
     if prepared.data.eval is not None:
         summary["evaluation"] = (
-            f"{len(prepared.data.eval):,} samples, {prepared.data.eval.num_trained_tokens:,} trained tokens"
+            f"{len(prepared.data.eval):,} {unit}, {prepared.data.eval.num_trained_tokens:,} trained tokens"
         )
     return summary

@@ -12,8 +12,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
-from .encoding import Encoder
+from .encoding import Encoder, PairEncoder
 from .packing import best_fit
+from .pairs import PackedPairs
 from .records import Source, resolve
 from .token_cache import TokenShard, default_cache_dir, load_shard
 
@@ -44,7 +45,7 @@ class TokenDataset(Dataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        return self._gather(lambda shard: shard.spans[:, 1] - shard.spans[:, 0] - 1)
+        return self._gather(lambda shard: shard.lengths)
 
     @property
     def fingerprint(self) -> str:
@@ -63,7 +64,7 @@ class TokenDataset(Dataset):
 
     def subset(self, index) -> "TokenDataset":
         """The samples at these positions, in this order; positions may repeat."""
-        return TokenDataset(self.shards, self.index[np.asarray(index, dtype=np.int64)])
+        return type(self)(self.shards, self.index[np.asarray(index, dtype=np.int64)])
 
     @classmethod
     def concat(cls, datasets: list["TokenDataset"]) -> "TokenDataset":
@@ -71,6 +72,22 @@ class TokenDataset(Dataset):
         shards = [shard for dataset in datasets for shard in dataset.shards]
         starts = np.cumsum([0, *(dataset._starts[-1] for dataset in datasets)])
         return cls(shards, np.concatenate([d.index + start for d, start in zip(datasets, starts, strict=False)]))
+
+
+class PairDataset(TokenDataset):
+    """Map-style: `dataset[i]` is {"chosen": sample, "rejected": sample}, each as TokenDataset's: shifted, labels on the
+    answer alone, the same prompt before both. `lengths` and the counts of tokens are sums over both sides.
+    """
+
+    @property
+    def pair_lengths(self) -> np.ndarray:
+        """int64 [n, 2]: inputs of the chosen and of the rejected side, without reading a sample."""
+        return self._gather(lambda shard: shard.pair_lengths)
+
+    @property
+    def costs(self) -> np.ndarray:
+        """Tokens of both sides, by which BatchPlan deals the pairs of a step to the ranks."""
+        return self.lengths.astype(np.float64)
 
 
 def split_off(dataset: TokenDataset, val_size: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
@@ -147,8 +164,8 @@ class PackedDataset(Dataset):
 class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
-    train: TokenDataset | PackedDataset | None
-    eval: TokenDataset | PackedDataset | None
+    train: TokenDataset | PackedDataset | PackedPairs | None
+    eval: TokenDataset | PackedDataset | PackedPairs | None
     report: list[str] = field(default_factory=list)
 
 
@@ -158,17 +175,31 @@ class _Loader:
     def __init__(self, data_args, stage: str, tokenizer):
         self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
         self.cache_dir = Path(data_args.cache_dir or default_cache_dir()).expanduser()
+        self.dataset_type, self.unit = (PairDataset, "pair") if stage == "dpo" else (TokenDataset, "sample")
         self.report: list[str] = []
 
     def load(self, entries) -> list[TokenDataset]:
         entries = [entries] if isinstance(entries, str) else entries
-        sources = resolve(entries, self.args.dataset_dir)
+        sources = resolve(entries, self.args.dataset_dir, self.stage)
         return [self._load_source(source) for source in sources]
 
     def _load_source(self, source: Source) -> TokenDataset:
         args = self.args
         limit = min((n for n in (args.max_samples, source.num_samples) if n is not None), default=None)
-        encoder = Encoder(
+        shard = load_shard(
+            self._encoder(source), limit, args.preprocessing_num_workers, self.cache_dir, args.overwrite_cache
+        )
+        dataset = self.dataset_type([shard])
+        self._describe(source, shard, dataset)
+        if not len(dataset):
+            raise ValueError("\n".join([f"{source.name}: no {self.unit} is left to train on", *self.report]))
+        return dataset
+
+    def _encoder(self, source: Source) -> Encoder:
+        args = self.args
+        if self.stage == "dpo":
+            return PairEncoder(self.tokenizer, source, args.cutoff_len, args.default_system)
+        return Encoder(
             self.tokenizer,
             source,
             self.stage,
@@ -178,12 +209,6 @@ class _Loader:
             mask_history=args.mask_history,
             default_system=args.default_system,
         )
-        shard = load_shard(encoder, limit, args.preprocessing_num_workers, self.cache_dir, args.overwrite_cache)
-        dataset = TokenDataset([shard])
-        self._describe(source, shard, dataset)
-        if not len(dataset):
-            raise ValueError("\n".join([f"{source.name}: no sample is left to train on", *self.report]))
-        return dataset
 
     def _describe(self, source: Source, shard: TokenShard, dataset: TokenDataset) -> None:
         meta, trained, tokens = shard.meta, dataset.num_trained_tokens, dataset.num_tokens
@@ -191,7 +216,7 @@ class _Loader:
         names = dict(zip(meta["files"], source.files, strict=True))
         for file, form in zip(source.files, meta["formats"], strict=True):
             self.report.append(f"{file}: {form} records")
-        line = f"{source.name}: {meta['records']:,} records -> {len(dataset):,} samples, {tokens:,} tokens"
+        line = f"{source.name}: {meta['records']:,} records -> {len(dataset):,} {self.unit}s, {tokens:,} tokens"
         if len(dataset):
             line += f" ({100 * trained / max(tokens, 1):.1f} % trained), longest {dataset.lengths.max():,}"
         self.report.append(line)
@@ -200,7 +225,10 @@ class _Loader:
             file, _, number = first.rpartition(":")
             self.report.append(f"  warning: {count:,} {what}, the first at {names.get(file, file)}:{number}")
         if len(dataset):
-            self.report.append(f"  first sample, trained tokens in «»: {show_sample(dataset[0], self.tokenizer)}")
+            first = dataset[0]
+            parts = first.items() if self.stage == "dpo" else [("sample", first)]
+            for part, sample in parts:
+                self.report.append(f"  first {part}, trained tokens in «»: {show_sample(sample, self.tokenizer)}")
 
 
 def data_args_join(data_args) -> bool:
@@ -230,35 +258,41 @@ def show_sample(sample: dict, tokenizer, max_chars: int = 600) -> str:
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
     """Returns the datasets of a run, tokenised or from the cache, with the lines that describe them.
 
-    data_args: arguments.DataArguments; stage: "pt" or "sft". Every rank may call it: one process of those that share
-    cache_dir writes, the others poll; nothing collective happens. The split of val_size and the mixing depend on the
-    seed and the files alone.
+    data_args: arguments.DataArguments; stage: "pt", "sft" or "dpo" (PairDatasets). Every rank may call it: one process of
+    those that share cache_dir writes, the others poll; nothing collective happens. The split of val_size and the mixing
+    depend on the seed and the files alone.
     Raises: ValueError with file and line for input that cannot be used.
     """
-    if stage not in ("pt", "sft"):
-        raise ValueError(f"stage {stage!r}: expected pt or sft")
+    if stage not in ("pt", "sft", "dpo"):
+        raise ValueError(f"stage {stage!r}: expected pt, sft or dpo")
+    if stage == "dpo" and data_args.train_on_prompt:
+        raise ValueError("train_on_prompt: true trains on prompts, which stage: dpo compares answers to: leave it out")
     if not data_args.dataset and not data_args.eval_dataset:
         raise ValueError("no data: set dataset to a file, several files, or names in dataset_dir/dataset_info.json")
     loader = _Loader(data_args, stage, tokenizer)
     train = evaluation = None
     if data_args.dataset:
-        train = TokenDataset.concat(loader.load(data_args.dataset))
+        train = loader.dataset_type.concat(loader.load(data_args.dataset))
         if data_args.val_size:
             train, evaluation = split_off(train, data_args.val_size, seed)
         if data_args.mix_weights:
             train, lines = mix(train, data_args.mix_weights, seed)
             loader.report += lines
     if data_args.eval_dataset:
-        evaluation = TokenDataset.concat(loader.load(data_args.eval_dataset))
+        evaluation = loader.dataset_type.concat(loader.load(data_args.eval_dataset))
     for name, dataset in (("train", train), ("eval", evaluation)):
         if dataset is not None:
-            loader.report.append(f"{name}: {len(dataset):,} samples, {dataset.num_tokens:,} tokens an epoch")
+            loader.report.append(f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch")
     if data_args_pack(data_args, stage):
-        train, evaluation = (d and PackedDataset(d, data_args.cutoff_len) for d in (train, evaluation))
+        # each side of a pair may have cutoff_len tokens, and both go into one row
+        packer, capacity = (
+            (PackedPairs, 2 * data_args.cutoff_len) if stage == "dpo" else (PackedDataset, data_args.cutoff_len)
+        )
+        train, evaluation = (d and packer(d, capacity) for d in (train, evaluation))
         for name, dataset in (("train", train), ("eval", evaluation)):
             if dataset is not None:
                 loader.report.append(
-                    f"{name}: packed into {len(dataset):,} rows of at most {data_args.cutoff_len:,} tokens, "
+                    f"{name}: packed into {len(dataset):,} rows of at most {capacity:,} tokens, "
                     f"{100 * dataset.padding_fraction:.2f} % padding"
                 )
     return DatasetBundle(train, evaluation, loader.report)

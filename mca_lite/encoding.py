@@ -6,7 +6,8 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from .chat import ChatRenderer
-from .records import Source, conversation, document
+from .pair_records import detect_pair_format, pair
+from .records import Source, conversation, detect_format, document
 
 
 @dataclass
@@ -56,6 +57,10 @@ class Encoder:
         names = ("stage", "cutoff_len", "joins", "train_on_prompt", "mask_history", "default_system")
         return {name: getattr(self, name) for name in names}
 
+    def format_of(self, record, where: str) -> str:
+        """The format of a file, from its first record."""
+        return detect_format(record, self.source, self.stage, where)
+
     def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
         """chunk: (place, format, record) each. Raises: ValueError with the place."""
         places = [where for where, _, _ in chunk]
@@ -98,6 +103,10 @@ class Encoder:
         for where, form, record in chunk:
             messages, tools = conversation(record, self.source, form, self.default_system, where)
             rendered.append(self._render(messages, tools, where))
+        return self._tokenize(rendered)
+
+    def _tokenize(self, rendered: list[tuple[str, list]]) -> tuple[list, list]:
+        """(ids, mask) of each text and its spans."""
         # The template has written every special token already. Tokenised whole, so that the borders of tokens are those
         # which the model sees when it is used.
         batch = self.tokenizer(
@@ -120,6 +129,83 @@ class Encoder:
         except (TemplateError, TypeError) as error:
             raise ValueError(f"{where}: the chat template refuses the conversation: {error}") from error
         return text, [(-1, len(text) + 1)]
+
+
+class PairEncoder(Encoder):
+    """Turns preference records into two rows each, the chosen answer behind its prompt and the rejected one behind the
+    same; only the answers are learned.
+
+    A pair of which a side is over cutoff_len + 1 tokens loses the beginning of its prompt, on both sides the same tokens and
+    all but the last one at most; what is over then is cut from the end of the answer.
+    """
+
+    def __init__(self, tokenizer, source: Source, cutoff_len: int, default_system: str | None = None):
+        # an answer has learned tokens and its history has none: Encoder's words for it
+        super().__init__(tokenizer, source, "dpo", cutoff_len, mask_history=True, default_system=default_system)
+
+    def format_of(self, record, where: str) -> str:
+        return detect_pair_format(record, self.source, where)
+
+    def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
+        """Two rows a pair that is kept: lengths and learned have chosen, rejected, chosen, ..."""
+        tallies: dict[str, tuple[int, str]] = {}
+        places, rendered = [], []
+        for where, form, record in chunk:
+            chosen, rejected, tools = pair(record, self.source, form, self.default_system, where)
+            if any(_is_empty(messages[-1]) for messages in (chosen, rejected)):
+                _count(tallies, "pairs have an empty answer and were left out", where)
+            elif chosen == rejected:
+                _count(tallies, _IDENTICAL, where)
+            else:
+                places.append(where)
+                rendered += [self._render(messages, tools, where) for messages in (chosen, rejected)]
+        rows = list(zip(*self._tokenize(rendered), strict=True)) if rendered else []
+        kept = []
+        for number, where in enumerate(places):
+            sides = self._cut(*rows[2 * number : 2 * number + 2], tallies, where)
+            if not all(mask[1:].any() for _, mask in sides):
+                _count(tallies, "pairs have an answer without a token to train on and were left out", where)
+            elif np.array_equal(sides[0][0], sides[1][0]):
+                _count(tallies, _IDENTICAL, where)
+            else:
+                kept += sides
+        return Encoded(
+            ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in kept)]),
+            mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in kept)]),
+            lengths=[len(ids) for ids, _ in kept],
+            learned=[int(mask[1:].sum()) for _, mask in kept],
+            records=len(chunk),
+            tallies=tallies,
+        )
+
+    def _cut(self, chosen, rejected, tallies: dict, where: str) -> list[tuple]:
+        """Both (ids, mask), cut to cutoff_len + 1 tokens."""
+        limit, longest = self.cutoff_len + 1, max(len(chosen[0]), len(rejected[0]))
+        if longest <= limit:
+            return [chosen, rejected]
+        cut = min(longest - limit, max(_shared_prompt(chosen, rejected) - 1, 0))
+        _count(
+            tallies,
+            f"pairs were longer than cutoff_len {self.cutoff_len}: the beginning of their prompt was cut",
+            where,
+        )
+        if longest - cut > limit:
+            _count(tallies, "of them had an answer too long without its prompt: its end was cut", where)
+        return [(ids[cut:][:limit], mask[cut:][:limit]) for ids, mask in (chosen, rejected)]
+
+
+_IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
+
+
+def _is_empty(answer: dict) -> bool:
+    return not answer["content"].strip() and not answer.get("tool_calls")
+
+
+def _shared_prompt(chosen, rejected) -> int:
+    """Tokens with which both rows begin, none of them learned. The token at the border may belong to one answer alone."""
+    size = min(len(ids) for ids, _ in (chosen, rejected))
+    differ = (chosen[0][:size] != rejected[0][:size]) | (chosen[1][:size] | rejected[1][:size]).astype(bool)
+    return int(differ.argmax()) if differ.any() else size
 
 
 def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:

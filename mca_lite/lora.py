@@ -35,7 +35,7 @@ def candidates(config) -> list[Candidate]:
     """All modules of a megatron model, on all ranks, that can have an adapter."""
     found = []
     for row, layer in in_layer_order(config):
-        if row.is_linear:
+        if row.is_linear and row.expert is None:
             mca = row.mca.format(layer).removesuffix(".weight")
             in_all = row.mca not in VOCABULARY
             found += [Candidate(name.format(layer).removesuffix(".weight"), mca, in_all) for name in row.hf]
@@ -151,7 +151,7 @@ def _linears(chunk) -> Iterator[tuple[str, Row, int | None]]:
     local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
     for name, layer, _ in list(chunk.global_parameter_names()):
         row = rows.get(name)
-        if row is not None and row.is_linear and name not in VOCABULARY:
+        if row is not None and row.is_linear and row.expert is None and name not in VOCABULARY:
             yield name.format(local.get(layer)).removesuffix(".weight"), row, layer
     if chunk.pre_process:
         yield "embedding.word_embeddings", rows[VOCABULARY[0]], None

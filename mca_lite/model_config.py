@@ -116,7 +116,7 @@ class PretrainedConfig:
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """Whether weights saved under `other` can be loaded rank by rank, without resharding or conversion."""
         names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
-        names += ["expert_model_parallel_size", "transformer_impl"]
+        names += ["expert_model_parallel_size", "expert_tensor_parallel_size", "transformer_impl"]
         mine, theirs = _to_json(self.pipeline_model_parallel_layout), _to_json(other.pipeline_model_parallel_layout)
         return mine == theirs and all(getattr(self, n) == getattr(other, n) for n in names)
 
@@ -252,6 +252,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             raise ValueError(
                 f"expert_tensor_parallel_size {etp} does not divide the {self.moe_ffn_hidden_size} columns of an expert: set "
                 "expert_tensor_parallel_size: 1"
+            )
+        if self.moe_router_bias_update_rate and not self.moe_router_enable_expert_bias:
+            raise ValueError(
+                f"moe_router_bias_update_rate {self.moe_router_bias_update_rate}: the routers of this model have no "
+                "bias to update: set it to 0, and moe_aux_loss_coeff to even out the loads"
             )
         if self.moe_permute_fusion and not transformer_engine_works():
             raise ValueError("moe_permute_fusion needs Transformer Engine, which does not work here: set it to false")

@@ -46,7 +46,8 @@ class Router(TopKRouter):
             self.statistics.count(self.layer_number - 1, choices)
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += choices
-            probs = self._with_losses(probs, logits, real)
+            # by way of the flat form: megatron's linear wants its gradient in that order
+            probs = self._with_losses(probs, flat.view(logits.shape), real)
         return probs, routing_map
 
     def _with_losses(self, probs, logits, real):

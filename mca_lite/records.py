@@ -32,7 +32,8 @@ class Source:
 _HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
 _TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
-_OTHER_COLUMNS = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
+_PAIR_COLUMNS = ("chosen", "rejected")
+_OTHER_COLUMNS = ("images", "videos", "audios", *_PAIR_COLUMNS, "kto_tag")
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -44,7 +45,7 @@ _TAGS = {
 }
 
 
-def resolve(entries: list[str], dataset_dir: str | None) -> list[Source]:
+def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[Source]:
     """Names in dataset_dir/dataset_info.json, else files or folders (as given, or in dataset_dir), as Sources.
 
     Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
@@ -55,7 +56,7 @@ def resolve(entries: list[str], dataset_dir: str | None) -> list[Source]:
     sources = []
     for entry in entries:
         if entry in info:
-            sources.append(_declared(entry, info[entry], info_file))
+            sources.append(_declared(entry, info[entry], info_file, stage))
             continue
         path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
         if path is None:
@@ -88,7 +89,7 @@ def _read_info(path: Path) -> dict:
     return info
 
 
-def _declared(name: str, entry: dict, info_file: Path) -> Source:
+def _declared(name: str, entry: dict, info_file: Path, stage: str) -> Source:
     here = f"{info_file}: dataset {name!r}"
     if not isinstance(entry, dict):
         raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
@@ -98,8 +99,8 @@ def _declared(name: str, entry: dict, info_file: Path) -> Source:
             f"{here}: datasets are read from local files: download it and set file_name"
             + (f" instead of {', '.join(hub)}" if hub else "")
         )
-    if entry.get("ranking"):
-        raise ValueError(f"{here}: preference pairs (ranking: true) are for stage dpo, not for pt or sft")
+    if entry.get("ranking") and stage != "dpo":
+        raise ValueError(f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}")
     known = ("file_name", "formatting", "columns", "tags", "num_samples", "ranking", *_UNUSED_KEYS)
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting")
     for kind, given, allowed in (
@@ -111,8 +112,9 @@ def _declared(name: str, entry: dict, info_file: Path) -> Source:
             if key not in allowed:
                 near = difflib.get_close_matches(key, allowed, n=1)
                 raise ValueError(f"{here}: unknown {kind} {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
-    if other := [column for column in columns if column in _OTHER_COLUMNS]:
-        raise ValueError(f"{here}: columns {other} are not for training on text with pt or sft")
+    for_stage = _PAIR_COLUMNS if stage == "dpo" else ()
+    if other := [column for column in columns if column in _OTHER_COLUMNS and column not in for_stage]:
+        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
     if formatting not in (None, "alpaca", "sharegpt", "openai"):
         raise ValueError(f"{here}: formatting {formatting!r}: expected alpaca, sharegpt or openai")
     path = info_file.parent / entry["file_name"]
@@ -208,9 +210,11 @@ def detect_format(record, source: Source, stage: str, where: str) -> str:
     if stage == "pt":
         return _detect_text(record, source, where)
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: stage sft expects {_EXPECTED}, got {_kind(record)}; plain text is for stage: pt")
+        raise ValueError(f"{where}: stage sft expects {_EXPECTED}, got {kind_of(record)}; plain text is for stage: pt")
     columns = source.columns
     key = next((k for k in (columns.get("messages"), "messages", "conversations") if k and k in record), None)
+    if all(column in record for column in _PAIR_COLUMNS) and not _holds_an_answer(record, source, key):
+        raise ValueError(f"{where}: chosen and rejected answers are for stage dpo: stage sft expects {_EXPECTED}")
     if source.formatting:
         return source.formatting
     if "prompt" in columns or "response" in columns:
@@ -227,10 +231,19 @@ def detect_format(record, source: Source, stage: str, where: str) -> str:
     raise ValueError(f"{where}: stage sft expects {_EXPECTED}, got the columns {sorted(record)}{hint}")
 
 
+def _holds_an_answer(record: dict, source: Source, turns_column: str | None) -> bool:
+    """Whether one conversation can be read from a record that has chosen and rejected answers too."""
+    if any(column in record for column in (source.columns.get("response", "output"), "completion", "response")):
+        return True
+    turns, tags = record.get(turns_column), _TAGS | source.tags
+    last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
+    return last.get(tags["role_tag"], last.get("role")) in (tags["assistant_tag"], "gpt", "assistant")
+
+
 def _detect_text(record, source: Source, where: str) -> str:
     if isinstance(record, str) or (isinstance(record, dict) and _text_column(source) in record):
         return "text"
-    got = f"the columns {sorted(record)}" if isinstance(record, dict) else _kind(record)
+    got = f"the columns {sorted(record)}" if isinstance(record, dict) else kind_of(record)
     raise ValueError(
         f"{where}: stage pt expects the column {_text_column(source)!r} or plain text, got {got}: set columns: "
         "{prompt: <name>} in dataset_info.json, or stage: sft for conversations"
@@ -241,21 +254,21 @@ def _text_column(source: Source) -> str:
     return source.columns.get("text") or source.columns.get("prompt") or "text"
 
 
-def _kind(value) -> str:
+def kind_of(value) -> str:
     return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(type(value), repr(value))
 
 
-def _get(record, column: str, where: str, kind=str, required=True):
+def get_column(record, column: str, where: str, kind=str, required=True):
     """A column of the right type; null and absent are the same."""
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object, got {_kind(record)}")
+        raise ValueError(f"{where}: expected an object, got {kind_of(record)}")
     value = record.get(column)
     if value is None:
         if required:
             raise ValueError(f"{where}: the column {column!r} is missing or null; it has {sorted(record)}")
     elif not isinstance(value, kind):
         expected = {str: "a text", list: "a list"}.get(kind, "a list or a text")
-        raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {_kind(value)}")
+        raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {kind_of(value)}")
     return value
 
 
@@ -263,52 +276,56 @@ def document(record, source: Source, where: str) -> str:
     """The text of a pt record (prompt, and query below it where dataset_info.json declares both)."""
     if isinstance(record, str):
         return record
-    text = _get(record, _text_column(source), where)
-    query = _get(record, source.columns["query"], where, required=False) if "query" in source.columns else None
+    text = get_column(record, _text_column(source), where)
+    query = get_column(record, source.columns["query"], where, required=False) if "query" in source.columns else None
     return "\n".join(part for part in (text, query) if part)
 
 
 def conversation(record, source: Source, form: str, default_system: str | None, where: str) -> tuple[list, list | None]:
     """(messages, tools) in OpenAI's form, checked: an optional system, then user and assistant in turn, ending with the
     assistant; tool messages follow an assistant's tool calls. Raises: ValueError with the place."""
-    messages = _READERS[form](record, source, where)
-    column = source.columns.get("system", "system")
-    system = _get(record, column, where, required=False) or default_system
+    messages = with_system(_READERS[form](record, source, where), record, source, default_system, where)
+    check_turns(messages, where)
+    return messages, tools_of(record, source, where)
+
+
+def with_system(messages: list[dict], record, source: Source, default_system: str | None, where: str) -> list[dict]:
+    """The messages behind the system message of the record's column, or the default one, if they begin with none."""
+    system = get_column(record, source.columns.get("system", "system"), where, required=False) or default_system
     if system and messages and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": system}, *messages]
-    _check_turns(messages, where)
-    return messages, _tools(record, source.columns.get("tools", "tools"), where)
+        return [new_message("system", system), *messages]
+    return messages
 
 
-def _alpaca(record, source: Source, where: str) -> list[dict]:
+def read_alpaca(record, source: Source, where: str) -> list[dict]:
     columns = source.columns
-    prompt = _get(record, columns.get("prompt", "instruction"), where)
-    query = _get(record, columns.get("query", "input"), where, required=False)
-    answer = _get(record, columns.get("response", "output"), where)
-    pairs = _get(record, columns.get("history", "history"), where, list, required=False) or []
+    prompt = get_column(record, columns.get("prompt", "instruction"), where)
+    query = get_column(record, columns.get("query", "input"), where, required=False)
+    answer = get_column(record, columns.get("response", "output"), where)
+    pairs = get_column(record, columns.get("history", "history"), where, list, required=False) or []
     if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
         raise ValueError(f"{where}: history: expected a list of [question, answer] pairs of texts")
     pairs = [*pairs, ["\n".join(part for part in (prompt, query) if part), answer]]
-    return [_message(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [new_message(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
-def _message(role: str, content: str) -> dict:
+def new_message(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
 
-def _sharegpt(record, source: Source, where: str) -> list[dict]:
+def read_sharegpt(record, source: Source, where: str) -> list[dict]:
     tags = _TAGS | source.tags
     default = "messages" if isinstance(record, dict) and "conversations" not in record else "conversations"
     roles = {} if source.tags else {"user": "user", "assistant": "assistant", "tool": "tool"}
     roles |= {tags["user_tag"]: "user", tags["assistant_tag"]: "assistant", tags["system_tag"]: "system"}
     roles |= {tags["observation_tag"]: "tool", tags["function_tag"]: "function_call"}
     messages = []
-    for turn in _get(record, source.columns.get("messages", default), where, list):
-        role, text = (_get(turn, tags[tag], where) for tag in ("role_tag", "content_tag"))
+    for turn in get_column(record, source.columns.get("messages", default), where, list):
+        role, text = (get_column(turn, tags[tag], where) for tag in ("role_tag", "content_tag"))
         if role not in roles:
             raise ValueError(f"{where}: unknown {tags['role_tag']} {role!r}: expected one of {', '.join(roles)}")
         is_call = roles[role] == "function_call"
-        messages.append(_function_call(text, where) if is_call else _message(roles[role], text))
+        messages.append(_function_call(text, where) if is_call else new_message(roles[role], text))
     return messages
 
 
@@ -330,15 +347,15 @@ def _tool_call(call, where: str) -> dict:
     return {**outer, "function": {**function, "arguments": arguments}}
 
 
-def _openai(record, source: Source, where: str) -> list[dict]:
-    turns = _get(record, source.columns.get("messages", "messages"), where, list)
-    return [_openai_message(turn, source.tags, where) for turn in turns]
+def read_openai(record, source: Source, where: str) -> list[dict]:
+    turns = get_column(record, source.columns.get("messages", "messages"), where, list)
+    return [read_openai_message(turn, source.tags, where) for turn in turns]
 
 
-def _openai_message(turn, tags: dict, where: str) -> dict:
-    role = _get(turn, tags.get("role_tag", "role"), where)
+def read_openai_message(turn, tags: dict, where: str) -> dict:
+    role = get_column(turn, tags.get("role_tag", "role"), where)
     content_tag = tags.get("content_tag", "content")
-    content = _get(turn, content_tag, where, (str, list), required=False)
+    content = get_column(turn, content_tag, where, (str, list), required=False)
     if isinstance(content, list):  # blocks
         if not all(isinstance(block, dict) and isinstance(block.get("text"), str) for block in content):
             raise ValueError(f"{where}: content: expected a text or a list of text blocks; only text can be trained on")
@@ -349,7 +366,7 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
     for key in (tags.get("role_tag"), content_tag):
         message.pop(key, None)
     message |= {"role": renamed.get(role, role), "content": content or ""}
-    if calls := _get(turn, "tool_calls", where, list, required=False):
+    if calls := get_column(turn, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     elif content is None:
         raise ValueError(f"{where}: a message of {role!r} has neither content nor tool_calls")
@@ -357,18 +374,25 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
 
 
 def _prompt_completion(record, source: Source, where: str) -> list[dict]:
-    prompt = _get(record, "prompt", where, (str, list))
-    answer = _get(record, "completion" if "completion" in record else "response", where, (str, list))
+    prompt = get_column(record, "prompt", where, (str, list))
+    answer = get_column(record, "completion" if "completion" in record else "response", where, (str, list))
     parts = ((prompt, "user"), (answer, "assistant"))
-    turns = [[_message(role, part)] if isinstance(part, str) else part for part, role in parts]
-    return [_openai_message(turn, {}, where) for part in turns for turn in part]
+    turns = [[new_message(role, part)] if isinstance(part, str) else part for part, role in parts]
+    return [read_openai_message(turn, {}, where) for part in turns for turn in part]
 
 
-_READERS = {"alpaca": _alpaca, "sharegpt": _sharegpt, "openai": _openai, "prompt-completion": _prompt_completion}
+_READERS = {
+    "alpaca": read_alpaca,
+    "sharegpt": read_sharegpt,
+    "openai": read_openai,
+    "prompt-completion": _prompt_completion,
+}
 
 
-def _tools(record: dict, column: str, where: str) -> list[dict] | None:
-    tools = _get(record, column, where, (list, str), required=False)
+def tools_of(record: dict, source: Source, where: str) -> list[dict] | None:
+    """The tool descriptions of a record in OpenAI's form."""
+    column = source.columns.get("tools", "tools")
+    tools = get_column(record, column, where, (list, str), required=False)
     if isinstance(tools, str):
         tools = _parse(tools, f"{where}: {column}") if tools.strip() else None
     if not tools:
@@ -386,7 +410,7 @@ _MAY_FOLLOW = {
 }
 
 
-def _check_turns(messages: list[dict], where: str) -> None:
+def check_turns(messages: list[dict], where: str) -> None:
     if not messages:
         raise ValueError(f"{where}: the conversation has no messages")
     before = None

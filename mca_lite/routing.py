@@ -88,7 +88,7 @@ def balancing_parts(
     sums a vector over them, in place or not. kind "none": the first is 0.
     """
     s, b, num_experts = logits.shape
-    real = real.to(torch.float32)
+    real = real.to(torch.float32).contiguous()
     scores = scores_of(logits, score_function)
     if score_function == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from . import chat, encoding, records
+from . import chat, encoding, pair_records, records
 from .build_once import build_once
 from .constants import IGNORE_INDEX
-from .encoding import Encoder
+from .encoding import Encoder, PairEncoder
 
 CACHE_FORMAT = 1
 CHUNK_RECORDS = 500  # records handed to the tokenizer at once
@@ -71,7 +71,7 @@ def _cache_key(encoder: Encoder, limit: int | None, cache_dir: Path) -> str:
     source = encoder.source
     identity = {
         "format": CACHE_FORMAT,
-        "code": [inspect.getsource(module) for module in (records, chat, encoding)],
+        "code": [inspect.getsource(module) for module in (records, pair_records, chat, encoding)],
         "tokenizer": _tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options(), "limit": limit},
         "declaration": {k: v for k, v in asdict(source).items() if k not in ("name", "files", "notes")},
@@ -107,7 +107,7 @@ def _chunks(encoder: Encoder, limit: int | None, formats: dict):
 def _file_items(file: str, encoder: Encoder, formats: dict):
     for where, record in records.read_records(file):
         if file not in formats:
-            formats[file] = records.detect_format(record, encoder.source, encoder.stage, where)
+            formats[file] = encoder.format_of(record, where)
         yield where, formats[file], record
     if file not in formats:
         raise ValueError(f"{file}: the file holds no record")
@@ -183,12 +183,16 @@ def _write_tokens(folder: Path, encoder: Encoder, limit: int | None, workers: in
 
 
 class TokenShard:
-    """One tokenised source, memory-mapped. `shard[r]` is a sample; the process that reads opens the maps."""
+    """One tokenised source, memory-mapped. `shard[r]` is a sample; the process that reads opens the maps.
+
+    lengths, learned: of each sample, inputs and labels that are not IGNORE_INDEX.
+    """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.meta = json.loads((self.folder / "meta.json").read_text())
         self.spans = np.load(self.folder / "spans.npy")
+        self.lengths = self.spans[:, 1] - self.spans[:, 0] - 1
         self.learned = np.load(self.folder / "learned.npy")
         self._maps = None
 
@@ -196,7 +200,7 @@ class TokenShard:
         return {**self.__dict__, "_maps": None}  # numpy would pickle a map as a copy of the file
 
     def __len__(self) -> int:
-        return len(self.spans)
+        return len(self.lengths)
 
     def __getitem__(self, row: int) -> dict:
         if self._maps is None:
@@ -210,6 +214,23 @@ class TokenShard:
         if mask is not None:
             labels[mask[start + 1 : stop] == 0] = IGNORE_INDEX
         return {"input_ids": tokens[:-1], "labels": labels}
+
+
+class PairShard(TokenShard):
+    """One tokenised source of pairs: rows 2 r and 2 r + 1 are the chosen and the rejected side of `shard[r]`.
+
+    pair_lengths [n, 2] holds the inputs of both sides; lengths and learned are sums over them.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.pair_lengths = self.lengths.reshape(-1, 2)
+        self.lengths = self.pair_lengths.sum(axis=1)
+        self.learned = self.learned.reshape(-1, 2).sum(axis=1)
+
+    def __getitem__(self, row: int) -> dict:
+        row = range(len(self))[row]  # a row of another pair would be given for one that is not there
+        return {side: super(PairShard, self).__getitem__(2 * row + i) for i, side in enumerate(("chosen", "rejected"))}
 
 
 def load_shard(
@@ -231,4 +252,4 @@ def load_shard(
         return meta.exists() and json.loads(meta.read_text())["created"] >= psutil.Process().create_time()
 
     build_once(folder, build, f"tokenising {encoder.source.name}", written_in_this_run if overwrite else None)
-    return TokenShard(folder)
+    return PairShard(folder) if isinstance(encoder, PairEncoder) else TokenShard(folder)

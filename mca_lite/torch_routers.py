@@ -35,7 +35,9 @@ class TorchRouters:
         experts = values.get("num_moe_experts")
         if not experts:
             if self.losses.on or self.bias_rate:
-                raise ValueError(f"moe_aux_loss_coeff, moe_z_loss_coeff and moe_router_bias_update_rate: {kind} has no routers here")
+                raise ValueError(
+                    f"moe_aux_loss_coeff, moe_z_loss_coeff and moe_router_bias_update_rate: {kind} has no routers here"
+                )
             return
         self._topk, self._scores = values["moe_router_topk"], values.get("moe_router_score_function", "softmax")
         for name, module in model.named_modules():
@@ -59,7 +61,11 @@ class TorchRouters:
         """What the last forward pass over tokens of `shape` (b, s) adds to the loss of its micro-batch; counts it too."""
         total = 0.0
         for layer, logits, experts in self._outputs:
-            mask = torch.zeros(shape, dtype=torch.bool, device=logits.device) if self.padding_mask is None else self.padding_mask
+            mask = (
+                torch.zeros(shape, dtype=torch.bool, device=logits.device)
+                if self.padding_mask is None
+                else self.padding_mask
+            )
             choices = choices_of(experts, ~mask.flatten(), logits.shape[-1])
             self.statistics.count(layer, choices)
             self._counts[layer] += choices

@@ -142,8 +142,8 @@ class McaTrainer:
         On pipeline stages before the last the loss is 0 and the metrics are []. Collectives: those of the schedule, the
         gradient reduction and the optimizer.
         """
+        micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
         self.backend.train_mode(True)
-        micro_batches = list(data_iterator)
         self.backend.weigh_router_losses(micro_batches, sum(map(self._count_of_loss, micro_batches)))
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
         updated, grad_norm, num_zeros = self.backend.step()
@@ -156,8 +156,17 @@ class McaTrainer:
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-        inputs = self._prepare_train_inputs(data_iterator)
-        return model(**inputs), functools.partial(self._post_compute_loss, inputs["labels"])
+        batch = next(data_iterator)
+        inputs = self._prepare_train_inputs(iter([batch]))
+        return model(**inputs), self._pre_compute_loss(batch, inputs)
+
+    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        """The micro-batches of a step, before they run: the place for what an objective takes from another model."""
+        return micro_batches
+
+    def _pre_compute_loss(self, batch: dict, inputs: dict):
+        """The loss_func of a micro-batch, on whichever pipeline stage. batch: as it was read; inputs: the model's."""
+        return functools.partial(self._post_compute_loss, inputs["labels"])
 
     def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, Any]:
         """The next micro-batch as the model takes it, on this rank's device, cut for its context-parallel rank.
@@ -241,14 +250,12 @@ class McaTrainer:
 
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's counts as _zeros() has them)."""
-        real, packs = plan.num_micro_batches(step), self.args.sequence_packing
-        batches = [check_batch(next(loader), self._language_input_names, packs) for _ in range(real)]
+        real, numbered = plan.num_micro_batches(step), self._rows_hold_documents
+        batches = [check_batch(next(loader), self._language_input_names, numbered) for _ in range(real)]
         counts = [count_tokens(batch) for batch in batches]
         for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
-            nothing = torch.zeros_like(batches[0]["labels"])
-            batches.append({**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing})
-        if packs:
-            batches = [pack_batch(b, self.backend.document_multiple, self._pad_token_id) for b in batches]
+            batches.append(self._empty_batch(batches[0]))
+        batches = [self._arrange(batch) for batch in batches]
         longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
         batches = [self._to_length(batch, longest) for batch in batches]
         if not self.args.calculate_per_token_loss:  # empty micro-batches have no part in the mean over micro-batches
@@ -259,6 +266,22 @@ class McaTrainer:
             positions = sum(b["input_ids"].numel() for b in batches)
             totals[-3:] = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts), positions])
         return batches, max(b["input_ids"].shape[1] for b in batches), totals
+
+    @property
+    def _rows_hold_documents(self) -> bool:
+        """Whether a collated row may hold several documents, which its attention_mask numbers."""
+        return self.args.sequence_packing
+
+    def _empty_batch(self, batch: dict) -> dict:
+        """A batch of the same shape that carries no loss, and is padding where tokens are counted."""
+        nothing = torch.zeros_like(batch["labels"])
+        return {**batch, "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
+
+    def _arrange(self, batch: dict) -> dict:
+        """A checked batch as the model takes it: its rows, or one packed row."""
+        if not self.args.sequence_packing:
+            return batch
+        return pack_batch(batch, self.backend.document_multiple, self._pad_token_id)
 
     def _to_length(self, batch: dict, at_least: int = 0) -> dict:
         """The batch, padded on the right to a length that the layout can cut."""
@@ -403,6 +426,7 @@ class McaTrainer:
         totals = self._zeros()
         for step in range(plan.steps_per_epoch):
             data, seq_length, counts = self._get_step_iterator_and_seq_length(batches, plan, step)
+            data = self._prepare_micro_batches(data, seq_length)
             totals += counts + self._sum_metrics(
                 self.backend.forward_backward(self.forward_step, data, seq_length, forward_only=True)
             )
@@ -414,8 +438,16 @@ class McaTrainer:
 
     # -- files
 
+    def objective_facts(self) -> dict:
+        """What a checkpoint remembers of the objective, beside the arguments."""
+        return {}
+
+    def check_objective(self, facts: dict, folder: Path) -> None:
+        """CheckpointError where a run with these facts cannot go on in this one."""
+
     def _save_checkpoint(self) -> None:
-        """Save this step; with async_save it gets its name after a later step, or at the end."""
+        """Save this step. With async_save it gets its name after the first step by whose end all ranks have written, and
+        before the next one begins: dying costs at most one interval and the steps that were made during a write."""
         if self._writer.is_busy:
             self._finish_checkpoint()
         self._writer.begin()

@@ -41,7 +41,7 @@ def extra_layers(model):
     last, norm = model.model.layers[-1], type(model.model.norm)
     layers = torch.nn.ModuleList(MtpLayer(model.config, type(last), norm, last.self_attn.layer_idx) for _ in range(COUNT))
     with torch.no_grad():
-        for name, parameter in layers.named_parameters():
+        for parameter in layers.parameters():
             scale, shift = (0.2, 1.0) if parameter.dim() == 1 else (0.1, 0.0)
             parameter.copy_(shift + scale * torch.randn_like(parameter))
         for buffer in layers.buffers():
@@ -58,7 +58,8 @@ def in_files(layers, first: int) -> dict[str, torch.Tensor]:
             prefix = f"model.layers.{first + k}.{name}"
             for e, matrix in enumerate(value) if ".experts." in name else ():
                 stem = prefix.rsplit(".", 1)[0] + f".{e}."
-                parts = {"down": matrix} if name.endswith("down_proj") else dict(zip(("gate", "up"), matrix.chunk(2)))
+                is_down = name.endswith("down_proj")
+                parts = {"down": matrix} if is_down else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
                 out.update({f"{stem}{part}_proj.weight": rows.clone() for part, rows in parts.items()})
             if ".experts." not in name:
                 out[prefix] = value.clone()
@@ -179,3 +180,85 @@ def test_extra_layers_train_as_in_plain_torch(layout, path, wanted, tmp_path):
 def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted, tmp_path):
     assert wanted(**MEAN)[0] != wanted()[0]
     check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
+
+
+# -- files
+
+
+def round_trips(path: str, out: str, **keys) -> list:
+    """The model exported with none, one and both layers trained, by the torch backend, and drawn from a seed with both."""
+    from mca_lite import AutoConfig, AutoModel, TrainingArguments
+    from mca_lite.backend_torch import TorchBackend
+    from mca_lite.models import load_torch_model
+
+    for count in (0, 1, 2):
+        args = TrainingArguments(output_dir="unused", mtp_num_layers=count, **keys)
+        AutoModel.from_pretrained(path, args).save_pretrained(f"{out}/{count}")
+    config = AutoConfig.from_pretrained(path, args)
+    config.name_or_path = None
+    AutoModel.from_config(config, args, seed=3).save_pretrained(f"{out}/drawn")
+    if not keys:
+        TorchBackend(load_torch_model(path), TrainingArguments(output_dir="unused")).export_hf(f"{out}/torch", "5GB")
+
+
+@pytest.fixture(scope="module")
+def exports(path, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exports")
+    world.run(round_trips, 1, path, str(out / "one"))
+    world.run(round_trips, 4, path, str(out / "four"), **TP2, **SP, **PP2)
+    return out
+
+
+@pytest.mark.parametrize("name", ("one/0", "one/1", "one/2", "one/torch", "four/0", "four/1", "four/2"))
+def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(name, path, exports):
+    assert_same_bytes(tensors(exports / name), tensors(path))
+
+
+def test_fresh_layers_are_the_same_in_every_layout(path, exports):
+    ours = tensors(exports / "four/drawn")
+    assert_same_bytes(ours, tensors(exports / "one/drawn"))
+    assert ours.keys() == tensors(path).keys()
+    assert torch.equal(ours["model.layers.5.embed_tokens.weight"], ours["model.embed_tokens.weight"])
+
+
+def test_a_run_resumes_in_another_layout(path, wanted, tmp_path):
+    curve, _ = wanted()
+    saves = dict(save_strategy="steps", save_steps=2, export=False)
+    world.run(train_layers, 2, path, str(tmp_path / "a"), **PP2, **saves)
+    keys = dict(TP2, **SP, resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
+    for got in world.run(resumed, 2, path, str(tmp_path / "b"), **keys):
+        assert_same([got], curve[2:])
+
+
+def resumed(path: str, out: str, **keys) -> tuple:
+    curve, log = train(path, out, **{**KEYS, **MTP, **keys}), read_log(out)
+    return (*curve[-1], log[-1]["mtp_loss"])
+
+
+# -- refusals
+
+
+def refusals(path: str, llama: str, plain: str) -> list:
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments, lora
+    from mca_lite.models import load_torch_model
+
+    args = TrainingArguments(output_dir="unused", mtp_num_layers=1)
+    out = []
+    for attempt in (
+        lambda: McaTrainer(load_torch_model(path), args),
+        lambda: AutoModel.from_pretrained(llama, args),
+        lambda: AutoModel.from_pretrained(plain, args),
+        lambda: lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec()),
+    ):
+        with pytest.raises(ValueError) as error:
+            attempt()
+        out.append(str(error.value))
+    return out
+
+
+def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
+    llama = tiny.save_model(tmp_path / "llama", "llama")
+    plain = tiny_moe.save_model(tmp_path / "plain", "deepseek_v3")
+    for text in (got := world.run(refusals, 1, path, llama, plain)[0]):
+        assert "mtp_num_layers: 0" in text
+    assert "torch backend" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2] and "adapters" in got[3]

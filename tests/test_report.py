@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -411,7 +412,7 @@ def test_peak_memory_is_in_gib():
 def test_example_script_writes_the_committed_bytes(tmp_path):
     subprocess.run([sys.executable, str(TINY / "make.py"), str(tmp_path)], check=True)
     made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(made) == 7
+    assert len(made) == 9
     for name in made:
         assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), f"make.py writes another {name}"
 
@@ -425,6 +426,19 @@ def test_example_holds_out_what_it_asks_and_stays_small():
     assert len(heldout) == 200 and not heldout & answers("sft.jsonl")
     assert not any(date in (TINY / "pt.jsonl").read_text() for date in heldout)
     assert sum(path.stat().st_size for path in TINY.rglob("*") if "__pycache__" not in path.parts) < 1_000_000
+
+
+def test_example_pairs_are_of_two_readings_of_dates_and_hold_some_out():
+    def dates(name):
+        found = set()
+        for record in map(json.loads, (TINY / name).read_text().splitlines()):
+            day, month, year = re.search(r"(\d\d) (\d\d) (\d{4})", record["prompt"]).groups()
+            assert record["chosen"] == f"{year}-{month}-{day}" and record["rejected"] == f"{year}-{day}-{month}"
+            found.add((day, month, year))
+        return found
+
+    train, heldout = dates("pairs.jsonl"), dates("heldout_pairs.jsonl")
+    assert len(train) == 2000 and len(heldout) == 200 and not train & heldout
 
 
 def test_example_template_marks_the_answers_and_their_stop_token():
@@ -459,6 +473,8 @@ def test_shipped_configuration_parses_and_fits_its_model_and_world(path, tmp_pat
     world_size, sizes = REAL.get(path.stem, (2, None))
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     words = []
+    if path.stem in ("dpo", "orpo"):  # they go on from what configs/sft.yaml writes
+        words = ["model_name_or_path=configs/tiny/model"]
     if sizes is not None:  # the model is on a hub, which a test cannot ask: a config.json of the same sizes stands in
         config = json.loads((TINY / "model" / "config.json").read_text()) | sizes | {"num_key_value_heads": 8}
         (tmp_path / "config.json").write_text(json.dumps(config))

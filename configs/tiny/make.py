@@ -1,9 +1,12 @@
-"""Writes the embedded example beside this file: a tiny Qwen3-style model directory and three small data sets.
+"""Writes the embedded example beside this file: a tiny Qwen3-style model directory and a few small data sets.
 
     python configs/tiny/make.py [directory]
 
 The task is to rewrite dates: "Write 7 March 1999 as an ISO date." -> "1999-03-07". The model starts from random weights
 (train_from_scratch: true), so no weights are written. Everything is seeded: a second run writes the same bytes.
+
+The preference pairs are about dates that can be read in two ways: of 03 04 1999, 1999-04-03 is chosen (the day comes first)
+and 1999-03-04 rejected. Nothing in the other data says which one is meant.
 """
 
 import calendar
@@ -17,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 SEED = 20240229
 NUM_TRAIN, NUM_HELDOUT, NUM_DOCUMENTS = 4000, 200, 500
+NUM_PAIRS, NUM_HELDOUT_PAIRS = 2000, 200
 VOCAB_SIZE = 512
 ONE_DAY = datetime.timedelta(days=1)
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -115,6 +119,18 @@ def make_data() -> tuple[list[dict], list[dict], list[dict]]:
     return sft, heldout, [{"text": document(date, rng)} for date in told[:NUM_DOCUMENTS]]
 
 
+def make_pairs() -> tuple[list[dict], list[dict]]:
+    """Returns the preference records of training and of heldout, which have no date in common."""
+    rng = random.Random(SEED + 1)
+    ambiguous = [(d, m, y) for d in range(1, 13) for m in range(1, 13) for y in range(1900, 2100) if d != m]
+    records = []
+    for day, month, year in rng.sample(ambiguous, NUM_PAIRS + NUM_HELDOUT_PAIRS):
+        question = rng.choice(REQUESTS).format(f"{day:02} {month:02} {year}")
+        chosen, rejected = f"{year}-{month:02}-{day:02}", f"{year}-{day:02}-{month:02}"
+        records.append({"prompt": question, "chosen": chosen, "rejected": rejected})
+    return records[NUM_HELDOUT_PAIRS:], records[:NUM_HELDOUT_PAIRS]
+
+
 def make_tokenizer(texts: list[str]) -> Tokenizer:
     """Returns a byte-level BPE tokenizer like Qwen's: any text can be encoded, and each digit is one token."""
     tokenizer = Tokenizer(models.BPE())
@@ -151,6 +167,9 @@ def main(directory: Path) -> None:
     write_lines(directory / "sft.jsonl", sft)
     write_lines(directory / "heldout.jsonl", heldout)
     write_lines(directory / "pt.jsonl", pt)
+    pairs, heldout_pairs = make_pairs()
+    write_lines(directory / "pairs.jsonl", pairs)
+    write_lines(directory / "heldout_pairs.jsonl", heldout_pairs)
 
     roles = ["system\n", "user\n", "assistant\n"]  # as they stand in the template: each becomes one token
     texts = roles + [m["content"] for record in sft for m in record["messages"]] + [record["text"] for record in pt]

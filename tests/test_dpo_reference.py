@@ -1,0 +1,260 @@
+"""The reference model of DPO: its three kinds give one curve; the cached one is kept, resumed, refused where it is foreign."""
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import tiny, world
+from tests.dpo_tools import (
+    OBJECTIVES,
+    STEPS,
+    Pairs,
+    curve_of,
+    differences,
+    oracle_metrics,
+    our_run,
+    references_of,
+)
+from tests.test_parity import OVERLAP, PP2, TP2, VPP2
+
+SIGMOID = OBJECTIVES["sigmoid"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """(model folder, folder of an adapter that was trained before)"""
+    folder = tmp_path_factory.mktemp("reference")
+    path = tiny.save_model(folder / "model", "qwen3")
+    world.run(save_adapter, 1, path, f"{folder}/adapter")
+    return path, f"{folder}/adapter"
+
+
+def save_adapter(path, folder):
+    from tests.lora_tools import peft_model
+
+    peft_model(path).save_pretrained(folder)
+
+
+def curve(path, out, objective=SIGMOID, **keys) -> list:
+    return curve_of(our_run(path, out, objective, **keys))
+
+
+def curves_of_kinds(path, adapter, out, keys) -> dict:
+    kinds = {
+        "adapter": dict(adapter=adapter),
+        "cached": dict(adapter=adapter, objective={**SIGMOID, "reference": "cached"}),
+        "model": dict(adapter=adapter, ref=True),
+        "full cached": {},
+        "full model": dict(ref=True),
+    }
+    return {name: curve(path, f"{out}/{name}", **{**keys, **kind}) for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [
+        (2, {**PP2, **VPP2}),
+        (2, {**OVERLAP, "sequence_packing": True}),
+        (2, dict(TP2, attention_dropout=0.0)),
+        (2, dict(backend="torch")),
+        (2, {**PP2, **VPP2, "pack": 60, "sequence_packing": True}),
+    ],
+    ids=["pp2_vpp2", "dp2_overlap_packed", "tp2", "torch", "pp2_vpp2_packs"],
+)
+def test_all_kinds_of_reference_give_the_same_curve(start, tmp_path, ranks, keys):
+    found = world.run(curves_of_kinds, ranks, *start, str(tmp_path), keys)
+    assert found[0] == found[1], "every rank logs the same"
+    for name, wanted in (("cached", "adapter"), ("model", "adapter"), ("full model", "full cached")):
+        assert not differences(found[0][name], found[0][wanted], 2e-6), name
+    assert differences(found[0]["adapter"], found[0]["full cached"]), "the adapter is not part of the reference"
+
+
+def metrics_before_and_after(path, out) -> list:
+    """Evaluations over nine pairs, in micro-batches of two, before training and after each second step; the final model."""
+    before = []
+    data = dict(
+        train_dataset=Pairs(), eval_dataset=Pairs(9, seed=3), before=lambda trainer: before.append(trainer.evaluate())
+    )
+    keys = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, max_steps=4, logging_steps=2)
+    trainer = our_run(path, out, OBJECTIVES["smoothed"], **data, **keys, **PP2)
+    trainer.save_model()
+    return before + trainer.state.log_history
+
+
+def expected_metrics(path, trained) -> list:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    pairs, found = Pairs(9, seed=3).pairs, []
+    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in (path, trained)]
+    references = references_of(models[0], pairs)
+    for model in models:
+        found.append(oracle_metrics(model, pairs, references, OBJECTIVES["smoothed"]))
+    return found
+
+
+def test_evaluation_and_the_log_window_mean_over_pairs(start, tmp_path):
+    path, _ = start
+    history = world.run(metrics_before_and_after, 4, path, str(tmp_path / "run"))[0]
+    [[before, after]] = world.run(expected_metrics, 1, path, str(tmp_path / "run"))
+    evaluated = [line for line in history if "eval_loss" in line]
+    assert [line.get("step") for line in evaluated] == [None, 2, 4]
+    for line, wanted in ((history[0], before), (evaluated[-1], after)):
+        got = {key.removeprefix("eval_"): value for key, value in line.items() if key.startswith("eval_")}
+        assert not differences([got], [wanted], 2e-5)
+    each = world.run(curve, 1, path, str(tmp_path / "each"), OBJECTIVES["smoothed"], max_steps=4)[0]
+    windows = [line for line in history if "loss" in line]
+    assert len(windows) == 2
+    for window, (first, second) in zip(windows, (each[:2], each[2:]), strict=True):
+        for key in ("loss", "rewards/margins", "logps/rejected", "sft_loss"):
+            assert window[key] == pytest.approx((first[key] + second[key]) / 2, abs=1e-4), key
+
+
+SAVE = dict(save_strategy="steps", save_steps=2)
+
+
+def resumed(path, out, whole: bool, keys) -> tuple:
+    objective = {**SIGMOID, "cache_dir": f"{out}/cache"} if "adapter" not in keys else SIGMOID
+    if whole:
+        return curve(path, f"{out}/whole", objective, **keys), None
+    curve(path, f"{out}/parts", objective, **{**SAVE, **keys})
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for folder in Path(out, "parts").glob("checkpoint-*"):
+            if folder.name != "checkpoint-2":
+                shutil.rmtree(folder)
+    dist.barrier()
+    trainer = our_run(path, f"{out}/parts", objective, resume_from_checkpoint="auto", **{**SAVE, **keys})
+    return curve_of(trainer), trainer.state.consumed_samples
+
+
+@pytest.mark.parametrize("kind", ["cached", "adapter", "packs"])
+def test_resume_is_bit_for_bit(start, tmp_path, kind):
+    path, adapter = start
+    keys = dict(PP2, attention_dropout=0.1)
+    if kind == "adapter":
+        keys.update(adapter=adapter)
+    if kind == "packs":
+        keys.update(pack=60, sequence_packing=True)
+    whole, _ = world.run(resumed, 2, path, str(tmp_path), True, keys)[0]
+    parts, samples = world.run(resumed, 2, path, str(tmp_path), False, keys)[0]
+    assert parts == whole and len(whole) == STEPS and samples
+
+
+def said_by(path, out, **keys) -> tuple:
+    """(curve or error, what was printed) of a run."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            found = curve(path, out, **keys)
+        except ValueError as error:
+            found = f"{type(error).__name__}: {error}"
+    return found, said.getvalue()
+
+
+def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_path):
+    path, _ = start
+    keys = dict(objective={**SIGMOID, "cache_dir": str(tmp_path / "cache")}, overwrite_output_dir=True)
+    first, said = world.run(said_by, 1, path, str(tmp_path / "a"), **keys)[0]
+    assert "17 of 17 pairs" in said
+    [folder] = (tmp_path / "cache/reference").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == ["logps.npy", "meta.json"]
+    whole = np.load(folder / "logps.npy")
+    # a second run, in another layout, reads it
+    again, said = world.run(said_by, 2, path, str(tmp_path / "b"), **PP2, **keys)[0]
+    assert "17 pairs from" in said and not differences(again, first)
+    # a pass that died after 12 pairs
+    (folder / "logps.npy").unlink()
+    np.save(folder / "part-000000000000.npy", whole[:8])
+    np.save(folder / "part-000000000008.npy", whole[8:12])
+    again, said = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
+    assert "17 of 17 pairs" in said and again == first
+    np.testing.assert_allclose(np.load(folder / "logps.npy"), whole, atol=1e-5)
+    assert not list(folder.glob("part-*"))
+
+
+def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp_path):
+    path, _ = start
+    other = tiny.save_model(tmp_path / "other", "qwen3", seed=1)
+    cache = tmp_path / "cache"
+    keys = dict(objective={**SIGMOID, "cache_dir": str(cache)}, overwrite_output_dir=True)
+    world.run(said_by, 1, path, str(tmp_path / "a"), **keys, **SAVE)
+    [folder] = (cache / "reference").iterdir()
+    world.run(said_by, 1, other, str(tmp_path / "b"), **keys)
+    [theirs] = {f.name for f in (cache / "reference").iterdir()} - {
+        folder.name
+    }  # another model has a folder of its own
+    kept = (folder / "logps.npy").read_bytes()
+    shutil.copy(cache / "reference" / theirs / "logps.npy", folder / "logps.npy")
+    found, _ = world.run(said_by, 2, path, str(tmp_path / "c"), **keys)[1]
+    assert "is of another model" in found and str(folder) in found
+    assert not (tmp_path / "c" / "trainer_log.jsonl").exists(), "nothing was trained"
+    (folder / "logps.npy").write_bytes(kept)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "data": "others"}))
+    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
+    assert "its data differ" in found
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "logps.npy").write_bytes(kept[:-9])
+    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
+    assert "is damaged" in found
+    # a run goes on with the reference that it began with
+    keys["overwrite_output_dir"] = False
+    keys["resume_from_checkpoint"] = "auto"
+    found, _ = world.run(said_by, 1, other, str(tmp_path / "a"), **keys, **SAVE)[0]
+    assert "trained against another reference model" in found
+
+
+def refusals(path, adapter, out) -> list[str]:
+    """What DPOTrainer and DPOConfig say to what cannot be."""
+    from mca_lite import DPOConfig
+
+    def attempt(action):
+        try:
+            action()
+        except ValueError as error:
+            return str(error)
+        return "nothing was refused"
+
+    orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
+    trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
+    return [
+        attempt(lambda: DPOConfig(pref_loss="hinge")),
+        attempt(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
+        attempt(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
+        attempt(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
+        attempt(lambda: DPOConfig(beta=0.0)),
+        attempt(lambda: our_run(path, f"{out}/a", orpo, ref=True)),
+        attempt(lambda: our_run(path, f"{out}/b", SIGMOID, train_dataset=plain)),
+        attempt(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
+        attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
+        attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
+        attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
+    ]
+
+
+def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
+    [texts] = world.run(refusals, 1, *start, str(tmp_path))
+    words = [
+        "expected sigmoid or orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
+        "beta 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "the model has no adapters",
+        "expected no ref_model", "calculate_per_token_loss: true", "before it is trained",
+    ]  # fmt: skip
+    for text, expected in zip(texts, words, strict=True):
+        assert expected in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ok"], "nothing was written"
+
+
+def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):
+    path, adapter = start
+    for keys, warns in ((dict(OBJECTIVES["smoothed"]), False), (SIGMOID, True)):
+        dropout = dict(attention_dropout=0.4) if warns else {}
+        _, said = world.run(said_by, 1, path, str(tmp_path / str(warns)), objective=keys, max_steps=1, **dropout)[0]
+        assert ("it is ln 2 = 0.6931 where" in said) == warns
