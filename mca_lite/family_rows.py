@@ -124,7 +124,7 @@ GEMMA_NORMS = (
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
-def decoder_rows(attention, mlp, norms=PRE_NORMS):
+def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
     layer, hf = "decoder.layers.{}.", "model.layers.{}."
     places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
     of_layer = [
@@ -134,9 +134,9 @@ def decoder_rows(attention, mlp, norms=PRE_NORMS):
     rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
         of_layer[0],
-        *attention,
+        *of_attention,
         *of_layer[1:3],
-        *mlp,
+        *of_mlp,
         of_layer[3],
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
         Row("output_layer.weight", ("lm_head.weight",), "column"),
@@ -160,8 +160,8 @@ def prediction_rows(decoder_rows):
     yield Row(ours + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
 
 
-def dense_rows(bias=False, norm=False, norms=PRE_NORMS, **attention):
-    return decoder_rows(attention(bias, norm, **attention), mlp_rows(), norms)
+def dense_rows(norms=PRE_NORMS, **of_attention):
+    return decoder_rows(attention(**of_attention), mlp_rows(), norms)
 
 
 # Transformer Engine fuses a norm into the linear behind it: the same tensor under another name

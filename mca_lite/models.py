@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import convert, lora, parallel
 from .constants import MCA_CONFIG_NAME
@@ -167,6 +168,10 @@ class McaGPTModel(GPTModel):
             extra,
             config.final_logit_softcapping,
         ).t()
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the metadata unasked."""
+        return super().sharded_state_dict(prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata))
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
         """(name with {} for the layer's number, the layer's number in the whole model or None, parameter).
