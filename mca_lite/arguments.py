@@ -36,7 +36,8 @@ NOT_FOR_TORCH = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
     "pipeline_model_parallel_layout use_distributed_optimizer overlap_grad_reduce overlap_param_gather "
-    "optimizer_cpu_offload distribute_saved_activations additional_configs"
+    "optimizer_cpu_offload distribute_saved_activations additional_configs moe_grouped_gemm moe_token_dispatcher_type "
+    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion"
 ).split()
 
 
@@ -226,7 +227,7 @@ class TrainingArguments(ArgumentGroup):
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "for full (None: uniform)")
     recompute_num_layers: int | None = arg(None, "for full: layers of a unit, or of a stage (None: 1)", low=1)
-    recompute_modules: list[str] | None = arg(None, "for selective: core_attn, mlp, layernorm")
+    recompute_modules: list[str] | None = arg(None, "for selective: core_attn, mlp, layernorm, moe, shared_experts")
     distribute_saved_activations: bool = arg(False, "share recomputation's inputs among the tensor parallel ranks")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = arg("auto", "auto: TE where it works on CUDA")
     attention_dropout: float | None = arg(None, "None: the model's own", low=0, below=1)
@@ -234,6 +235,21 @@ class TrainingArguments(ArgumentGroup):
     bias_activation_fusion: bool | None = arg(None, "None: chosen")
     bias_dropout_fusion: bool | None = arg(None, "None: chosen")
     apply_rope_fusion: bool | None = arg(None, "None: chosen")
+    moe_grouped_gemm: bool = arg(True, "one grouped matrix product for the experts; false: one after another")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg(
+        "alltoall", "how tokens reach their experts' ranks"
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
+        "aux_loss", "over a micro-batch's tokens, or over each row's"
+    )
+    moe_aux_loss_coeff: float = arg(0.0, "weight of that loss", low=0)
+    moe_z_loss_coeff: float | None = arg(None, "weight of the routers' z loss", low=0)
+    moe_router_dtype: Literal["fp32", "fp64"] = arg("fp32", "precision of the routers' logits and scores")
+    mtp_num_layers: int | None = arg(None, "layers for multi-token prediction that are trained; 0 or none", low=0)
+    mtp_loss_scaling_factor: float = arg(0.1, "weight of all their losses together", low=0)
+    moe_router_bias_update_rate: float = arg(0.0, "step of the bias that evens out the experts' loads", low=0)
+    moe_shared_expert_overlap: bool = arg(False, "run shared experts beside the dispatch")
+    moe_permute_fusion: bool = arg(False, "Transformer Engine's kernels for the dispatch")
     additional_configs: dict[str, Any] = arg({}, "further fields of megatron's TransformerConfig")
 
     def _resolve(self, bad: set[str]) -> list[Problem]:

@@ -68,25 +68,25 @@ def prepare(run: RunArguments) -> Prepared:
     token cache poll for it."""
     import transformers
 
-    from . import convert, model_config
+    from . import model_config, sources
     from .data import load_datasets
 
     transformers.utils.logging.disable_progress_bar()
-    folder = convert.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
+    folder = sources.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
     remote = run.model.trust_remote_code
     if run.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), run.training, remote)
         vocab_size, window = config.vocab_size, config.sliding_window
-        if window is not None and run.data.cutoff_len > window:
+        if window is not None and run.data.cutoff_len > window and config.transformer_impl != "local":
             raise ValueError(
                 f"cutoff_len {run.data.cutoff_len} is longer than the model's sliding window of {window} tokens, which is not "
-                f"built on megatron-core: set cutoff_len to at most {window}, or use_mca: false"
+                f"built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
             )
     else:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
     if not run.model.train_from_scratch and not (folder / "dist").is_dir():
-        convert.SafetensorsSource(str(folder))  # says what is missing, before anything is started
+        sources.SafetensorsSource(str(folder))  # says what is missing, before anything is started
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)
     except (OSError, ValueError) as error:

@@ -59,11 +59,11 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     """Write `src` in the other format into `dst` -> a line that says what was done.
 
     ValueError where src is neither, is damaged, or dst holds something."""
-    from . import convert as hf_format
+    from .sources import resolve_folder
 
     _refuse_full(dst)
     from_checkpoint = (Path(src) / "manifest.json").is_file()
-    folder = Path(src) if from_checkpoint else hf_format.resolve_folder(src)
+    folder = Path(src) if from_checkpoint else resolve_folder(src)
     if from_checkpoint:
         _refuse_damage(folder)
     models = _load(folder, _dtype_of(folder))

@@ -16,6 +16,7 @@ def train(
     adapt=None,
     callbacks=None,
     vocab_size=None,
+    trainer_class=None,
     **changes,
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
@@ -50,7 +51,7 @@ def train(
     tiny.VOCAB = vocab_size or tiny.VOCAB  # of this process, which is the test's own
     model = adapt(model) if adapt is not None else model
     data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
-    trainer = McaTrainer(model=model, args=args, callbacks=callbacks, **data)
+    trainer = (trainer_class or McaTrainer)(model=model, args=args, callbacks=callbacks, **data)
     trainer.train()
     if export:
         trainer.save_model()
