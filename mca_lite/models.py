@@ -345,10 +345,10 @@ def load_torch_model(model_name_or_path: str, train_from_scratch=False, seed=42,
     import transformers
 
     kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
+    hf = load_hf_config(model_name_or_path, trust_remote_code)
     if not train_from_scratch:
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, **kwargs)
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, config=hf, **kwargs)
     else:
-        hf = load_hf_config(model_name_or_path, trust_remote_code)
         model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
         source = convert.InitSource(hf.to_dict(), seed)
         with torch.no_grad():
