@@ -332,6 +332,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# model types that transformers does not know, and those that have the same tensors and keys
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+
+
 def get_family(model_type: str) -> Family:
     """The family of a config.json's model_type. ValueError names those that there are."""
     if model_type not in FAMILIES:

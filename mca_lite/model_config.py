@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .families import FAMILIES, Family, get_family
+from .families import FAMILIES, SAME_AS, Family, get_family
 from .layers import resolve_transformer_impl, transformer_engine_works
 from .parallel import device
 
@@ -371,6 +371,10 @@ def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
 
     if Path(model_name_or_path).is_dir() and not (Path(model_name_or_path) / HF_CONFIG_NAME).is_file():
         raise ValueError(f"{model_name_or_path}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
+    values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
+    if values.get("model_type") in SAME_AS:
+        kind = SAME_AS[values.pop("model_type")]
+        return transformers.AutoConfig.for_model(kind, **values)
     return transformers.AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=trust_remote_code)
 
 

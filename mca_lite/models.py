@@ -363,7 +363,7 @@ def load_torch_model(
     hf = load_hf_config(model_name_or_path, trust_remote_code)
     kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not train_from_scratch:
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, **kwargs)
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, config=hf, **kwargs)
         if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     else:

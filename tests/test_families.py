@@ -1,6 +1,8 @@
 """Families with more than a plain decoder has: each against transformers' own class, all of them in one world a layout."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,29 @@ def test_logits_are_those_of_transformers(name, paths, trips):
 def test_round_trip_gives_the_same_bytes(name, paths, trips):
     _, out = trips(4, **TP2, **SP, **PP2)
     assert_same_bytes(tensors(out / name), tensors(paths[name]))
+
+
+def as_kimi(path: str, out: str) -> tuple:
+    """Logits of ours and of plain torch for a model whose config.json has a type that transformers does not know."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.models import load_torch_model
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused")).eval()
+    models.save_pretrained(out)
+    with torch.no_grad():
+        ours = models.gather_logits(models(torch.tensor(TOKENS)))
+        return ours.tolist(), load_torch_model(path).eval()(torch.tensor(TOKENS)).logits.tolist()
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_and_keeps_its_name(paths, trips, tmp_path):
+    shutil.copytree(paths["deepseek_v3_experts"], tmp_path / "kimi")
+    config = json.loads((tmp_path / "kimi/config.json").read_text())
+    (tmp_path / "kimi/config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    ours, torchs = world.run(as_kimi, 1, str(tmp_path / "kimi"), str(tmp_path / "out"))[0]
+    wanted = torch.tensor(trips(1)[0]["deepseek_v3_experts"])
+    for got in (ours, torchs):
+        torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "kimi_k2"
 
 
 @pytest.fixture(scope="module")
