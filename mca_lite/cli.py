@@ -206,9 +206,9 @@ def trainer_of(run: RunArguments, prepared: Prepared):
 def reference_folder(run: RunArguments, folder: Path, vocab_size: int) -> Path | None:
     """The folder of a reference that is a second model; None without one. ValueError for a model of other tokens, and for
     a reference that the finetuning keys do not leave as it was."""
-    from .convert import resolve_folder
     from .model_config import load_hf_config
     from .preference_checks import REFERENCES
+    from .sources import resolve_folder
 
     keys = run.finetuning
     if keys.stage != "dpo" or keys.pref_loss == "orpo":
