@@ -134,6 +134,10 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
     vocab_size = merged.config.get_text_config().vocab_size
     if vocab_size > model.config.get_text_config().vocab_size:  # the adapter brings the new rows
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    source = peft_format.AdapterSource(adapter)
+    with torch.no_grad():
+        for name in peft_format.whole_weights(source):
+            model.get_parameter(name).copy_(source.read(name))
     model = peft_format.load_adapter(model, adapter, dropout=0.0).eval()
     tokens = _tokens(vocab_size)
     # the merged weights are rounded to their dtype, each by up to half of its eps

@@ -145,6 +145,7 @@ def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None,
     is_torch = isinstance(model, torch.nn.Module)
     found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
     check_modules(folder, spec, found)
+    _refuse_other_weights(model, spec, source)
     inject = lora.inject_torch if is_torch else lora.inject
     inject(model, spec, **(dict(dtype=dtype) if is_torch else {}))
     problem = None
@@ -155,6 +156,47 @@ def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None,
         problem = str(error)
     _raise_together(problem)
     return model
+
+
+def whole_weights(source: AdapterSource) -> set[str]:
+    """The names in an adapter's file that are no adapter's: modules_to_save, and what PEFT's save_embedding_layers adds."""
+    return {name for name in source.names() if not name.endswith(_SUFFIXES)}
+
+
+def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
+    """ValueError for whole weights in an adapter's file that modules_to_save does not mean and the model does not have:
+    PEFT writes embedding and head there once the vocabulary was resized, and an export from here would lose them."""
+    own = None
+    for name in sorted(whole_weights(source)):
+        if lora.is_saved(name.rsplit(".", 1)[0], spec):
+            continue
+        own = own or _base_weights(model)
+        weight = own(name)
+        if weight is None or not torch.equal(weight.detach().cpu().float(), source.read(name).float()):
+            raise ValueError(
+                f"{source.folder} brings a {name} of its own, which is not among its modules_to_save and not the model's: it "
+                "would be lost in training; put the adapter into its base first, python -m mca_lite convert BASE DST --merge"
+            )
+
+
+def _base_weights(model) -> Callable[[str], torch.Tensor | None]:
+    """A reader of the base's weights by Hugging Face name; None for what it has not. A tied head is the embedding."""
+    if isinstance(model, torch.nn.Module):
+        return dict(model.named_parameters(remove_duplicate=False)).get
+    try:
+        base = SafetensorsSource(model.config.name_or_path)
+    except (ValueError, TypeError):  # a checkpoint, or weights that were drawn
+        return lambda name: None
+    tied = {}
+    if model.config.tie_embeddings_and_output_weights:
+        names = convert.vocabulary_names(model.config)
+        tied = dict.fromkeys(names, next(iter(names & base.names()), None))
+
+    def read(name: str) -> torch.Tensor | None:
+        name = name if name in base.names() else tied.get(name)
+        return None if name is None else base.read(name)
+
+    return read
 
 
 def _raise_together(problem: str | None) -> None:
@@ -371,7 +413,10 @@ def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
     one_sided = [name for name in source.modules() if name.endswith(_VOCABULARY_MODULES)]
     if tied and one_sided:
         raise ValueError(_one_sided_text(one_sided[0], "merge that adapter with PEFT, which cuts the tie"))
-    whole = {name for name in source.names() if not name.endswith(_SUFFIXES)}
+    whole = whole_weights(source)
+    embedding, head = (next((n for n in whole if n.endswith(end)), None) for end in _VOCABULARY_WEIGHTS)
+    if tied and embedding and head and torch.equal(source.read(embedding), source.read(head)):
+        whole.remove(head)  # written twice, and one matrix in the base
     needed = whole | {f"{module}.weight" for module in source.modules()}
     if missing := sorted(needed - base.names()):
         raise ValueError(

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny, world
-from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
+from tests.lora_tools import adapter_of, peft_model, train_from_adapter, train_with_peft
 from tests.test_checkpoint import SAVE
 from tests.test_lora import assert_same_adapter
+from tests.test_lora_files import logits
 from tests.test_merge import convert
 from tests.test_parity import DIST_OPT, PP2, SP, TP2, VPP2, assert_same_curve, exported
 from tests.toy_tokenizer import word_tokenizer
@@ -198,6 +199,39 @@ def test_an_adapter_with_new_tokens_is_merged_into_its_smaller_base(bases, refer
     ).merge_and_unload()
     for name, tensor in exported(tmp_path / "out").items():
         torch.testing.assert_close(tensor, own.state_dict()[name], rtol=0, atol=1e-6)
+
+
+def loads(path: str, adapter: str, backend: str) -> str:
+    from mca_lite.arguments import TrainingArguments
+    from mca_lite.models import AutoModel, load_torch_model
+    from tests.lora_tools import load
+
+    args = TrainingArguments(output_dir="unused")
+    try:
+        load(adapter, load_torch_model(path) if backend == "torch" else AutoModel.from_pretrained(path, args))
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_an_embedding_that_peft_writes_beside_an_adapter_is_not_lost(bases, family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path, model = bases[family][0], peft_model(bases[family][0], ["q_proj"])
+    model.save_pretrained(tmp_path / "same", save_embedding_layers=True)
+    assert f"base_model.model.{EMBEDDING}" in load_file(tmp_path / "same" / "adapter_model.safetensors")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "other", save_embedding_layers=True)
+    for backend in ("megatron", "torch"):
+        assert world.run(loads, 1, path, str(tmp_path / "same"), backend) == ["loaded"]
+        [error] = world.run(loads, 1, path, str(tmp_path / "other"), backend)
+        assert (EMBEDDING if family == "mistral" else HEAD) in error and "--merge" in error
+    code, _, error = convert(path, tmp_path / "out", "--merge", tmp_path / "other", "--verify")
+    assert code == 0, error
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
 
 
 # -- by keys -------------------------------------------------------------------------------------------------------------
