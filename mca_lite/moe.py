@@ -23,6 +23,11 @@ class Router(TopKRouter):
 
     statistics: RouterStatistics | None = None
 
+    def gating(self, input):
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Without Transformer Engine megatron's own calls an undefined name."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
     def routing(self, logits, padding_mask=None):
         """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E], choices bool [T, E])."""
         config, flat = self.config, logits.flatten(0, 1)
