@@ -203,6 +203,11 @@ class DPOTrainer(McaTrainer):
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches with the reference's log-probabilities, where the loss takes them and the data does not."""
         if not self.train_config.use_ref_model or self.reference == "cached":
+            if self.reference == "cached" and any("reference" not in batch for batch in micro_batches):
+                raise ValueError(
+                    'the data collator dropped "reference", the log-probabilities [b, pairs, 2] that the samples bring: hand '
+                    "them on, or use ref_model: model"
+                )
             return micro_batches
         chunks = self.models if self.ref_chunks is None else self.ref_chunks
         found = self.compute_reference_log_probs(chunks, micro_batches, seq_length)

@@ -233,6 +233,14 @@ def refusals(path, adapter, out) -> list[str]:
             return str(error)
         return "nothing was refused"
 
+    from mca_lite.pairs import PairCollator
+
+    def one_sided(samples):
+        return {key: value[:, :5] * (value[:, :5] < 2) for key, value in PairCollator(0)(samples).items()}
+
+    def forgetful(samples):
+        return {key: value for key, value in PairCollator(0)(samples).items() if key != "reference"}
+
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
     return [
@@ -247,6 +255,8 @@ def refusals(path, adapter, out) -> list[str]:
         attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
         attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
         attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
+        attempt(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
+        attempt(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
     ]
 
 
@@ -256,10 +266,12 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
         "expected sigmoid or orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
         "beta 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "the model has no adapters",
         "expected no ref_model", "calculate_per_token_loss: true", "before it is trained",
+        "chosen and rejected in turn", 'dropped "reference"',
     ]  # fmt: skip
     for text, expected in zip(texts, words, strict=True):
         assert expected in text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ok"], "nothing was written"
+    # only what a collator did to the batches of the first step shows as late as that
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "ok"], "nothing else was written"
 
 
 def scores(path, adapter, out, keys) -> tuple:
