@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from .argument_keys import unsupported_problem
 from .argument_values import Problem, cast, default_of
+from .expert_checks import check_expert_world, check_experts
 from .pipeline_layout import balanced_layout, layout_defect, layout_stages
 from .preference_checks import METRICS, PREFERENCE_KEYS
 
@@ -39,7 +40,7 @@ SCHEDULER_KWARGS: dict[str, Any] = {
     "decay_type": Literal[DECAY_TYPES],
 }
 SCHEDULER_KWARG_ALIASES = {"min_lr_ratio": "min_lr_rate"}
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 
 
 # ---- TrainingArguments: normalise, then consistency
@@ -91,6 +92,24 @@ TRAINING_RULES = (
         lambda a: min(a.expert_model_parallel_size, a.tensor_model_parallel_size) > 1 and not a.sequence_parallel,
         "experts on several ranks together with tensor parallelism need sequence parallelism",
         "sequence_parallel: true",
+    ),
+    Rule(
+        "moe_token_dispatcher_type variable_seq_lengths",
+        lambda a: a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths,
+        "it gathers rows of one length, and variable_seq_lengths lets them differ",
+        "moe_token_dispatcher_type: alltoall",
+    ),
+    Rule(
+        "moe_shared_expert_overlap moe_token_dispatcher_type",
+        lambda a: a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall",
+        "shared experts run beside an all-to-all alone",
+        "moe_token_dispatcher_type: alltoall",
+    ),
+    Rule(
+        "moe_aux_loss_coeff moe_router_load_balancing_type",
+        lambda a: a.moe_aux_loss_coeff > 0 and a.moe_router_load_balancing_type == "none",
+        "moe_router_load_balancing_type is none, and it would weigh nothing",
+        "moe_router_load_balancing_type: aux_loss",
     ),
     Rule(
         "warmup_steps max_steps lr_scheduler_type",
@@ -149,7 +168,7 @@ TRAINING_RULES = (
     Rule(
         "recompute_modules",
         lambda a: not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES),
-        "only parts of a dense layer can be named",
+        "expected parts of a layer",
         f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}",
     ),
     Rule(
@@ -238,10 +257,10 @@ def _check_additional_configs(args: Any, bad: set[str]) -> list[Problem]:
     problems = []
     for name, value in args.additional_configs.items():
         problem = unsupported_problem(name, value)
-        if problem:
-            problems.append(problem._replace(key=f"additional_configs.{name}"))
-        elif name in own:
+        if name in own:
             problems.append(Problem(f"additional_configs.{name}", value, "it has a key of its own", f"{name}: {value}"))
+        elif problem:
+            problems.append(problem._replace(key=f"additional_configs.{name}"))
     return problems
 
 
@@ -249,8 +268,10 @@ def check_world(args: Any, bad: set[str]) -> list[Problem]:
     """The parallel degrees against the number of processes."""
     degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     world, product = args.world_size, args.model_parallel_size
-    if world % product == 0 or bad & set(degrees):
+    if bad & set(degrees):
         return []
+    if world % product == 0:
+        return check_expert_world(args, bad)
     fitting, rest = [], world
     for name in degrees:
         fitting.append(math.gcd(getattr(args, name), rest))
@@ -368,6 +389,9 @@ def check_model(numbers: dict[str, Any], args: Any) -> list[Problem]:
         problems.append(
             Problem(key, tp, f"the model has {' and '.join(uneven)}: no multiple of {tp}", f"{key}: {best}")
         )
+    problems += check_experts(
+        number("num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"), number, args
+    )
     layers = number("num_hidden_layers", "num_layers")
     return problems + (_check_layers(layers, args) if layers else [])
 
@@ -460,4 +484,7 @@ def check_run(run: Any, bad: set[str]) -> list[Problem]:
             problems.append(
                 Problem("output_dir", run.training.output_dir, reason, f"output_dir: {run.training.output_dir}-sft")
             )
+    if run.training.mtp_num_layers and not run.backend.use_mca and "mtp_num_layers" not in bad:
+        reason = "plain torch has no layers for multi-token prediction"
+        problems.append(Problem("mtp_num_layers", run.training.mtp_num_layers, reason, "mtp_num_layers: 0"))
     return problems

@@ -27,13 +27,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((None, False), "weight-decomposed adapters"),
     "pissa_*": ((None, False), "adapters that change the base weights"),
     "loraplus_*": ((None,), "learning rates for each matrix"),
-    "expert_model_parallel_size": ((1,), "mixture-of-experts models"),
-    "expert_tensor_parallel_size": ((None, 1), "mixture-of-experts models"),
-    "num_experts": ((None,), "mixture-of-experts models"),
-    "num_moe_experts": ((None,), "mixture-of-experts models"),
-    "moe_*": ((None, False), "mixture-of-experts models"),
-    "mtp_num_layers": ((None, 0), "multi-token prediction"),
-    "multi_latent_attention": ((False,), "multi-latent attention"),
+    "num_experts": ((None,), "experts other than those of the model's config.json"),
+    "num_moe_experts": ((None,), "experts other than those of the model's config.json"),
+    "moe_expert_capacity_factor": ((None,), "a limit on an expert's tokens: every token reaches its experts"),
+    "moe_*": ((None, False), "routing other than that of the model's config.json"),
     "quantization_bit": ((None,), "quantised weights"),
     "rope_scaling": ((None,), "rope scaling other than that of the model's config.json"),
     "label_smoothing_factor": ((0, None), "label smoothing"),
@@ -43,8 +40,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
 _IGNORED_BY_REASON = {
+    "the model's config.json decides it": "multi_latent_attention",
     "the tokenizer's own chat template is used": "template tool_format",
-    "the tokenizer's own is used": "use_fast_tokenizer resize_vocab",
+    "the tokenizer's own is used": "use_fast_tokenizer",
     "training is what train.py does": "do_train",
     "eval_strategy decides it": "do_eval eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",
@@ -111,7 +109,8 @@ def check_unsupported(group: Any, bad: set[str]) -> list[Problem]:
     """Fields against UNSUPPORTED; a value that is not taken is put back to its default."""
     problems = []
     for item in dataclasses.fields(group):
-        problem = None if item.name in bad else unsupported_problem(item.name, getattr(group, item.name))
+        known = item.name in bad or item.name not in UNSUPPORTED  # a row that ends in * means keys that are no fields
+        problem = None if known else unsupported_problem(item.name, getattr(group, item.name))
         if problem:
             problems.append(problem)
             setattr(group, item.name, default_of(item))

@@ -36,7 +36,8 @@ NOT_FOR_TORCH = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
     "pipeline_model_parallel_layout use_distributed_optimizer overlap_grad_reduce overlap_param_gather "
-    "optimizer_cpu_offload distribute_saved_activations additional_configs"
+    "optimizer_cpu_offload distribute_saved_activations additional_configs moe_grouped_gemm moe_token_dispatcher_type "
+    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion"
 ).split()
 
 
@@ -48,6 +49,11 @@ class ModelArguments(ArgumentGroup):
     train_from_scratch: bool = arg(False, "random weights instead of those of model_name_or_path")
     trust_remote_code: bool = arg(False, "let the model's folder bring code of its own (tokenizers)")
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
+    resize_vocab: bool = arg(
+        False, "grow embedding and head to the tokenizer's tokens, where it has more than the model"
+    )
+    add_tokens: list[str] | None = arg(None, "new tokens: the tokenizer learns them, embedding and head grow to them")
+    add_special_tokens: list[str] | None = arg(None, "the same for special tokens, which decoding can leave out")
 
 
 @dataclass(kw_only=True)
@@ -132,7 +138,10 @@ class TrainingArguments(ArgumentGroup):
     save_steps: int = arg(500, "steps between checkpoints", low=1)
     save_total_limit: int | None = arg(None, "checkpoints that are kept (None: all)", low=1)
     save_only_model: bool = arg(False, "checkpoints without optimizer state: they cannot be resumed from")
-    async_save: bool = arg(False, "write checkpoints in the background, from copies in host memory")
+    async_save: bool = arg(
+        False,
+        "write checkpoints in the background, from copies in host memory; a crash costs one interval and the time of a write",
+    )
     save_hf_checkpoints: bool = arg(False, "put the model in Hugging Face's format into each checkpoint too, as hf/")
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg("5GB", "largest file of that model: a number of bytes with KB, MB, GB, KiB, MiB, GiB")
@@ -218,7 +227,7 @@ class TrainingArguments(ArgumentGroup):
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "for full (None: uniform)")
     recompute_num_layers: int | None = arg(None, "for full: layers of a unit, or of a stage (None: 1)", low=1)
-    recompute_modules: list[str] | None = arg(None, "for selective: core_attn, mlp, layernorm")
+    recompute_modules: list[str] | None = arg(None, "for selective: core_attn, mlp, layernorm, moe, shared_experts")
     distribute_saved_activations: bool = arg(False, "share recomputation's inputs among the tensor parallel ranks")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = arg("auto", "auto: TE where it works on CUDA")
     attention_dropout: float | None = arg(None, "None: the model's own", low=0, below=1)
@@ -226,6 +235,21 @@ class TrainingArguments(ArgumentGroup):
     bias_activation_fusion: bool | None = arg(None, "None: chosen")
     bias_dropout_fusion: bool | None = arg(None, "None: chosen")
     apply_rope_fusion: bool | None = arg(None, "None: chosen")
+    moe_grouped_gemm: bool = arg(True, "one grouped matrix product for the experts; false: one after another")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg(
+        "alltoall", "how tokens reach their experts' ranks"
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
+        "aux_loss", "over a micro-batch's tokens, or over each row's"
+    )
+    moe_aux_loss_coeff: float = arg(0.0, "weight of that loss", low=0)
+    moe_z_loss_coeff: float | None = arg(None, "weight of the routers' z loss", low=0)
+    moe_router_dtype: Literal["fp32", "fp64"] = arg("fp32", "precision of the routers' logits and scores")
+    mtp_num_layers: int | None = arg(None, "layers for multi-token prediction that are trained; 0 or none", low=0)
+    mtp_loss_scaling_factor: float = arg(0.1, "weight of all their losses together", low=0)
+    moe_router_bias_update_rate: float = arg(0.0, "step of the bias that evens out the experts' loads", low=0)
+    moe_shared_expert_overlap: bool = arg(False, "run shared experts beside the dispatch")
+    moe_permute_fusion: bool = arg(False, "Transformer Engine's kernels for the dispatch")
     additional_configs: dict[str, Any] = arg({}, "further fields of megatron's TransformerConfig")
 
     def _resolve(self, bad: set[str]) -> list[Problem]:

@@ -15,8 +15,18 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from . import convert, parallel, peft_format
 from .dist_checkpoint import MegatronSnapshot, load_megatron
 from .models import VirtualModels
+from .moe import routers_of
 from .optim import create_megatron_optimizer
-from .packing import row_layout
+from .packing import Targets, row_layout
+from .routing import BalancingLosses, RouterStatistics, count_real_micro_batches
+
+
+def _to_rank(tokens, device, index):
+    """A tensor [..., s], or Targets, on a device; of its tokens those at `index` (None: all)."""
+    if isinstance(tokens, Targets):
+        return Targets(*(_to_rank(x, device, index) for x in tokens))
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens if index is None else tokens[..., index]
 
 
 class MegatronBackend:
@@ -30,11 +40,30 @@ class MegatronBackend:
         self.config.rows_are_packed = args.sequence_packing
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self.optimizer = None
+        self._statistics = None
+        if self.config.num_moe_experts:
+            self._statistics = RouterStatistics(
+                self.config.num_layers + (self.config.mtp_num_layers or 0), self.config.num_moe_experts, parallel.device()
+            )
+            for router in routers_of(models):
+                router.statistics = self._statistics
+
+    @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, one of each part of the optimizer, which checkpoints keep."""
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
 
     @property
     def hf_config(self) -> dict:
         """The model's config.json."""
         return self.config.hf_config
+
+    @property
+    def predicts_ahead(self) -> float:
+        """What the losses of all layers for multi-token prediction together weigh beside the main loss; 0.0: there are none."""
+        count = self.config.mtp_num_layers or 0
+        return self.config.mtp_loss_scaling_factor / count if count else 0.0
 
     # -- where this rank stands
 
@@ -73,10 +102,15 @@ class MegatronBackend:
         )  # FP8 kernels want local multiples of 16
         return cp * math.lcm(2, tp, fp8) if cp > 1 else math.lcm(tp, fp8)
 
-    @property
-    def needs_equal_lengths(self) -> bool:
-        """Whether all micro-batches of a step must have one length: stages post their receives by it."""
-        return self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
+    def common_length(self, longest: int) -> int:
+        """The length that all micro-batches of a step must have, of which the longest is given; 0: each has its own.
+
+        Pipeline stages post their receives by it; the all-gather of tokens for experts wants it on all ranks, and asks them.
+        """
+        if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
+            return parallel.largest(longest)[0]
+        equal = self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
+        return longest if equal else 0
 
     @property
     def counts_tokens(self) -> bool:
@@ -89,11 +123,17 @@ class MegatronBackend:
         device, params = parallel.device(), batch.get("packed_seq_params")
         s = batch["input_ids"].shape[1]
         layout = row_layout((0, s), size, rank, device) if params is None else params.layout
-        ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
-        if size > 1:
-            ids, labels = ids[:, layout.index], labels[:, layout.index]
+        ids, labels = batch["input_ids"], batch["labels"]
+        if self.config.mtp_num_layers:
+            labels = Targets.ahead(batch, self.config.mtp_num_layers)
+        ids, labels = (_to_rank(x, device, layout.index if size > 1 else None) for x in (ids, labels))
         positions = layout.positions.expand(ids.shape)
-        return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params)
+        inputs = dict(
+            input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params
+        )
+        if self.config.num_moe_experts and "padding_mask" in batch:  # padding does not count where experts are balanced
+            inputs["padding_mask"] = batch["padding_mask"].to(device, non_blocking=True)[:, layout.index]
+        return inputs
 
     def over_context_parallel(self, total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss sum, tokens) as megatron's schedule wants them from a rank that holds a part of each row.
@@ -174,6 +214,32 @@ class MegatronBackend:
             micro_batch_size=micro_batches[0]["input_ids"].shape[0],
             forward_only=forward_only,
         )
+
+    def weigh_router_losses(self, micro_batches: list, loss_count: int) -> None:
+        """Say what the balancing losses of a micro-batch weigh in the coming step: the objective adds their mean over all real
+        micro-batches. loss_count: what the losses of this rank's micro-batches are sums over. Collective where there are any.
+
+        megatron divides by the counts of all ranks, or averages over micro-batches and ranks: the weight undoes that.
+        """
+        if self._statistics is None or not BalancingLosses.of(self.config).on:
+            return
+        numbers = torch.tensor([count_real_micro_batches(micro_batches), loss_count], dtype=torch.float32)
+        numbers = numbers.to(parallel.device())
+        dist.all_reduce(numbers, group=mpu.get_data_parallel_group())
+        real, counts = numbers
+        scale = counts if self.config.calculate_per_token_loss else len(micro_batches) * self.dp_size
+        self._statistics.loss_weight = scale / real.clamp(min=1)
+
+    def router_statistics(self) -> dict[str, float]:
+        """What the routers did since the last call, over all ranks; {} without experts. Collective."""
+
+        def over_all(rows):
+            dist.all_reduce(rows)
+            return rows
+
+        if self._statistics is None:
+            return {}
+        return self._statistics.take(BalancingLosses.of(self.config), over_all)
 
     def step(self) -> tuple[bool, float, int | None]:
         """Clip and update -> (whether the update was made, gradient norm before clipping, zeros in the gradient).

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 
 from . import checkpoint, convert, cpu, lora, parallel, peft_format
 from .constants import IGNORE_INDEX
+from .hf_experts import file_parts, named_tensors
 from .losses import token_losses
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packing import block_diagonal_mask, packed_row
+from .torch_routers import TorchRouters
 
 
 class TokenLossModel(torch.nn.Module):
@@ -89,10 +92,16 @@ class TorchBackend:
     name = "torch"
     micro_batch_multiple = document_multiple = length_multiple = 1
     context_parallel = (1, 0)
-    needs_equal_lengths = False
     counts_tokens = True
 
+    predicts_ahead = 0.0
+
     def __init__(self, model, args):
+        if args.mtp_num_layers:
+            raise ValueError(
+                f"mtp_num_layers {args.mtp_num_layers}: the plain torch backend has no layers for multi-token prediction: set "
+                "mtp_num_layers: 0, or use_mca: true"
+            )
         self.args, self.hf_model = args, model
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         wrapped = TokenLossModel(model, args.loss_chunk_size)
@@ -106,6 +115,7 @@ class TorchBackend:
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.chunks = [wrapped]
+        self.routers = TorchRouters(model, args)
         self.optimizer = None
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         device = parallel.device().type
@@ -123,6 +133,11 @@ class TorchBackend:
         return self.world
 
     @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, which checkpoints keep."""
+        return [self._scaler] if self._scaler else []
+
+    @property
     def hf_config(self) -> dict:
         """The model's config.json."""
         return self.hf_model.config.to_dict()
@@ -131,6 +146,8 @@ class TorchBackend:
         """The batch on this rank's device; packed documents are kept apart by a mask and by positions that restart."""
         device, params = parallel.device(), batch.get("packed_seq_params")
         ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
+        padding = batch.get("padding_mask")
+        self.routers.expect(None if padding is None else padding.to(device))
         if params is None:
             positions = batch["position_ids"].to(device)
             return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None)
@@ -170,13 +187,19 @@ class TorchBackend:
                     output, loss_func = forward_step(iterator, model)
                 loss, count, measured = loss_func(output)
                 if not self.args.calculate_per_token_loss:
-                    loss = loss / count.clamp(min=1) / len(micro_batches)
+                    loss = loss / count.clamp(min=1)
+                if not forward_only:
+                    loss = loss + self.routers.losses_of_pass(output.shape[:2])
+                if not self.args.calculate_per_token_loss:
+                    loss = loss / len(micro_batches)
                 tokens += count
                 if not forward_only:
                     (loss * self._scaler.scale if self._scaler else loss).backward()
             metrics.append(measured)
-        if not forward_only and self.args.calculate_per_token_loss:
-            self._divide_by_tokens(tokens)
+        if not forward_only:
+            self.routers.update_biases()
+            if self.args.calculate_per_token_loss:
+                self._divide_by_tokens(tokens)
         return metrics
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
@@ -185,6 +208,18 @@ class TorchBackend:
             dist.all_reduce(tokens)
         grads = [p.grad for p in self.hf_model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, self.world / tokens.clamp(min=1))
+
+    def common_length(self, longest: int) -> int:
+        """Each micro-batch has its own length."""
+        return 0
+
+    def weigh_router_losses(self, micro_batches: list, loss_count: int) -> None:
+        """As MegatronBackend.weigh_router_losses."""
+        self.routers.weigh(micro_batches, loss_count, self.world)
+
+    def router_statistics(self) -> dict[str, float]:
+        """As MegatronBackend.router_statistics."""
+        return self.routers.take_statistics()
 
     def step(self) -> tuple[bool, float, int | None]:
         """As MegatronBackend.step."""
@@ -234,10 +269,17 @@ class TorchBackend:
         written = []
         if parallel.is_main():
             dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-            named = ((n, p) for n, p in self.hf_model.named_parameters() if ".lora." not in n)
-            tensors = ((n, change(n, p.detach().to("cpu")).to(dtype)) for n, p in named)
-            written = convert.write_safetensors(tensors, Path(folder), max_shard_size)
             config = self.hf_model.config
+            tensors = (
+                # a router's bias keeps its precision, as in transformers
+                (file_name, change(file_name, part).to(dtype if tensor.requires_grad else part.dtype))
+                for name, tensor in named_tensors(self.hf_model)
+                if ".lora." not in name
+                for file_name, index in file_parts(config.model_type, name, tuple(tensor.shape))
+                for part in [tensor.detach()[index].to("cpu", copy=bool(index))]
+            )
+            carried = convert.carried_tensors(self.hf_model.name_or_path, config.to_dict())
+            written = convert.write_safetensors(itertools.chain(tensors, carried), Path(folder), max_shard_size)
             written += convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
         parallel.barrier()
         return written

@@ -70,6 +70,7 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
             raise ValueError(
                 "attention_mask numbers several documents in a row, which would see each other: set sequence_packing: true"
             )
+    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     positions = batch.pop("position_ids", None)
     if positions is not None and not packs and not (positions == torch.arange(positions.shape[-1])).all():
         raise ValueError("position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true")

@@ -1,6 +1,6 @@
 """Checkpoints: checkpoint-<step>/ is complete or absent, and loads in any layout.
 
-    trainer_state.json, training.json      the loop's state (Hugging Face's names); schedule, position in the data, layout
+    trainer_state.json, training.json      the loop's state (Hugging Face's names); schedule, loss scale, data, layout
     rng-<rank>.pt                          random states, read with weights_only
     mca_config.json, dist/                 megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
@@ -26,8 +26,10 @@ import torch
 from . import manifest, parallel, run_folder
 from .callbacks import TrainerState
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .hf_experts import named_tensors
 from .manifest import CheckpointError
 from .model_config import McaModelConfig, load_decision
+from .optim import load_scaler_states, scaler_states
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -212,6 +214,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
     # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
     trainer.lr_scheduler.num_steps = 0
     trainer.lr_scheduler.step(record["scheduler_steps"])
+    load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
     mine = folder / f"rng-{parallel.rank()}.pt"
     if record["layout"] == now["layout"] and mine.is_file():
         _set_random_states(torch.load(mine, weights_only=True))
@@ -257,6 +260,7 @@ def _training_record(trainer) -> dict:
     return {
         "with_optimizer": not args.save_only_model,
         "scheduler_steps": trainer.lr_scheduler.num_steps,
+        "loss_scales": scaler_states(trainer.backend.grad_scalers),
         "num_samples": plan.num_samples,
         "global_batch_size": plan.global_batch_size,
         "data_seed": plan.seed,
@@ -312,7 +316,7 @@ class TorchSnapshot:
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         if not parallel.is_main():
             return
-        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        names = {p: name for name, p in _changing(model)}
         self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
         if optimizer is not None:
             self._files["optimizer.safetensors"] = {
@@ -338,15 +342,21 @@ class TorchSnapshot:
         return []
 
 
+def _changing(model) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what training changes: parameters, and the buffers of a model that is trained whole."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    is_whole = len(trained) == sum(1 for _ in model.parameters())
+    return trained + [(name, t) for name, t in named_tensors(model) if is_whole and not isinstance(t, torch.nn.Parameter)]
+
+
 def load_torch(folder: Path, model, optimizer=None) -> None:
     """What save_torch wrote."""
     from safetensors.torch import load_file
 
     weights = load_file(folder / "model.safetensors")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(weights[name])
+        for name, tensor in _changing(model):
+            tensor.copy_(weights[name])
     if optimizer is None:
         return
     states = load_file(folder / "optimizer.safetensors")

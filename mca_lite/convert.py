@@ -5,9 +5,7 @@ those bytes. Out: `export_hf` walks the table in layer order; the ranks that hol
 writes it.
 """
 
-import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -23,105 +21,25 @@ from .constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
 )
-from .families import TE_ALIASES, UNUSED_TENSORS, Row, get_family
+from .families import PREDICTION_LAYERS, TE_ALIASES, UNUSED_TENSORS, Row, is_of_expert, rows_of
 from .hf_files import name_shards, parse_size, write_hf_config, write_safetensors, write_shards
+from .sources import InitSource, SafetensorsSource
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
 
-# -- sources of Hugging Face tensors -----------------------------------------------------------------------------------
 
+class _Parts:
+    """A source that has the parts of one tensor, stacked along its rows, as tensors named 0, 1, ...: what a fused row reads."""
 
-class SafetensorsSource:
-    """The tensors of a folder (or hub name) in safetensors format, read by slices."""
+    def __init__(self, source, name: str, sizes: list[int]):
+        self.source, self.name, self.sizes = source, name, sizes
 
-    def __init__(self, model_name_or_path: str):
-        from safetensors import safe_open
+    def shape(self, part: int) -> tuple[int, ...]:
+        return (self.sizes[part], *self.source.shape(self.name)[1:])
 
-        self.folder = resolve_folder(model_name_or_path)
-        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if (self.folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-            with safe_open(self.folder / SAFE_WEIGHTS_NAME, "pt") as f:
-                self._file_of = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
-        elif index.is_file():
-            self._file_of = json.loads(index.read_text())["weight_map"]
-            gone = sorted(name for name in set(self._file_of.values()) if not (self.folder / name).is_file())
-            if gone:
-                raise ValueError(
-                    f"{self.folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
-                    f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
-                )
-        else:
-            raise ValueError(
-                f"{self.folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a "
-                "model in another format can be saved anew by transformers' save_pretrained, and a model without "
-                "weights starts with train_from_scratch: true"
-            )
-        self._open = {}
-        self._safe_open = safe_open
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """The tensor, or the part of it in these rows or columns; other bytes are not read."""
-        file_name = self._file_of[name]
-        if file_name not in self._open:
-            self._open[file_name] = self._safe_open(self.folder / file_name, "pt")
-        part = self._open[file_name].get_slice(name)
-        if rows is not None:
-            return part[rows]
-        return part[:, columns] if columns is not None else part[:]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        file_name = self._file_of[name]
-        if file_name not in self._open:
-            self._open[file_name] = self._safe_open(self.folder / file_name, "pt")
-        return tuple(self._open[file_name].get_slice(name).get_shape())
-
-
-class InitSource:
-    """Freshly drawn tensors: each from a seed that its Hugging Face name gives, so that no layout changes a weight.
-
-    Matrices are normal with the config's initializer_range, norms 1, biases 0.
-    """
-
-    def __init__(self, hf_config: dict, seed: int):
-        import transformers
-
-        hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(hf)
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._std, self._seed = getattr(hf, "initializer_range", 0.02), seed
-
-    def names(self) -> set[str]:
-        return set(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """float32; the whole tensor is drawn, whatever part of it is asked for."""
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            full = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-        else:
-            digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            full = torch.empty(shape, device="cpu").normal_(0.0, self._std, generator=generator)
-        if rows is not None:
-            return full[rows]
-        return full[:, columns] if columns is not None else full
-
-
-def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, fetched where it is not in the cache yet."""
-    if Path(model_name_or_path).is_dir():
-        return Path(model_name_or_path)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    return Path(snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision))
+    def read(self, part: int, rows: slice) -> torch.Tensor:
+        start = sum(self.sizes[:part])
+        return self.source.read(self.name, rows=slice(start + rows.start, start + rows.stop))
 
 
 # -- in ----------------------------------------------------------------------------------------------------------------
@@ -161,7 +79,7 @@ def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
 
 
 def _rows_by_name(config) -> dict[str, Row]:
-    rows = {row.mca: row for row in get_family(config.hf_model_type).rows}
+    rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
     if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
         rows["output_layer.weight"] = Row("output_layer.weight", rows["embedding.word_embeddings.weight"].hf, "column")
     return rows
@@ -177,12 +95,16 @@ def _check_names(config, names: set[str]) -> None:
     missing = [n for n, row in wanted.items() if n not in names and not (tied and row.mca == "output_layer.weight")]
     if missing:
         hint = "; tie_word_embeddings: true where the embedding is the head" if "lm_head.weight" in missing else ""
+        if all(wanted[name].mca.startswith(PREDICTION_LAYERS) for name in missing):
+            hint = "; mtp_num_layers: 0 where it has no layers for multi-token prediction"
         raise ValueError(
             f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a {config.hf_model_type} model with "
             f"{config.num_layers} layers, such as {', '.join(missing[:3])}: save or download it again, or set in "
             f"config.json what it holds{hint}"
         )
-    unknown = sorted(n for n in names - wanted.keys() if not is_unused(n))
+    copies = {name for row in wanted.values() if row.mca in VOCABULARY for name in copies_of(row, config)}
+    others = names - wanted.keys() - copies
+    unknown = sorted(n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers))
     if unknown:
         raise ValueError(
             f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with {config.num_layers} "
@@ -193,14 +115,16 @@ def _check_names(config, names: set[str]) -> None:
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:
     """The row's HF tensors must have, whole, the shapes of which this rank's parameter is a part."""
-    (rows, *rest), tp = parameter.shape, config.tensor_model_parallel_size
+    (rows, *rest), tp = parameter.shape, _degree(row, config)
     expected = {
         "copy": [(rows, *rest)],
         "row": [(rows, *(size * tp for size in rest))],
         "column": [(config.vocab_size if row.mca in VOCABULARY else rows * tp, *rest)],
-        "gated": [(rows * tp // len(row.hf), *rest)] * len(row.hf),
+        "gated": [(rows * tp // row.num_parts, *rest)] * row.num_parts,
         "qkv": [(config.num_query_groups * size, *rest) for size in qkv_sizes(config)],
     }[row.kind]
+    if row.fused:
+        expected = [(sum(part[0] for part in expected), *rest)]
     for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
         if (got := source.shape(name)) != wanted:
             hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
@@ -210,10 +134,27 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
             )
 
 
+def _degree(row: Row, config) -> int:
+    """Over how many ranks the tensor is cut."""
+    return config.tensor_model_parallel_size if row.expert is None else config.expert_tensor_parallel_size
+
+
+def _cut_group(row: Row):
+    """The ranks over which it is cut."""
+    return mpu.get_tensor_model_parallel_group() if row.expert is None else mpu.get_expert_tensor_parallel_group()
+
+
 def _merge(row: Row, layer, source, config) -> torch.Tensor:
     """This rank's part of the megatron tensor that the row's HF tensors make, in the source's dtype."""
     names = [hf.format(layer) for hf in row.hf]
-    tp, rank = config.tensor_model_parallel_size, mpu.get_tensor_model_parallel_rank()
+    tp, rank = _degree(row, config), _cut_group(row).rank()
+    if row.fused:
+        size = source.shape(names[0])[0]
+        groups = config.num_query_groups
+        sizes = (
+            [groups * n for n in qkv_sizes(config)] if row.kind == "qkv" else [size // row.num_parts] * row.num_parts
+        )
+        source, names = _Parts(source, names[0], sizes), range(row.num_parts)
     if row.kind == "copy":
         return source.read(names[0])
     if row.kind == "row":
@@ -232,7 +173,7 @@ def _merge(row: Row, layer, source, config) -> torch.Tensor:
 
 def _part(size: int, rank: int, parts: int) -> slice:
     if size % parts:
-        raise ValueError(f"a dimension of {size} does not divide by tensor_model_parallel_size {parts}")
+        raise ValueError(f"a dimension of {size} cannot be cut for {parts} tensor parallel ranks")
     return slice(rank * size // parts, (rank + 1) * size // parts)
 
 
@@ -258,16 +199,22 @@ def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
+def vocabulary_names(config) -> set[str]:
+    """The Hugging Face names of the matrices whose rows are tokens."""
+    return {name for row in rows_of(config.hf_model_type, config) if row.mca in VOCABULARY for name in row.hf}
+
+
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors, with names, that a whole megatron tensor consists of."""
     names = [hf.format(layer) for hf in row.hf]
     if row.kind == "qkv":
         parts = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
-        yield from zip(names, (p.flatten(0, 1).contiguous() for p in parts), strict=True)
-    elif row.kind == "gated":
+        parts = [p.flatten(0, 1) for p in parts]
+        yield from zip(names, [torch.cat(parts)] if row.fused else (p.contiguous() for p in parts), strict=True)
+    elif row.kind == "gated" and not row.fused:
         yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
     elif row.mca in VOCABULARY:
-        yield names[0], full[: config.vocab_size]
+        yield from ((name, full[: config.vocab_size]) for name in (names[0], *copies_of(row, config)))
     else:
         yield names[0], full
 
@@ -279,8 +226,8 @@ def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
     if row.kind == "row":
         return torch.cat(parts, dim=1)
     if row.kind == "gated":
-        halves = [p.chunk(len(row.hf)) for p in parts]
-        return torch.cat([half[i] for i in range(len(row.hf)) for half in halves])
+        halves = [p.chunk(row.num_parts) for p in parts]
+        return torch.cat([half[i] for i in range(row.num_parts) for half in halves])
     return torch.cat(parts)
 
 
@@ -289,43 +236,54 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other ranks, which must
     iterate as well. only: the (megatron name, layer) that are wanted. A tied head does not come twice.
-    Collectives: gathers over tensor-parallel groups, sends to rank 0.
+    Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
     """
-    if mpu.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return
-    config, main = models.config, parallel.is_main()
-    mine, group = _own_parameters(models), mpu.get_pipeline_model_parallel_group()
-    owners, tp_group = _owners(mine, group), mpu.get_tensor_model_parallel_group()
+    config, main, mine = models.config, parallel.is_main(), _own_parameters(models)
+    owners = _owners(mine)
     for row, layer in _exported(config):
         if only is not None and (row.mca, layer) not in only:
             continue
-        owner, shape = owners[row.mca, layer]
-        full = None
-        if owner == group.rank():
-            full = _whole(row, mine[row.mca, layer], tp_group)
-            if owner != 0 and tp_group.rank() == 0:
+        owner, shape, dtype = owners[row.mca, layer]
+        cut, full = _cut_group(row), None
+        if owner in dist.get_process_group_ranks(cut):  # this rank has a part of what the owner gives
+            full = _whole(row, mine[row.mca, layer], cut)
+            if parallel.rank() == owner != 0:
                 dist.send(full.contiguous(), 0)
         if main:
             if owner != 0:
-                full = torch.empty(
-                    _whole_shape(row, shape, tp_group), dtype=config.params_dtype, device=parallel.device()
-                )
-                dist.recv(full, dist.get_global_rank(group, owner))
+                full = torch.empty(_whole_shape(row, shape, cut.size()), dtype=dtype, device=parallel.device())
+                dist.recv(full, owner)
             yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, config))
 
 
 def _iter_own_hf_tensors(models, owners: dict) -> Iterator[tuple[str, torch.Tensor]]:
     """The same for the part of the model that this rank's writer takes: of its pipeline stage's tensors, in layer order, a
-    run for each data-parallel rank. The first rank of each tensor-parallel group gets them; the others must iterate."""
-    mine, stage = _own_parameters(models), mpu.get_pipeline_model_parallel_rank()
-    items = [(row, layer) for row, layer in _exported(models.config) if owners[row.mca, layer][0] == stage]
-    rank = mpu.get_data_parallel_rank(with_context_parallel=True)
-    size = mpu.get_data_parallel_world_size(with_context_parallel=True)
-    tp_group = mpu.get_tensor_model_parallel_group()
-    for row, layer in items[rank * len(items) // size : (rank + 1) * len(items) // size]:
-        full = _whole(row, mine[row.mca, layer], tp_group)
-        if tp_group.rank() == 0:
-            yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, models.config))
+    run for each data-parallel rank; then likewise of its experts, for each expert-data-parallel rank. The first rank of each
+    group over which a tensor is cut gets it; the others must iterate."""
+    mine = _own_parameters(models)
+    for experts, replicas in (
+        (False, mpu.get_data_parallel_group(with_context_parallel=True)),
+        (True, mpu.get_expert_data_parallel_group()),
+    ):
+        items = [
+            (row, layer)
+            for row, layer in _exported(models.config)
+            if (row.mca, layer) in mine
+            and (row.expert is not None) == experts
+            # a tied embedding lies on two stages: its owner writes it
+            and (experts or _stage_of(owners[row.mca, layer][0]) == mpu.get_pipeline_model_parallel_rank())
+        ]
+        rank, size = replicas.rank(), replicas.size()
+        for row, layer in items[rank * len(items) // size : (rank + 1) * len(items) // size]:
+            cut = _cut_group(row)
+            full = _whole(row, mine[row.mca, layer], cut)
+            if cut.rank() == 0:
+                yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, models.config))
+
+
+def _stage_of(rank: int) -> int:
+    """The pipeline stage of a global rank: stages are runs of ranks."""
+    return rank * mpu.get_pipeline_model_parallel_world_size() // parallel.world_size()
 
 
 def _own_parameters(models) -> dict:
@@ -350,31 +308,35 @@ def _whole(row: Row, parameter: torch.nn.Parameter, tp_group) -> torch.Tensor:
     return _join(row, parts)
 
 
-def _whole_shape(row: Row, shape: tuple[int, ...], tp_group) -> list[int]:
+def _whole_shape(row: Row, shape: tuple[int, ...], parts: int) -> list[int]:
     whole = list(shape)
     if row.kind != "copy":
-        whole[1 if row.kind == "row" else 0] *= tp_group.size()
+        whole[1 if row.kind == "row" else 0] *= parts
     return whole
 
 
-def _owners(mine: dict, group) -> dict:
-    """{(row, layer): (pipeline rank that holds it, shape of its part)}; the first rank, where two hold a tied copy."""
-    everyone = [None] * group.size()
-    dist.all_gather_object(everyone, {key: tuple(p.shape) for key, p in mine.items()}, group=group)
-    owners = {}
-    for rank, theirs in enumerate(everyone):
-        for key, shape in theirs.items():
-            owners.setdefault(key, (rank, shape))
+def _owners(mine: dict) -> dict:
+    """{(row, layer): (the first global rank that holds a part, its shape, its dtype)}. Collective over all ranks."""
+    dense = mpu.get_tensor_model_parallel_rank() + mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    expert = mpu.get_expert_tensor_parallel_rank() + mpu.get_expert_data_parallel_rank() == 0
+    told = {key: (tuple(p.shape), p.dtype) for key, p in mine.items() if (expert if is_of_expert(key[0]) else dense)}
+    owners: dict = {}
+    for rank, theirs in enumerate(parallel.gather(told)):
+        for key, (shape, dtype) in theirs.items():
+            owners.setdefault(key, (rank, shape, dtype))
     return owners
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     """(row, layer) of the whole model: what stands before the layers, the layers in turn, what stands behind them."""
-    rows = get_family(config.hf_model_type).rows
+    rows = rows_of(config.hf_model_type, config)
     layered = [row for row in rows if "{}" in row.mca]
     first = rows.index(layered[0])
     yield from ((row, None) for row in rows[:first])
-    yield from ((row, layer) for layer in range(config.num_layers) for row in layered)
+    for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
+        ahead, is_moe = layer >= config.num_layers, config.is_moe_layer(layer)
+        here = (row for row in layered if row.mca.startswith(PREDICTION_LAYERS) == ahead)
+        yield from ((row, layer) for row in here if row.is_in(is_moe))
     yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
 
 
@@ -391,7 +353,7 @@ def export_hf(
     source that no model reads, and code beside its config.json, are carried over. Host memory of a writer: one shard.
     """
     written, folder, config = [], Path(save_directory), models.config
-    owners = _owners(_own_parameters(models), mpu.get_pipeline_model_parallel_group())
+    owners = _owners(_own_parameters(models))
     if change is None and _has_many_writers(config, owners, max_shard_size):
         written = _export_by_all(models, owners, folder, max_shard_size)
     else:
@@ -399,9 +361,7 @@ def export_hf(
         if change is not None:
             tensors = ((name, change(name, tensor)) for name, tensor in tensors)
         if parallel.is_main():
-            written = write_safetensors(
-                itertools.chain(tensors, carried_tensors(config.name_or_path)), folder, max_shard_size
-            )
+            written = write_safetensors(itertools.chain(tensors, _carried(config)), folder, max_shard_size)
         else:
             for _ in tensors:
                 pass
@@ -413,10 +373,11 @@ def export_hf(
 
 def _has_many_writers(config, owners: dict, max_shard_size) -> bool:
     """Whether several ranks can write: there are several that hold different parts, and more than one file's worth."""
-    tp_group = mpu.get_tensor_model_parallel_group()
-    numels = (math.prod(_whole_shape(row, owners[row.mca, layer][1], tp_group)) for row, layer in _exported(config))
-    total = sum(numels) * config.params_dtype.itemsize
-    return parallel.world_size() > tp_group.size() and total > parse_size(max_shard_size)
+    total = 0
+    for row, layer in _exported(config):
+        _, shape, dtype = owners[row.mca, layer]
+        total += math.prod(_whole_shape(row, shape, _degree(row, config))) * dtype.itemsize
+    return parallel.world_size() > config.tensor_model_parallel_size and total > parse_size(max_shard_size)
 
 
 def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[str]:
@@ -427,7 +388,7 @@ def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[s
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
     tensors, shards, error = _iter_own_hf_tensors(models, owners), [], None
     if parallel.is_main():
-        tensors = itertools.chain(tensors, carried_tensors(models.config.name_or_path))
+        tensors = itertools.chain(tensors, _carried(models.config))
     try:
         shards = write_shards(tensors, folder, max_shard_size, tag=str(parallel.rank()))
     except Exception as failure:  # safetensors has its own
@@ -441,15 +402,41 @@ def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[s
     return parallel.on_main(lambda: name_shards(folder, [shard for theirs, _ in answers for shard in theirs]), OSError)
 
 
-def is_unused(name: str) -> bool:
-    """Whether a tensor is one that no model of any family reads: it is passed over, and carried into an export."""
-    return any(re.search(pattern, name) for pattern in UNUSED_TENSORS)
+def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
+    """Whether a tensor is one that no model reads: it is passed over, and carried into an export. Layers for multi-token
+    prediction stand behind the others; the first num_trained of them are read."""
+    if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
+        return True
+    layer, first = re.match(r"model\.layers\.(\d+)\.", name), hf_config.get("num_hidden_layers")
+    ahead = hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0
+    return bool(ahead and layer) and first + (num_trained or 0) <= int(layer[1]) < first + ahead
 
 
-def carried_tensors(source: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+def copies_of(row: Row, config) -> list[str]:
+    """More names of the embedding or the output layer: some files hold copies of them in each layer for multi-token
+    prediction. Those of the source's files, which a model without a source is to have too."""
+    names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
+    layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
+    copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
+    if not copies or not _has_weights(config.name_or_path):
+        return copies
+    return sorted(SafetensorsSource(config.name_or_path).names() & set(copies))
+
+
+def _has_weights(source: str | None) -> bool:
+    return bool(source) and any((Path(source) / n).is_file() for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+
+
+def carried_tensors(
+    source: str | None, hf_config: dict, num_trained: int | None = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source folder that is_unused names; nothing where there is no such folder."""
-    folder = Path(source or "")
-    if not source or not any((folder / n).is_file() for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    if not _has_weights(source):
         return
-    tensors = SafetensorsSource(str(folder))
-    yield from ((name, tensors.read(name)) for name in sorted(tensors.names()) if is_unused(name))
+    tensors = SafetensorsSource(source)
+    unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
+    yield from ((name, tensors.read(name)) for name in unused)
+
+
+def _carried(config) -> Iterator[tuple[str, torch.Tensor]]:
+    return carried_tensors(config.name_or_path, config.hf_config, config.mtp_num_layers)

@@ -89,6 +89,20 @@ def _all_to_all_single(original):
     return all_to_all_single
 
 
+def _all_gather(original):
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        if len({part.shape for part in tensor_list}) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        import torch.distributed as dist
+
+        for rank, part in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                part.copy_(tensor)
+            dist.broadcast(part, group_src=rank, group=group)
+
+    return all_gather
+
+
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all tensors together, float32.
 
@@ -142,6 +156,7 @@ def _table():
     yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), "clipping asks for 'torch.cuda.FloatTensor' by name"
     yield clip_grads, "l2_norm_impl", _multi_tensor_l2_norm, "float32 norms of large tensors are 1e-4 off on a CPU"
     yield moe_utils, "te_general_gemm", None, "the name is undefined without Transformer Engine and read all the same"
+    yield dist, "all_gather", _all_gather(dist.all_gather), "gloo wants equal pieces; experts have unequal ones"
     yield dist, "all_to_all_single", _all_to_all_single(dist.all_to_all_single), "gloo wants split sizes as lists"
 
 

@@ -181,12 +181,12 @@ class DPOTrainer(McaTrainer):
         counts = self.backend.context_parallel[1] == 0
         return (of_pairs * real).sum(), (count * counts).int(), metrics
 
+    def _count_of_loss(self, batch: dict) -> int:
+        return int(batch["real"].sum())
+
     # -- micro-batches
 
     _rows_hold_documents = True
-
-    def _empty_batch(self, batch: dict) -> dict:
-        return {**super()._empty_batch(batch), "attention_mask": torch.zeros_like(batch["attention_mask"])}
 
     def _arrange(self, batch: dict) -> dict:
         if "attention_mask" not in batch:

@@ -11,6 +11,7 @@ ranks. What each matrix of a cut linear is, for megatron's gradient reduction an
     column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
+    not cut       A and B whole and complete; with SP both partial over the sequence, of which the linear has its part.
 """
 
 import math
@@ -126,10 +127,10 @@ class LoraAdapter(Adapter):
         self.names, self.widths, self.cut, self.groups, self.vocab_size = names, widths, cut, groups, vocab_size
         count = sum(name is not None for name in names)
         column, row = cut == "column", cut == "row"
-        self._add("lora_A", (count * spec.rank, in_size), 1 if row else None, partial=column)
+        self._add("lora_A", (count * spec.rank, in_size), 1 if row else None, partial=not row)
         for i, (name, width) in enumerate(zip(names, widths, strict=True)):
             if name is not None:
-                self._add(f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=row)
+                self._add(f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=not column)
         if vocab_size is not None:
             self.padded.add("lora_B_0")
 
@@ -160,7 +161,7 @@ class LoraAdapter(Adapter):
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
     def _across_ranks(self, low):
-        if self.tp == 1:
+        if self.tp == 1 or self.cut is None:
             return low
         from megatron.core.tensor_parallel import mappings
 
@@ -177,7 +178,7 @@ class LoraAdapter(Adapter):
     def _dropped(self, x):
         if not self.training or self.spec.dropout == 0.0:
             return x
-        shared = self.tp == 1 or (self.cut == "column" and not self.sequence_parallel)
+        shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
         if shared:  # every rank has the same x, and must drop the same of it
             return F.dropout(x, self.spec.dropout)
         from megatron.core.tensor_parallel import get_cuda_rng_tracker

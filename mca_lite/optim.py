@@ -198,3 +198,17 @@ def create_grad_scaler(args):
         growth_interval=args.loss_scale_window,
         hysteresis=args.hysteresis,
     )
+
+
+def scaler_states(scalers: list) -> list[dict]:
+    """What loss scalers that adapt know, as JSON takes it: the scale, and how far they are on the way to the next one."""
+    return [{k: float(v) if torch.is_tensor(v) else v for k, v in scaler.state_dict().items()} for scaler in scalers]
+
+
+def load_scaler_states(scalers: list, states: list[dict]) -> None:
+    """Put scalers where scaler_states() found them. A constant one stays as it is; where a layout has another number of
+    parts, all of which follow the same overflows, the last one's state stands for the rest."""
+    for i, scaler in enumerate(scalers):
+        state = states[min(i, len(states) - 1)] if states else {}
+        if state and isinstance(scaler, DynamicGradScaler):
+            scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})

@@ -8,6 +8,7 @@ rank r holds the chunks r and 2 cp - 1 - r: causal attention is then the same wo
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,12 +64,13 @@ def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> boo
 
 
 def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -> dict:
-    """{"input_ids", "labels" int64 [1, t], "cu_seqlens": borders as a tuple} of the documents of a padded batch.
+    """{"input_ids", "labels" int64 [1, t], "padding_mask" bool [1, t], "cu_seqlens": borders as a tuple} of the documents of
+    a padded batch. padding_mask: True is padding.
 
     batch: input_ids, labels [b, s] and attention_mask [b, s] with a number for each document of a row, 0 for padding
     (which is dropped). Each document is padded to document_multiple inside, without labels.
     """
-    ids, labels, cu = [], [], [0]
+    ids, labels, pads, cu = [], [], [], [0]
     mask = batch.get("attention_mask")
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     for row, row_labels, row_mask in zip(batch["input_ids"], batch["labels"], mask, strict=True):
@@ -78,12 +80,15 @@ def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -
             padding = -length % document_multiple
             ids += [row[start : start + length], row.new_full((padding,), pad_token_id)]
             labels += [row_labels[start : start + length], row_labels.new_full((padding,), IGNORE_INDEX)]
+            pads.append(torch.arange(length + padding) >= length)
             cu.append(cu[-1] + length + padding)
             start += length
     if not ids:  # nothing but padding: one empty document keeps every rank in step
         ids, labels = [torch.full((document_multiple,), pad_token_id)], [torch.full((document_multiple,), IGNORE_INDEX)]
+        pads = [torch.ones(document_multiple, dtype=torch.bool)]
         cu.append(document_multiple)
-    return {"input_ids": torch.cat(ids)[None], "labels": torch.cat(labels)[None], "cu_seqlens": tuple(cu)}
+    rows = {"input_ids": torch.cat(ids)[None], "labels": torch.cat(labels)[None], "padding_mask": torch.cat(pads)[None]}
+    return {**rows, "cu_seqlens": tuple(cu)}
 
 
 def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
@@ -91,12 +96,29 @@ def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
     more = length - batch["input_ids"].shape[1]
     if not more:
         return batch
-    tail = batch["input_ids"].new_full((1, more), pad_token_id)
-    return {
-        "input_ids": torch.cat([batch["input_ids"], tail], 1),
-        "labels": torch.cat([batch["labels"], torch.full_like(tail, IGNORE_INDEX)], 1),
-        "cu_seqlens": (*batch["cu_seqlens"], length),
-    }
+    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "padding_mask": True}
+    rows = {k: torch.cat([batch[k], batch[k].new_full((1, more), v)], 1) for k, v in values.items() if k in batch}
+    return {**rows, "cu_seqlens": (*batch["cu_seqlens"], length)}
+
+
+class Targets(NamedTuple):
+    """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the tokens 1 to k places ahead of
+    each, within its document; behind its end id 0 and no label."""
+
+    labels: torch.Tensor
+    next_ids: torch.Tensor
+    next_labels: torch.Tensor
+
+    @classmethod
+    def ahead(cls, batch: dict, count: int) -> "Targets":
+        """Of a whole batch, before context parallelism cuts it."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        cu = torch.tensor(batch.get("cu_seqlens", (0, ids.shape[1])))
+        ends = cu[1:].repeat_interleave(cu.diff())
+        places = torch.arange(ids.shape[1]) + torch.arange(1, count + 1)[:, None]
+        beyond, places = (places >= ends)[:, None], places.clamp(max=ids.shape[1] - 1)
+        ahead = (x.cpu()[:, places].transpose(0, 1) for x in (ids, labels))
+        return cls(labels, *(x.masked_fill(beyond, fill) for x, fill in zip(ahead, (0, IGNORE_INDEX), strict=True)))
 
 
 # -- how a rank sees a row ----------------------------------------------------------------------------------------------

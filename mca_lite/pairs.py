@@ -89,9 +89,14 @@ def arrange_pairs(batch: dict, packs: bool, document_multiple: int, pad_token_id
             lengths = torch.bincount(row_mask)[1:].tolist() or [1, 1]
             ids += row[: sum(lengths)].split(lengths)
             labels += row_labels[: sum(lengths)].split(lengths)
+        filled = [n for n in counts for _ in range(2 * max(n, 1))]  # pairs of the batch's row that a row comes from
         arranged = {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
             "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
+            # a pair that only fills the batch is padding
+            "attention_mask": pad_sequence(
+                [torch.full_like(row, n > 0) for row, n in zip(ids, filled, strict=True)], batch_first=True
+            ),
             "real": torch.cat([torch.ones(n) if n else torch.zeros(1) for n in counts]),
         }
         known = [part if len(part) else torch.zeros(1, 2) for part in known]

@@ -103,10 +103,12 @@ def _initialize_model_parallel(args) -> None:
     if mpu.model_parallel_is_initialized():
         got = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
         got += (mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size())
-        if got != tuple(wanted.values())[:4]:
+        got += (mpu.get_expert_model_parallel_world_size(), mpu.get_expert_tensor_parallel_world_size())
+        asked = (*wanted.values(), args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+        if got != asked:
             raise RuntimeError(
-                f"this process already runs with (tp, pp, vpp, cp) = {got}, and {tuple(wanted.values())[:4]} was asked "
-                "for: call mca_lite.parallel.shutdown() first"
+                f"this process already runs with (tp, pp, vpp, cp, ep, etp) = {got}, and {asked} was asked for: call "
+                "mca_lite.parallel.shutdown() first"
             )
         return
     mpu.initialize_model_parallel(

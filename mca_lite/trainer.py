@@ -24,7 +24,7 @@ from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
 from .manifest import CheckpointError
 from .models import VirtualModels
 from .optim import get_megatron_lr_scheduler
-from .packing import get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
+from .packing import Targets, get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
 from .report import Report, Throughput, peak_flops, peak_memory_gib
 from .signals import Interrupted, StopSignals
 from .summary import run_summary, step_flops
@@ -71,6 +71,8 @@ class McaTrainer:
         self.args, self.model, self.tokenizer = args, model, tokenizer
         self.backend = (MegatronBackend if isinstance(model, VirtualModels) else TorchBackend)(model, args)
         self.models = self.backend.chunks
+        if self.backend.predicts_ahead:
+            self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         pad = getattr(tokenizer, "pad_token_id", None) or 0
         self.data_collator = data_collator or Collator(pad)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -142,6 +144,7 @@ class McaTrainer:
         """
         micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
         self.backend.train_mode(True)
+        self.backend.weigh_router_losses(micro_batches, sum(map(self._count_of_loss, micro_batches)))
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
         updated, grad_norm, num_zeros = self.backend.step()
         if updated:
@@ -175,7 +178,9 @@ class McaTrainer:
             batch = self._packing_sequence(batch)
         else:  # rows are padded on the right and attention is causal: no mask is built
             mask, position_ids = get_ltor_masks_and_position_ids(batch["input_ids"], build_attention_mask=False)
-            batch = {**batch, "attention_mask": mask, "position_ids": position_ids}
+            real = batch.get("attention_mask")
+            padding = {} if real is None else {"padding_mask": real == 0}
+            batch = {**batch, **padding, "attention_mask": mask, "position_ids": position_ids}
         return self.backend.model_inputs(batch)
 
     def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -194,14 +199,26 @@ class McaTrainer:
         return getattr(self.tokenizer, "pad_token_id", None) or 0
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
-        """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)})."""
+        """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
+
+        With multi-token prediction labels are packing.Targets, and losses [b, s, 1 + layers]: "mtp_loss" is another metric.
+        """
+        if ahead := labels if isinstance(labels, Targets) else None:
+            labels, losses, more = ahead.labels, losses[..., 0], losses[..., 1:].sum()
         total, count = losses.sum(), (labels != IGNORE_INDEX).sum()
         # megatron divides `total` in place afterwards: the metric is a copy
         metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
+        if ahead:
+            metrics["mtp_loss"] = torch.stack([more.detach().clone(), (ahead.next_labels != IGNORE_INDEX).sum()])
+            total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
 
     _micro_batch_weight = 1.0
+
+    def _count_of_loss(self, batch: dict) -> int:
+        """The count that _post_compute_loss will give for a whole micro-batch: what its loss is a sum over."""
+        return int((batch["labels"] != IGNORE_INDEX).sum())
 
     # -- data
 
@@ -239,7 +256,7 @@ class McaTrainer:
         for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
             batches.append(self._empty_batch(batches[0]))
         batches = [self._arrange(batch) for batch in batches]
-        longest = max(b["input_ids"].shape[1] for b in batches) if self.backend.needs_equal_lengths else 0
+        longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
         batches = [self._to_length(batch, longest) for batch in batches]
         if not self.args.calculate_per_token_loss:  # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
@@ -256,8 +273,9 @@ class McaTrainer:
         return self.args.sequence_packing
 
     def _empty_batch(self, batch: dict) -> dict:
-        """A batch of the same shape that carries no loss."""
-        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+        """A batch of the same shape that carries no loss, and is padding where tokens are counted."""
+        nothing = torch.zeros_like(batch["labels"])
+        return {**batch, "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: its rows, or one packed row."""
@@ -334,7 +352,7 @@ class McaTrainer:
         control.should_save = self._is_time(args.save_strategy, args.save_steps, end_of_epoch, last)
         self._notify("on_step_end")
         if control.should_log:
-            self._log({**self._means(window), **extra, **throughput.take()})
+            self._log({**self._means(window), **extra, **self.backend.router_statistics(), **throughput.take()})
             window = self._zeros()
         if control.should_evaluate and self.eval_dataset is not None:
             self.evaluate()
@@ -428,7 +446,8 @@ class McaTrainer:
         """CheckpointError where a run with these facts cannot go on in this one."""
 
     def _save_checkpoint(self) -> None:
-        """Save this step; with async_save it gets its name after a later step, or at the end."""
+        """Save this step. With async_save it gets its name after the first step by whose end all ranks have written, and
+        before the next one begins: dying costs at most one interval and the steps that were made during a write."""
         if self._writer.is_busy:
             self._finish_checkpoint()
         self._writer.begin()

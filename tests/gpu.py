@@ -1,4 +1,6 @@
-"""The parity cells that fit one GPU: `make gpu` on a machine with CUDA. Prints differences from the torch backend there.
+"""Parity on GPUs: `make gpu` on a machine with CUDA. Prints differences from the torch backend on one GPU there.
+
+One GPU: each family in every mode that fits. Several: every layout of the suite that they can hold, over nccl.
 
 float32 agrees to rounding; bf16 and fp16 agree to theirs. The worst float32 difference decides the exit code.
 """
@@ -8,10 +10,12 @@ import io
 import shutil
 import sys
 import tempfile
+import traceback
 
 import torch
+import torch.distributed as dist
 
-from tests import tiny
+from tests import test_packed, test_parity, tiny, world
 from tests.training import train
 
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
@@ -33,6 +37,13 @@ def quiet(*args, **kwargs) -> list:
         return train(*args, **kwargs)
 
 
+def layouts() -> dict:
+    """{name: (ranks, keys)} of the suite's layouts that need more than one GPU and no more than there are."""
+    packed = {f"{name}, packed": (n, {**keys, **PACKED}) for name, (n, keys) in test_packed.PACKED_LAYOUTS.items()}
+    everything = {**test_parity.LAYOUTS, **test_packed.CUT, **packed}
+    return {name: (n, keys) for name, (n, keys) in everything.items() if 1 < n <= torch.cuda.device_count()}
+
+
 def worst(got: list, wanted: list) -> tuple[float, float]:
     """Largest differences of loss, and of gradient norm relative to it."""
     losses = max(abs(a[0] - b[0]) for a, b in zip(got, wanted, strict=True))
@@ -49,26 +60,65 @@ def resumed(path: str, folder: str, **keys) -> tuple[float, float]:
     return worst(quiet(path, f"{folder}/parts", resume_from_checkpoint="auto", **saves, **keys), whole)
 
 
+def on_one_gpu(folder: str) -> list[float]:
+    limits = []
+    for family in tiny.FAMILY_KEYS:
+        path = tiny.save_model(f"{folder}/{family}", family)
+        for dtype, cases in (("float32", CASES), ("bf16", HALF)):
+            precision = dict(bf16=dtype == "bf16")
+            wanted = quiet(path, f"{folder}/{family}-{dtype}", backend="torch", **precision)
+            for name, keys in cases.items():
+                loss, norm = worst(quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted)
+                print(f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+                limits += [loss, norm] if dtype == "float32" else []
+    for name, keys in (("float32", {}), ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP))):
+        loss, norm = resumed(path, f"{folder}/{name}", **keys)
+        print(f"resumed, {name}: d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+        limits += [loss, norm]
+    return limits
+
+
+def in_turn(path: str, folder: str, cells: dict, wanted: list) -> dict:
+    """In a world of nccl ranks: {cell: its differences from the wanted curve}, infinite where it failed."""
+    from megatron.core import parallel_state as mpu
+
+    out = {}
+    for name, keys in cells.items():
+        try:
+            out[name] = worst(quiet(path, f"{folder}/{name}", **keys), wanted)
+        except Exception:
+            traceback.print_exc()
+            out[name] = (float("inf"), float("inf"))
+        if dist.get_rank() == 0:
+            print(
+                f"{name:36} {dist.get_world_size()} GPUs  d loss {out[name][0]:.1e}  d norm {out[name][1]:.1e}",
+                flush=True,
+            )
+        mpu.destroy_model_parallel()
+    return out
+
+
+def on_several_gpus(folder: str) -> list[float]:
+    limits, path = [], tiny.save_model(f"{folder}/layouts", "qwen3")
+    for dtype in ("float32", "bf16"):
+        precision = dict(bf16=dtype == "bf16")
+        [wanted] = world.run(quiet, 1, path, f"{folder}/one-{dtype}", backend="torch", timeout_s=120, **precision)
+        for ranks in sorted({n for n, _ in layouts().values()}):
+            cells = {f"{name}, {dtype}": {**k, **precision} for name, (n, k) in layouts().items() if n == ranks}
+            for differences in world.run(in_turn, ranks, path, folder, cells, wanted, timeout_s=400):
+                whole = [number for pair in differences.values() for number in pair]
+                limits += whole if dtype == "float32" else [number for number in whole if number == float("inf")]
+    return limits
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA here: the CPU's tests are `make test`")
         return 2
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    limits = []
     with tempfile.TemporaryDirectory() as folder:
-        for family in tiny.FAMILY_KEYS:
-            path = tiny.save_model(f"{folder}/{family}", family)
-            for dtype, cases in (("float32", CASES), ("bf16", HALF)):
-                precision = dict(bf16=dtype == "bf16")
-                wanted = quiet(path, f"{folder}/{family}-{dtype}", backend="torch", **precision)
-                for name, keys in cases.items():
-                    loss, norm = worst(quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted)
-                    print(f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
-                    limits += [loss, norm] if dtype == "float32" else []
-        for name, keys in (("float32", {}), ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP))):
-            loss, norm = resumed(path, f"{folder}/{name}", **keys)
-            print(f"resumed, {name}: d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
-            limits += [loss, norm]
+        limits = on_several_gpus(folder) if torch.cuda.device_count() > 1 else []
+        limits += on_one_gpu(folder)
     print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}")
     return int(max(limits) > TOLERANCE)
 

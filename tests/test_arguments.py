@@ -168,7 +168,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "fp16=true",
         "stage=rm",
         "lr_scheduler_type=cosin",
-        "moe_grouped_gemm=true",
+        "moe_expert_capacity_factor=1.5",
         "stray",
     ]
     problems = keys_of(parse_args, words)
@@ -180,7 +180,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "bf16",
         "stage",
         "lr_scheduler_type",
-        "moe_grouped_gemm",
+        "moe_expert_capacity_factor",
         "stray",
         "output_dir",
         "dataset",
@@ -208,7 +208,9 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         ("report_to", "nowhere"),
         ("max_shard_size", "big"),
         ("transformer_impl", "te"),
-        ("expert_model_parallel_size", 2),
+        ("expert_model_parallel_size", 0),
+        ("moe_token_dispatcher_type", "flex"),
+        ("moe_router_load_balancing_type", "sinkhorn"),
         ("recompute_modules", "core_attn"),
         ("recompute_num_layers", 2),
         ("overlap_param_gather", True),

@@ -1,6 +1,7 @@
 """A resumed run is the run that never stopped."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,6 @@ def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
 
 def stopped(model_path, folder, ranks, keys) -> None:
     """The same run, whose later checkpoints are gone: as if it had died after step 2."""
-    import shutil
-
     world.run(train, ranks, model_path, str(folder), steps=WHOLE, **{**SAVE, **keys})
     for path in Path(folder).glob("checkpoint-*"):
         if path.name != "checkpoint-2":
@@ -82,6 +81,29 @@ def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     stopped(model_path, tmp_path / "parts", 2, keys)
     keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, dict(backend="torch")), (1, {}), (2, {**TP2, **DIST_OPT})])
+def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path, ranks, keys):
+    """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in the midst of that."""
+    keys = dict(keys, fp16=True, loss_scale_window=2, hysteresis=2, initial_loss_scale=2.0**16, num_train_epochs=20)
+    keys |= dict(save_strategy="steps", save_steps=16)
+    runs, again = {}, str(tmp_path / "parts")
+    world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=24, **keys)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-16", tmp_path / "parts" / "checkpoint-16")
+    world.run(train, ranks, model_path, again, steps=24, resume_from_checkpoint="auto", **keys)
+    for name in ("whole", "parts"):
+        lines = [line for line in read_log(tmp_path / name) if line["step"] > 16]
+        [scales] = loss_scales(tmp_path / name / "checkpoint-24")
+        runs[name] = [(line["loss"], line["grad_norm"], line["skipped_iter"]) for line in lines], scales
+    assert runs["parts"] == runs["whole"] and len(runs["whole"][0]) == 8
+    assert sum(skipped for _, _, skipped in runs["whole"][0]), "nothing overflowed: the test shows nothing"
+    [middle] = loss_scales(tmp_path / "whole" / "checkpoint-16")
+    assert middle["scale"] != 2.0**16 and (middle["growth_tracker"], middle["hysteresis_tracker"]) != (0, 2)
+
+
+def loss_scales(folder) -> list[dict]:
+    return json.loads((folder / "training.json").read_text())["loss_scales"]
 
 
 def refusal(path: str, out: str, **keys) -> str:

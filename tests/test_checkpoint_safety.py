@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,36 @@ def test_a_folder_that_cannot_be_made_stops_all_ranks(model_path, tmp_path):
         assert ".checkpoint-2.tmp cannot be made" in error and "File exists" in error
 
 
+def unwritable(path: str, out: str) -> str:
+    """The error of a run that may no longer write into its folder when checkpoint-4 is due: a root becomes nobody first."""
+    from mca_lite.callbacks import TrainerCallback
+    from tests import training
+
+    class Forbid(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if os.environ["RANK"] == "0":
+                os.chmod(out, 0o555)
+            if os.geteuid() == 0:
+                os.setuid(65534)
+
+    try:
+        training.train(path, out, steps=5, callbacks=[Forbid()], **{**SAVE, "logging_steps": 100})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_without_permission_stops_all_ranks_and_leaves_what_was_there(model_path):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        os.chmod(folder, 0o755)
+        out = Path(folder) / "run"
+        for error in world.run(unwritable, 2, model_path, str(out)):
+            assert ".checkpoint-4.tmp cannot be made" in error and "Permission denied" in error
+        os.chmod(out, 0o755)
+        assert [p.name for p in run_folder.list_checkpoints(out)] == ["checkpoint-2"]
+        world.run(train, 2, model_path, str(out), steps=3, **AUTO)
+
+
 def test_going_on_from_an_older_checkpoint_sets_newer_ones_aside(model_path, run_folder_copy):
     keys = dict(SAVE, resume_from_checkpoint=str(run_folder_copy / "checkpoint-2"), learning_rate=5e-3)
     world.run(train, 1, model_path, str(run_folder_copy), steps=3, **keys)
@@ -221,6 +252,50 @@ def test_a_checkpoint_written_in_the_background_holds_its_own_step(model_path, t
     for name in names[False]:
         if not name.startswith(("trainer_state", "dist/.metadata", "rng")):  # these hold times, an id, unseeded states
             assert names[True][name] == names[False][name], name
+
+
+def named_late(path: str, out: str) -> list:
+    """[(step of a checkpoint, step after which it has its name)], where rank 1 has written checkpoint-2 in step 3, and
+    checkpoint-4 only when the next one is due."""
+    import threading
+
+    from mca_lite.callbacks import TrainerCallback
+    from mca_lite.dist_checkpoint import MegatronSnapshot
+    from tests import training
+
+    gates, write, is_late = {2: threading.Event(), 4: threading.Event(), 6: None}, MegatronSnapshot.write, []
+    named, late = [], os.environ["RANK"] == "1"
+
+    def wait_and_write(self, folder):
+        gate = gates[int(folder.stem.rpartition("-")[2])]
+        if late and gate is not None:
+            is_late.append(gate.wait(20))
+        return write(self, folder)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, trainer, **kwargs):
+            newest = run_folder.list_checkpoints(out)[-1:]
+            assert state.global_step - (run_folder.step_of(newest[0]) if newest else 0) <= 4, (
+                "two intervals are the most"
+            )
+            if state.global_step == 3:
+                gates[2].set()
+                trainer._writer._job.thread.join()
+            if state.global_step == 6 and late:
+                threading.Timer(0.2, gates[4].set).start()
+
+        def on_save(self, args, state, control, path, step, **kwargs):
+            named.append((step, state.global_step))
+
+    MegatronSnapshot.write = wait_and_write
+    training.train(path, out, steps=6, callbacks=[Watch()], async_save=True, **SAVE)
+    assert is_late == [True, True] or not late
+    return named
+
+
+def test_in_the_background_a_checkpoint_is_named_once_all_have_written_and_before_the_next(model_path, tmp_path):
+    for named in world.run(named_late, 2, model_path, str(tmp_path)):
+        assert named == [(2, 3), (4, 6), (6, 6)]
 
 
 def interrupted(path: str, out: str, number: int, **keys):

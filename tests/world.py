@@ -1,4 +1,6 @@
-"""Fresh gloo worlds for tests: run(function, ranks, ...) from a fork server that has imported everything once.
+"""Fresh worlds for tests: run(function, ranks, ...) from a fork server that has imported everything once.
+
+Over gloo on the CPU; over nccl with a GPU a rank where there is CUDA (tests/gpu.py, not the suite).
 
 A world lives for one call. A rank that fails fails the call with its traceback; one that hangs ends it with a TimeoutError;
 nothing of either survives into the next test. Functions go by module and name, so they stand at module level.
@@ -21,8 +23,13 @@ _context = None
 def _server():
     global _context
     if _context is None:
-        _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["tests.preload"])
+        import torch
+
+        if torch.cuda.is_available():  # importing megatron starts CUDA, which does not live through a fork
+            _context = multiprocessing.get_context("spawn")
+        else:
+            _context = multiprocessing.get_context("forkserver")
+            _context.set_forkserver_preload(["tests.preload"])
     return _context
 
 
@@ -35,9 +42,12 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     try:
-        timeout = datetime.timedelta(seconds=20)
+        backend, timeout = "gloo", datetime.timedelta(seconds=20)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+            backend, timeout = "nccl", datetime.timedelta(seconds=120)
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
+            backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
         )
         answers.put((rank, None, function(*args, **kwargs)))
     except BaseException:
@@ -49,7 +59,7 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
 
 
 def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
-    """What `function(*args, **kwargs)` returns on each of `ranks` gloo ranks, in order of rank."""
+    """What `function(*args, **kwargs)` returns on each of `ranks` ranks, in order of rank."""
     context, folder = _server(), tempfile.mkdtemp()
     answers = context.Queue()
     processes = [

@@ -1,0 +1,171 @@
+"""Mixtures of experts train in every layout as on plain torch: loss, gradient norm, weights and the routers' numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny_moe, world
+from tests.test_parity import OVERLAP, PP2, TOLERANCE, VPP2, assert_same_curve, exported
+from tests.training import read_log, train
+
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+CP2 = dict(context_parallel_size=2)
+EP2 = dict(expert_model_parallel_size=2)
+EP4 = dict(expert_model_parallel_size=4)
+ETP1 = dict(expert_tensor_parallel_size=1)
+DIST_OPT = dict(use_distributed_optimizer=True)
+AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01)
+BIAS = dict(moe_router_bias_update_rate=0.01)
+# what a run on plain torch does not know of: how the experts are computed and reached
+LOOP = dict(moe_grouped_gemm=False, moe_token_dispatcher_type="allgather")
+
+LAYOUTS = {
+    "ep2": (2, {**EP2, **DIST_OPT}),
+    "ep4": (4, EP4),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "ep2tp2": (4, {**EP2, **TP2}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "cp2ep2": (2, {**CP2, **EP2}),
+}
+FAMILIES = ("qwen3_moe_dense_layers", "mixtral", "qwen2_moe", "olmoe", "glm4_moe")
+NUMBERS = ("expert_load_max", "expert_load_min", "load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+
+
+def variants_of(name: str) -> dict[str, tuple[dict, dict]]:
+    """{variant: (keys of both backends, keys of the layouts alone)}"""
+    aux = {**AUX, **BIAS} if name.startswith("glm") else AUX
+    return {"aux": (aux, {}), "plain": ({}, LOOP)}
+
+
+def train_all(paths: dict, out: str, runs: dict, **keys) -> dict:
+    """The curve of each run {name: (model, keys)}, one after another in one world; all are exported."""
+    shared = dict(steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-5, export=True)
+    return {
+        name: train(paths[model], f"{out}/{name}", **{**shared, **keys, **own}) for name, (model, own) in runs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    made = {name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in FAMILIES}
+    made["skewed"] = tiny_moe.save_model(folder / "skewed", "glm4_moe", skew=True, num_hidden_layers=2)
+    made["four_layers"] = tiny_moe.save_model(folder / "four", "qwen3_moe_sparse_step")
+    return made
+
+
+@pytest.fixture(scope="module")
+def torch_runs(paths, tmp_path_factory):
+    """run(model, **keys) -> (curve, folder) of the torch backend on one rank; each is made once."""
+    done = {}
+
+    def run(model: str, **keys):
+        key = model, *sorted(keys.items())
+        if key not in done:
+            out = str(tmp_path_factory.mktemp("torch"))
+            [curves] = world.run(train_all, 1, paths, out, {"run": (model, keys)}, backend="torch")
+            done[key] = curves["run"], f"{out}/run"
+        return done[key]
+
+    return run
+
+
+def assert_same(curve, folder, reference):
+    """Curve, exported weights and what the log says of the routers."""
+    wanted, theirs = reference
+    assert_same_curve(curve, wanted)
+    weights, ours = exported(theirs), exported(folder)
+    assert ours.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+    for own, other in zip(read_log(folder), read_log(theirs), strict=True):
+        for key in NUMBERS:
+            assert (key in own) == (key in other)
+            assert own.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-4), key
+
+
+def check(torch_runs, paths, tmp_path, ranks, layout, runs):
+    """runs: {name: (model, keys of both backends, keys of the layout alone)}, in one world."""
+    ours = {name: (model, {**layout, **shared, **own}) for name, (model, shared, own) in runs.items()}
+    answers = world.run(train_all, ranks, paths, str(tmp_path), ours)
+    for name, (model, shared, _) in runs.items():
+        for curves in answers:
+            assert_same(curves[name], f"{tmp_path}/{name}", torch_runs(model, **shared))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_families_train_as_on_torch(layout, torch_runs, paths, tmp_path):
+    """Each with balancing losses and grouped experts, and without in a loop of experts behind the other dispatcher."""
+    ranks, keys = LAYOUTS[layout]
+    runs = {f"{m}-{v}": (m, *both) for m in FAMILIES for v, both in variants_of(m).items()}
+    check(torch_runs, paths, tmp_path, ranks, keys, runs)
+
+
+MEAN = dict(AUX, calculate_per_token_loss=False)
+SEQ = dict(AUX, moe_router_load_balancing_type="seq_aux_loss")
+PACKED = dict(AUX, sequence_packing=True)
+SETTINGS = {"mean": MEAN, "seq": SEQ, "packed": PACKED}
+
+
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [
+        (1, {}),
+        (2, {**TP2, **ETP1}),
+        (2, {**TP2, **EP2, **ETP1}),
+        (4, {**EP2, **CP2, **DIST_OPT}),
+        (4, {**EP2, **TP2, **OVERLAP}),
+    ],
+)
+def test_losses_and_packed_rows_train_as_on_torch(ranks, layout, torch_runs, paths, tmp_path):
+    """The other loss mode, losses of each row, and packed rows; experts that get no token, on whole ranks too."""
+    runs = {name: ("qwen2_moe", keys, {}) for name, keys in SETTINGS.items()}
+    check(torch_runs, paths, tmp_path, ranks, layout, {**runs, "skew": ("skewed", AUX, {})})
+
+
+def test_virtual_stages_and_fillers_train_as_on_torch(torch_runs, paths, tmp_path):
+    """Four layers, every second of them dense, in four chunks; the schedule fills the last window of an epoch up."""
+    runs = {name: ("four_layers", keys, {}) for name, keys in {"aux": AUX, **SETTINGS}.items()}
+    check(torch_runs, paths, tmp_path, 4, {**EP2, **PP2, **VPP2}, runs)
+
+
+def test_recomputation_and_overlap_change_no_number(torch_runs, paths, tmp_path):
+    full = dict(recompute_granularity="full")
+    modules = dict(recompute_granularity="selective", recompute_modules=["moe"])
+    overlap = dict(moe_shared_expert_overlap=True)
+    own = {"full": full, "moe": modules, "overlap": overlap}
+    runs = {name: ("qwen2_moe", AUX, keys) for name, keys in own.items()}
+    check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2}, runs)
+
+
+def test_torch_on_two_ranks_trains_as_on_one(torch_runs, paths, tmp_path):
+    runs = {f"{m}-{name}": (m, keys, {}) for m, name, keys in (
+        ("glm4_moe", "bias", {**AUX, **BIAS}), ("qwen2_moe", "mean", MEAN), ("qwen2_moe", "packed", PACKED))}  # fmt: skip
+    check(torch_runs, paths, tmp_path, 2, dict(backend="torch"), runs)
+
+
+def test_the_bias_moves_away_from_busy_experts(torch_runs, paths):
+    """By hand: each update changes the bias by the rate, and the busiest expert's goes down."""
+    _, folder = torch_runs("glm4_moe", **AUX, **BIAS)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    steps = (exported(folder)[name] - exported(paths["glm4_moe"])[name]) / 0.01
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-4)
+    assert steps.abs().max() == pytest.approx(3, abs=1e-4), (
+        "three steps, and an expert that was always too busy or too idle"
+    )
+
+
+def test_the_export_is_what_transformers_writes(torch_runs, paths, tmp_path):
+    """The torch backend's files have save_pretrained's names and shapes, and load without a complaint."""
+    from transformers import AutoModelForCausalLM
+
+    for name in FAMILIES:
+        _, folder = torch_runs(name, **variants_of(name)["aux"][0])
+        ours, theirs = exported(folder), exported(paths[name])
+        assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+        _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert json.loads((Path(folder) / "config.json").read_text())["model_type"] == tiny_moe.MODELS[name][0]
