@@ -101,6 +101,11 @@ class DPOTrainer(McaTrainer):
                 "calculate_per_token_loss false: a preference loss is the mean over the pairs of the global batch, in every "
                 "layout: set calculate_per_token_loss: true"
             )
+        if getattr(model.config, "mtp_num_layers", None):
+            raise ValueError(
+                f"mtp_num_layers {model.config.mtp_num_layers}: layers for multi-token prediction have no part in a preference "
+                "loss: set mtp_num_layers: 0"
+            )
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             if dataset is not None and len(dataset):
                 pairs_of(dataset[0])
