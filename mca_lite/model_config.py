@@ -171,7 +171,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     )
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
     moe_router_group_score: str = "top2"  # what a group of experts counts by: its two best, or "max"
-    perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from convert.InitSource
+    perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from sources.InitSource
 
     def __post_init__(self):
         if isinstance(self.activation_func, str):

@@ -38,6 +38,7 @@ from .model_config import (
 from .moe import routers_of
 from .mtp import prediction_spec
 from .packing import Targets
+from .sources import InitSource, SafetensorsSource
 from .vocabulary import GrownSource, grow_torch
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
@@ -333,7 +334,7 @@ class AutoModel:
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
         else:
-            source = convert.SafetensorsSource(model_name_or_path, config.hf_model_type)
+            source = SafetensorsSource(model_name_or_path, config.hf_model_type)
             if config.vocab_size > old:
                 source = GrownSource(source, convert.vocabulary_names(config), config.vocab_size)
             convert.fill(models, source)
@@ -346,7 +347,7 @@ class AutoModel:
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
-        convert.fill(models, convert.InitSource(config.hf_config, seed, config.mtp_num_layers))
+        convert.fill(models, InitSource(config.hf_config, seed, config.mtp_num_layers))
         models.weights_from = f"drawn from seed {seed}"
         return models
 
@@ -369,7 +370,7 @@ def load_torch_model(
     else:
         grow(hf, vocab_size or hf.get_text_config().vocab_size)
         model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
-        source = convert.InitSource(hf.to_dict(), seed)
+        source = InitSource(hf.to_dict(), seed)
         with torch.no_grad():
             for name, tensor in named_tensors(model):
                 for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape)):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from . import convert, lora, parallel
 from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from .lora_layers import LoraSpec
+from .sources import SafetensorsSource
 from .vocabulary import EMBEDDING_AND_HEAD
 
 PREFIX = "base_model.model."
@@ -41,7 +42,7 @@ _PLAIN = {
 
 
 class AdapterSource:
-    """The tensors of an adapter's folder by their names without PEFT's prefix; reads as convert.SafetensorsSource does."""
+    """The tensors of an adapter's folder by their names without PEFT's prefix; reads as SafetensorsSource does."""
 
     def __init__(self, folder: str | os.PathLike):
         from safetensors import safe_open
@@ -359,7 +360,7 @@ def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
     return merge
 
 
-def file_merger(folder: str | os.PathLike, base: convert.SafetensorsSource, tied: bool):
+def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
     """The same from the files of an adapter, a matrix at a time, for the tensors of `base`; what modules_to_save means
     takes the place of the base's -> (the function, rows of the vocabulary that the adapter brings or None). tied: the
     base's embedding is its head.
@@ -387,7 +388,7 @@ def file_merger(folder: str | os.PathLike, base: convert.SafetensorsSource, tied
     return change, _merged_vocabulary(folder, source, base)
 
 
-def _merged_vocabulary(folder, source: AdapterSource, base: convert.SafetensorsSource) -> int | None:
+def _merged_vocabulary(folder, source: AdapterSource, base: SafetensorsSource) -> int | None:
     """Rows of the vocabulary once an adapter is merged, None for a base without such matrices."""
     matrices = {name for name in base.names() if name.endswith(_VOCABULARY_WEIGHTS)}
     sizes = {name: (source if name in source.names() else base).shape(name)[0] for name in matrices}
