@@ -11,6 +11,7 @@ ranks. What each matrix of a cut linear is, for megatron's gradient reduction an
     column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
+    not cut, SP   a router: A and B whole, partial over the sequence (marked sequence_parallel).
 """
 
 import math
@@ -48,15 +49,17 @@ class LoraSpec:
 
 class Piece(NamedTuple):
     """One matrix of PEFT, under its key in a file, as this rank holds it: `rows` of `parameter`, cut along `axis` over
-    tensor-parallel ranks (None: whole). `real` is the whole's length there, where it is padded."""
+    tensor-parallel ranks (None: whole). `real` is the whole's length there, where it is padded. An expert's is one of several
+    matrices in a parameter."""
 
     key: str
     parameter: torch.nn.Parameter
-    rows: slice
+    rows: slice | int
     axis: int | None
     tp: int
     rank: int
     real: int | None
+    expert: bool = False  # cut over the expert tensor parallel ranks; others hold other experts
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -126,10 +129,10 @@ class LoraAdapter(Adapter):
         self.names, self.widths, self.cut, self.groups, self.vocab_size = names, widths, cut, groups, vocab_size
         count = sum(name is not None for name in names)
         column, row = cut == "column", cut == "row"
-        self._add("lora_A", (count * spec.rank, in_size), 1 if row else None, partial=column)
+        self._add("lora_A", (count * spec.rank, in_size), 1 if row else None, partial=not row)
         for i, (name, width) in enumerate(zip(names, widths, strict=True)):
             if name is not None:
-                self._add(f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=row)
+                self._add(f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=not column)
         if vocab_size is not None:
             self.padded.add("lora_B_0")
 
@@ -160,7 +163,7 @@ class LoraAdapter(Adapter):
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
     def _across_ranks(self, low):
-        if self.tp == 1:
+        if self.tp == 1 or self.cut is None:
             return low
         from megatron.core.tensor_parallel import mappings
 
@@ -245,6 +248,8 @@ def _normed(module, x):
 
 
 def attach(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Put an adapter beside a module; a router asks it by itself, others have a hook."""
     adapter.train(module.training)
     module.add_module("lora", adapter)
-    module.register_forward_hook(_hook)
+    if not hasattr(module, "gating"):
+        module.register_forward_hook(_hook)
