@@ -38,7 +38,9 @@ class _SumOfGradients(torch.autograd.Function):
 class LoraExperts(Adapter):
     """The adapters of a layer's experts. names: {projection: HF modules of the local experts}, for those that have adapters."""
 
-    def __init__(self, spec, mca, names: dict[str, list[str]], hidden_size, columns, ep=(1, 0), group=None, device=None):
+    def __init__(
+        self, spec, mca, names: dict[str, list[str]], hidden_size, columns, ep=(1, 0), group=None, device=None
+    ):
         super().__init__(spec, mca, group, False, device)
         self.names, self.ep = names, ep
         for projection, of_experts in names.items():
