@@ -484,4 +484,7 @@ def check_run(run: Any, bad: set[str]) -> list[Problem]:
             problems.append(
                 Problem("output_dir", run.training.output_dir, reason, f"output_dir: {run.training.output_dir}-sft")
             )
+    if run.training.mtp_num_layers and not run.backend.use_mca and "mtp_num_layers" not in bad:
+        reason = "plain torch has no layers for multi-token prediction"
+        problems.append(Problem("mtp_num_layers", run.training.mtp_num_layers, reason, "mtp_num_layers: 0"))
     return problems

@@ -31,8 +31,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_moe_experts": ((None,), "experts other than those of the model's config.json"),
     "moe_expert_capacity_factor": ((None,), "a limit on an expert's tokens: every token reaches its experts"),
     "moe_*": ((None, False), "routing other than that of the model's config.json"),
-    "mtp_num_layers": ((None, 0), "multi-token prediction"),
-    "multi_latent_attention": ((False,), "multi-latent attention"),
     "quantization_bit": ((None,), "quantised weights"),
     "rope_scaling": ((None,), "rope scaling other than that of the model's config.json"),
     "label_smoothing_factor": ((0, None), "label smoothing"),
@@ -42,8 +40,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
 _IGNORED_BY_REASON = {
+    "the model's config.json decides it": "multi_latent_attention",
     "the tokenizer's own chat template is used": "template tool_format",
-    "the tokenizer's own is used": "use_fast_tokenizer resize_vocab",
+    "the tokenizer's own is used": "use_fast_tokenizer",
     "training is what train.py does": "do_train",
     "eval_strategy decides it": "do_eval eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",

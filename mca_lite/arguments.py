@@ -50,6 +50,11 @@ class ModelArguments(ArgumentGroup):
     train_from_scratch: bool = arg(False, "random weights instead of those of model_name_or_path")
     trust_remote_code: bool = arg(False, "let the model's folder bring code of its own (tokenizers)")
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
+    resize_vocab: bool = arg(
+        False, "grow embedding and head to the tokenizer's tokens, where it has more than the model"
+    )
+    add_tokens: list[str] | None = arg(None, "new tokens: the tokenizer learns them, embedding and head grow to them")
+    add_special_tokens: list[str] | None = arg(None, "the same for special tokens, which decoding can leave out")
 
 
 @dataclass(kw_only=True)
@@ -241,6 +246,8 @@ class TrainingArguments(ArgumentGroup):
     moe_aux_loss_coeff: float = arg(0.0, "weight of that loss", low=0)
     moe_z_loss_coeff: float | None = arg(None, "weight of the routers' z loss", low=0)
     moe_router_dtype: Literal["fp32", "fp64"] = arg("fp32", "precision of the routers' logits and scores")
+    mtp_num_layers: int | None = arg(None, "layers for multi-token prediction that are trained; 0 or none", low=0)
+    mtp_loss_scaling_factor: float = arg(0.1, "weight of all their losses together", low=0)
     moe_router_bias_update_rate: float = arg(0.0, "step of the bias that evens out the experts' loads", low=0)
     moe_shared_expert_overlap: bool = arg(False, "run shared experts beside the dispatch")
     moe_permute_fusion: bool = arg(False, "Transformer Engine's kernels for the dispatch")

@@ -17,8 +17,16 @@ from .dist_checkpoint import MegatronSnapshot, load_megatron
 from .models import VirtualModels
 from .moe import routers_of
 from .optim import create_megatron_optimizer
-from .packing import row_layout
+from .packing import Targets, row_layout
 from .routing import BalancingLosses, RouterStatistics, count_real_micro_batches
+
+
+def _to_rank(tokens, device, index):
+    """A tensor [..., s], or Targets, on a device; of its tokens those at `index` (None: all)."""
+    if isinstance(tokens, Targets):
+        return Targets(*(_to_rank(x, device, index) for x in tokens))
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens if index is None else tokens[..., index]
 
 
 class MegatronBackend:
@@ -34,7 +42,9 @@ class MegatronBackend:
         self.optimizer = None
         self._statistics = None
         if self.config.num_moe_experts:
-            self._statistics = RouterStatistics(self.config.num_layers, self.config.num_moe_experts, parallel.device())
+            self._statistics = RouterStatistics(
+                self.config.num_layers + (self.config.mtp_num_layers or 0), self.config.num_moe_experts, parallel.device()
+            )
             for router in routers_of(models):
                 router.statistics = self._statistics
 
@@ -48,6 +58,12 @@ class MegatronBackend:
     def hf_config(self) -> dict:
         """The model's config.json."""
         return self.config.hf_config
+
+    @property
+    def predicts_ahead(self) -> float:
+        """What the losses of all layers for multi-token prediction together weigh beside the main loss; 0.0: there are none."""
+        count = self.config.mtp_num_layers or 0
+        return self.config.mtp_loss_scaling_factor / count if count else 0.0
 
     # -- where this rank stands
 
@@ -107,9 +123,10 @@ class MegatronBackend:
         device, params = parallel.device(), batch.get("packed_seq_params")
         s = batch["input_ids"].shape[1]
         layout = row_layout((0, s), size, rank, device) if params is None else params.layout
-        ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
-        if size > 1:
-            ids, labels = ids[:, layout.index], labels[:, layout.index]
+        ids, labels = batch["input_ids"], batch["labels"]
+        if self.config.mtp_num_layers:
+            labels = Targets.ahead(batch, self.config.mtp_num_layers)
+        ids, labels = (_to_rank(x, device, layout.index if size > 1 else None) for x in (ids, labels))
         positions = layout.positions.expand(ids.shape)
         inputs = dict(
             input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import torch
@@ -93,7 +94,14 @@ class TorchBackend:
     context_parallel = (1, 0)
     counts_tokens = True
 
+    predicts_ahead = 0.0
+
     def __init__(self, model, args):
+        if args.mtp_num_layers:
+            raise ValueError(
+                f"mtp_num_layers {args.mtp_num_layers}: the plain torch backend has no layers for multi-token prediction: set "
+                "mtp_num_layers: 0, or use_mca: true"
+            )
         self.args, self.hf_model = args, model
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         wrapped = TokenLossModel(model, args.loss_chunk_size)
@@ -270,7 +278,8 @@ class TorchBackend:
                 for file_name, index in file_parts(config.model_type, name, tuple(tensor.shape))
                 for part in [tensor.detach()[index].to("cpu", copy=bool(index))]
             )
-            written = convert.write_safetensors(tensors, Path(folder), max_shard_size)
+            carried = convert.carried_tensors(self.hf_model.name_or_path, config.to_dict())
+            written = convert.write_safetensors(itertools.chain(tensors, carried), Path(folder), max_shard_size)
             written += convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
         parallel.barrier()
         return written

@@ -21,11 +21,26 @@ from .constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
 )
-from .families import TE_ALIASES, UNUSED_TENSORS, Row, is_of_expert, rows_of
+from .families import PREDICTION_LAYERS, TE_ALIASES, UNUSED_TENSORS, Row, is_of_expert, rows_of
 from .hf_files import name_shards, parse_size, write_hf_config, write_safetensors, write_shards
 from .sources import InitSource, SafetensorsSource
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are tokens: tp may pad them
+
+
+class _Parts:
+    """A source that has the parts of one tensor, stacked along its rows, as tensors named 0, 1, ...: what a fused row reads."""
+
+    def __init__(self, source, name: str, sizes: list[int]):
+        self.source, self.name, self.sizes = source, name, sizes
+
+    def shape(self, part: int) -> tuple[int, ...]:
+        return (self.sizes[part], *self.source.shape(self.name)[1:])
+
+    def read(self, part: int, rows: slice) -> torch.Tensor:
+        start = sum(self.sizes[:part])
+        return self.source.read(self.name, rows=slice(start + rows.start, start + rows.stop))
+
 
 # -- in ----------------------------------------------------------------------------------------------------------------
 
@@ -80,12 +95,16 @@ def _check_names(config, names: set[str]) -> None:
     missing = [n for n, row in wanted.items() if n not in names and not (tied and row.mca == "output_layer.weight")]
     if missing:
         hint = "; tie_word_embeddings: true where the embedding is the head" if "lm_head.weight" in missing else ""
+        if all(wanted[name].mca.startswith(PREDICTION_LAYERS) for name in missing):
+            hint = "; mtp_num_layers: 0 where it has no layers for multi-token prediction"
         raise ValueError(
             f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a {config.hf_model_type} model with "
             f"{config.num_layers} layers, such as {', '.join(missing[:3])}: save or download it again, or set in "
             f"config.json what it holds{hint}"
         )
-    unknown = sorted(n for n in names - wanted.keys() if not is_unused(n))
+    copies = {name for row in wanted.values() if row.mca in VOCABULARY for name in copies_of(row, config)}
+    others = names - wanted.keys() - copies
+    unknown = sorted(n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers))
     if unknown:
         raise ValueError(
             f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with {config.num_layers} "
@@ -101,9 +120,11 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
         "copy": [(rows, *rest)],
         "row": [(rows, *(size * tp for size in rest))],
         "column": [(config.vocab_size if row.mca in VOCABULARY else rows * tp, *rest)],
-        "gated": [(rows * tp // len(row.hf), *rest)] * len(row.hf),
+        "gated": [(rows * tp // row.num_parts, *rest)] * row.num_parts,
         "qkv": [(config.num_query_groups * size, *rest) for size in qkv_sizes(config)],
     }[row.kind]
+    if row.fused:
+        expected = [(sum(part[0] for part in expected), *rest)]
     for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
         if (got := source.shape(name)) != wanted:
             hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
@@ -127,6 +148,13 @@ def _merge(row: Row, layer, source, config) -> torch.Tensor:
     """This rank's part of the megatron tensor that the row's HF tensors make, in the source's dtype."""
     names = [hf.format(layer) for hf in row.hf]
     tp, rank = _degree(row, config), _cut_group(row).rank()
+    if row.fused:
+        size = source.shape(names[0])[0]
+        groups = config.num_query_groups
+        sizes = (
+            [groups * n for n in qkv_sizes(config)] if row.kind == "qkv" else [size // row.num_parts] * row.num_parts
+        )
+        source, names = _Parts(source, names[0], sizes), range(row.num_parts)
     if row.kind == "copy":
         return source.read(names[0])
     if row.kind == "row":
@@ -171,16 +199,22 @@ def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
+def vocabulary_names(config) -> set[str]:
+    """The Hugging Face names of the matrices whose rows are tokens."""
+    return {name for row in rows_of(config.hf_model_type, config) if row.mca in VOCABULARY for name in row.hf}
+
+
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors, with names, that a whole megatron tensor consists of."""
     names = [hf.format(layer) for hf in row.hf]
     if row.kind == "qkv":
         parts = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
-        yield from zip(names, (p.flatten(0, 1).contiguous() for p in parts), strict=True)
-    elif row.kind == "gated":
+        parts = [p.flatten(0, 1) for p in parts]
+        yield from zip(names, [torch.cat(parts)] if row.fused else (p.contiguous() for p in parts), strict=True)
+    elif row.kind == "gated" and not row.fused:
         yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
     elif row.mca in VOCABULARY:
-        yield names[0], full[: config.vocab_size]
+        yield from ((name, full[: config.vocab_size]) for name in (names[0], *copies_of(row, config)))
     else:
         yield names[0], full
 
@@ -192,8 +226,8 @@ def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
     if row.kind == "row":
         return torch.cat(parts, dim=1)
     if row.kind == "gated":
-        halves = [p.chunk(len(row.hf)) for p in parts]
-        return torch.cat([half[i] for i in range(len(row.hf)) for half in halves])
+        halves = [p.chunk(row.num_parts) for p in parts]
+        return torch.cat([half[i] for i in range(row.num_parts) for half in halves])
     return torch.cat(parts)
 
 
@@ -299,8 +333,10 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     layered = [row for row in rows if "{}" in row.mca]
     first = rows.index(layered[0])
     yield from ((row, None) for row in rows[:first])
-    for layer in range(config.num_layers):
-        yield from ((row, layer) for row in layered if row.is_in(config.is_moe_layer(layer)))
+    for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
+        ahead, is_moe = layer >= config.num_layers, config.is_moe_layer(layer)
+        here = (row for row in layered if row.mca.startswith(PREDICTION_LAYERS) == ahead)
+        yield from ((row, layer) for row in here if row.is_in(is_moe))
     yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
 
 
@@ -325,9 +361,7 @@ def export_hf(
         if change is not None:
             tensors = ((name, change(name, tensor)) for name, tensor in tensors)
         if parallel.is_main():
-            written = write_safetensors(
-                itertools.chain(tensors, carried_tensors(config.name_or_path)), folder, max_shard_size
-            )
+            written = write_safetensors(itertools.chain(tensors, _carried(config)), folder, max_shard_size)
         else:
             for _ in tensors:
                 pass
@@ -354,7 +388,7 @@ def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[s
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
     tensors, shards, error = _iter_own_hf_tensors(models, owners), [], None
     if parallel.is_main():
-        tensors = itertools.chain(tensors, carried_tensors(models.config.name_or_path))
+        tensors = itertools.chain(tensors, _carried(models.config))
     try:
         shards = write_shards(tensors, folder, max_shard_size, tag=str(parallel.rank()))
     except Exception as failure:  # safetensors has its own
@@ -368,15 +402,41 @@ def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[s
     return parallel.on_main(lambda: name_shards(folder, [shard for theirs, _ in answers for shard in theirs]), OSError)
 
 
-def is_unused(name: str) -> bool:
-    """Whether a tensor is one that no model of any family reads: it is passed over, and carried into an export."""
-    return any(re.search(pattern, name) for pattern in UNUSED_TENSORS)
+def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
+    """Whether a tensor is one that no model reads: it is passed over, and carried into an export. Layers for multi-token
+    prediction stand behind the others; the first num_trained of them are read."""
+    if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
+        return True
+    layer, first = re.match(r"model\.layers\.(\d+)\.", name), hf_config.get("num_hidden_layers")
+    ahead = hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0
+    return bool(ahead and layer) and first + (num_trained or 0) <= int(layer[1]) < first + ahead
 
 
-def carried_tensors(source: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+def copies_of(row: Row, config) -> list[str]:
+    """More names of the embedding or the output layer: some files hold copies of them in each layer for multi-token
+    prediction. Those of the source's files, which a model without a source is to have too."""
+    names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
+    layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
+    copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
+    if not copies or not _has_weights(config.name_or_path):
+        return copies
+    return sorted(SafetensorsSource(config.name_or_path).names() & set(copies))
+
+
+def _has_weights(source: str | None) -> bool:
+    return bool(source) and any((Path(source) / n).is_file() for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+
+
+def carried_tensors(
+    source: str | None, hf_config: dict, num_trained: int | None = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source folder that is_unused names; nothing where there is no such folder."""
-    folder = Path(source or "")
-    if not source or not any((folder / n).is_file() for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    if not _has_weights(source):
         return
-    tensors = SafetensorsSource(str(folder))
-    yield from ((name, tensors.read(name)) for name in sorted(tensors.names()) if is_unused(name))
+    tensors = SafetensorsSource(source)
+    unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
+    yield from ((name, tensors.read(name)) for name in unused)
+
+
+def _carried(config) -> Iterator[tuple[str, torch.Tensor]]:
+    return carried_tensors(config.name_or_path, config.hf_config, config.mtp_num_layers)

@@ -1,38 +1,33 @@
 """The table of model families: how a Hugging Face config and its weights become megatron's, and back.
 
-One row maps one megatron tensor: (megatron name, HF names, kind). `{}` is the layer's number. The kind says how HF
-tensors merge into megatron's, and which axis tensor parallelism cuts:
-
-    copy     one tensor, the same on every tensor-parallel rank
-    column   one tensor, cut along its rows (the output dimension)
-    row      one tensor, cut along its columns (the input dimension)
-    gated    [gate; up]: each is cut along its rows, then a rank's parts are joined
-    qkv      per query group [its queries, key, value] along the rows, no rotary permutation; groups cut over ranks
-
-`[]` is an expert's number: such a row stands for one of each expert, whose matrices expert tensor parallelism cuts. A new
-family is a few rows and a few config keys. `get_family` and `rows_of` are what the rest of the package reads.
+A family is a few rows (family_rows.py says what a row is), a few config keys, and what of a config.json it cannot honour.
+`get_family` and `rows_of` are what the rest of the package reads.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Row:
-    """One megatron tensor and the HF tensors that it is made of."""
-
-    mca: str
-    hf: tuple[str, ...]
-    kind: str
-    layers: str = "all"  # or those that are "dense", or "moe": a mixture of experts
-    when: str | None = None  # the field of the config that must be set for the tensor to be there
-    expert: int | None = None  # its number in the layer
-
-    def is_in(self, is_moe_layer: bool) -> bool:
-        """Whether a layer of that kind has the tensor."""
-        return self.layers == "all" or (self.layers == "moe") == is_moe_layer
+from .family_rows import (  # the names of rows are read from here
+    GEMMA_NORMS,
+    GLM4_NORMS,
+    POST_NORMS,
+    PREDICTION_LAYERS,  # noqa: F401
+    TE_ALIASES,  # noqa: F401
+    UNUSED_TENSORS,  # noqa: F401
+    Row,
+    attention,
+    decoder_rows,
+    dense_rows,
+    is_of_expert,  # noqa: F401
+    latent_attention,
+    mlp_rows,
+    moe_rows,
+    prediction_rows,
+    shared_expert_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,7 @@ class Family:
     refusals: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()  # (key, is it in use?, what to do)
     sliding_window: Callable[[Any], int | None] = field(default=lambda hf: None)  # the window that is in use, tokens
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})  # fields that follow from several keys
+    prediction_layers: bool = False  # its checkpoints hold layers for multi-token prediction behind the last one
     partial_rotary: bool = False  # whether the model of transformers honours partial_rotary_factor
 
     def values(self, hf) -> dict[str, Any]:
@@ -54,76 +50,11 @@ class Family:
             value = getattr(hf, theirs, None)
             if value is not None:
                 values[ours] = value
-        return {**values, **self.derived(hf)}
+        values.update(self.derived(hf))
+        if not values.get("num_moe_experts"):  # megatron refuses what would describe the experts of a dense model
+            values = {name: value for name, value in values.items() if not name.startswith("moe_")}
+        return values
 
-
-def _attention(bias=False, norm=False, norm_kind="copy"):
-    """bias, norm: whether they are there, or the config field that says it. norm_kind: column for a norm over all heads."""
-    layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
-    yield Row(layer + "linear_qkv.weight", tuple(hf + f"{x}_proj.weight" for x in "qkv"), "qkv")
-    if bias:
-        when = bias if isinstance(bias, str) else None
-        yield Row(layer + "linear_qkv.bias", tuple(hf + f"{x}_proj.bias" for x in "qkv"), "qkv", when=when)
-    if norm:
-        when = norm if isinstance(norm, str) else None
-        yield Row(layer + "q_layernorm.weight", (hf + "q_norm.weight",), norm_kind, when=when)
-        yield Row(layer + "k_layernorm.weight", (hf + "k_norm.weight",), norm_kind, when=when)
-    yield Row(layer + "linear_proj.weight", (hf + "o_proj.weight",), "row")
-
-
-def _mlp_rows(hf="mlp.", layers="all"):
-    layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
-    yield Row(layer + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight"), "gated", layers)
-    yield Row(layer + "linear_fc2.weight", (hf + "down_proj.weight",), "row", layers)
-
-
-def _moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
-    """The router and the experts of a layer, as Hugging Face's files hold them: two dimensions, a tensor each."""
-    layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
-    yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe")
-    bias = (hf + "gate.e_score_correction_bias",)
-    yield Row(layer + "router.expert_bias", bias, "copy", "moe", "moe_router_enable_expert_bias")
-    gated = tuple(f"{hf}experts.[].{name}.weight" for name in (gate, up))
-    yield Row(layer + "experts.[].linear_fc1.weight", gated, "gated", "moe")
-    yield Row(layer + "experts.[].linear_fc2.weight", (f"{hf}experts.[].{down}.weight",), "row", "moe")
-
-
-def _shared_expert_rows(name, gate=None):
-    layer, hf = "decoder.layers.{}.mlp.shared_experts.", f"model.layers.{{}}.mlp.{name}."
-    fc1 = (hf + "gate_proj.weight", hf + "up_proj.weight")
-    when = "moe_shared_expert_intermediate_size"
-    yield Row(layer + "linear_fc1.weight", fc1, "gated", "moe", when)
-    yield Row(layer + "linear_fc2.weight", (hf + "down_proj.weight",), "row", "moe", when)
-    if gate:
-        yield Row(layer + "gate_weight", (f"model.layers.{{}}.mlp.{gate}.weight",), "copy", "moe", when)
-
-
-def _decoder_rows(attention, mlp):
-    layer, hf = "decoder.layers.{}.", "model.layers.{}."
-    return (
-        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
-        Row(layer + "input_layernorm.weight", (hf + "input_layernorm.weight",), "copy"),
-        *attention,
-        Row(layer + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), "copy"),
-        *mlp,
-        Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
-        Row("output_layer.weight", ("lm_head.weight",), "column"),
-    )
-
-
-def _dense_rows(bias=False, norm=False):
-    return _decoder_rows(_attention(bias, norm), _mlp_rows())
-
-
-# Transformer Engine fuses a norm into the linear behind it: the same tensor under another name
-TE_ALIASES = {
-    "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.{}.input_layernorm.weight",
-    "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": "decoder.layers.{}.pre_mlp_layernorm.weight",
-}
-
-# Patterns of tensors that some checkpoints hold and no model reads. Any other tensor that no row names is refused, since the
-# model may need it; a family that leaves some out on purpose adds them here, and they are carried into every export.
-UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)  # old llama checkpoints: the config gives the frequencies
 
 _DENSE_CONFIG = {
     "num_hidden_layers": "num_layers",
@@ -147,12 +78,56 @@ _DENSE = dict(
     hidden_dropout=0.0,
 )
 _ONLY_SILU = ("hidden_act", lambda act: act not in ("silu", "swish"), "only silu (swiglu) is built")
+_ONLY_GELU = ("hidden_activation", lambda act: act != "gelu_pytorch_tanh", "only gelu_pytorch_tanh (geglu) is built")
+_NO_OUT_BIAS = ("attention_out_bias", bool, "a bias on o_proj is not built: convert the model to one without")
+_ONLY_CAUSAL = ("use_bidirectional_attention", bool, "only causal attention is built")
+_NO_LATENT_BIAS = ("attention_bias", bool, "biases in multi-latent attention are not built")
 _NO_ATTENTION_BIAS = ("attention_bias", bool, "a bias on o_proj is not built: convert the model to one without")
 _NO_MLP_BIAS = ("mlp_bias", bool, "biases in the MLP are not built")
 
 
 def _window_of_layers(hf):
     return hf.sliding_window if "sliding_attention" in (getattr(hf, "layer_types", None) or ()) else None
+
+
+def _window_of_all(hf):
+    return hf.sliding_window
+
+
+_GEMMA = {
+    **_DENSE,
+    "activation_func": "gelu_pytorch_tanh",
+    "layernorm_zero_centered_gamma": True,
+    "post_norms": True,
+}
+
+
+def _gemma_scales(hf):
+    return {"embedding_multiplier": hf.hidden_size**0.5, "softmax_scale": hf.query_pre_attn_scalar**-0.5}
+
+
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_QKV_BIAS = {"attention_bias": "add_qkv_bias"}
+
+_LATENT_CONFIG = {
+    **_DENSE_CONFIG,
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "head_dim": "kv_channels",  # of what the rotary embedding turns
+    "rope_interleave": "rope_interleave",
+}
+
+
+def _latent_fields(hf):
+    """q_lora_rank may be none at all; yarn's mscale_all_dim changes the scale of attention's scores."""
+    rope, fields = hf.rope_parameters, {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
+    factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") != "default" and mscale and factor > 1:
+        size = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+        fields["softmax_scale"] = size**-0.5 * (0.1 * mscale * math.log(factor) + 1.0) ** 2
+    return fields
 
 
 _MOE = dict(
@@ -187,7 +162,7 @@ def sigmoid_router(hf) -> dict[str, Any]:
     """Sigmoid scores, a bias that only chooses, groups of experts, shared experts, dense layers in front."""
     grouped = hf.n_group > 1
     return {
-        "num_moe_experts": hf.n_routed_experts,
+        "num_moe_experts": hf.n_routed_experts if hf.first_k_dense_replace < hf.num_hidden_layers else None,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
@@ -202,33 +177,54 @@ def _glm4_moe(hf) -> dict[str, Any]:
     return {**sigmoid_router(hf), "add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
 
 
-_DENSE_LAYERS = tuple(_mlp_rows(layers="dense"))
+def _deepseek_v2(hf) -> dict[str, Any]:
+    """Softmax scores that are not normalised; a group of experts counts by its best one."""
+    grouped = hf.topk_method == "group_limited_greedy"
+    return {
+        "num_moe_experts": hf.n_routed_experts if hf.first_k_dense_replace < hf.num_hidden_layers else None,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": hf.n_group if grouped else None,
+        "moe_router_group_topk": hf.topk_group if grouped else None,
+        "moe_router_group_score": "max",
+        "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+        "moe_layer_freq": [int(i >= hf.first_k_dense_replace) for i in range(hf.num_hidden_layers)],
+        **_latent_fields(hf),
+    }
+
+
+_GREEDY = (
+    "topk_method",
+    lambda method: method not in ("greedy", "group_limited_greedy"),
+    "expected greedy or group_limited_greedy",
+)
+_DENSE_LAYERS = tuple(mlp_rows(layers="dense"))
+_SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"))
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)),
-    "mistral": Family(_dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), lambda hf: hf.sliding_window),
+    "llama": Family(dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)),
+    "mistral": Family(dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), _window_of_all),
     "qwen2": Family(
-        _dense_rows(bias=True), _DENSE_CONFIG, {**_DENSE, "add_qkv_bias": True}, (_ONLY_SILU,), _window_of_layers
+        dense_rows(bias=True), _DENSE_CONFIG, {**_DENSE, "add_qkv_bias": True}, (_ONLY_SILU,), _window_of_layers
     ),
     "qwen3": Family(
-        _dense_rows(norm=True),
+        dense_rows(norm=True),
         _DENSE_CONFIG,
         {**_DENSE, "qk_layernorm": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
         _window_of_layers,
     ),
     "qwen3_moe": Family(
-        _decoder_rows(_attention(norm=True), (*_DENSE_LAYERS, *_moe_rows())),
+        decoder_rows(attention(norm=True), (*_DENSE_LAYERS, *moe_rows())),
         _MOE_CONFIG,
         {**_MOE, "qk_layernorm": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
-        lambda hf: hf.sliding_window,
+        _window_of_all,
         lambda hf: {"moe_layer_freq": _sparse_layers(hf)},
     ),
     "qwen2_moe": Family(
-        _decoder_rows(
-            _attention(bias="add_qkv_bias"),
-            (*_DENSE_LAYERS, *_moe_rows(), *_shared_expert_rows("shared_expert", "shared_expert_gate")),
+        decoder_rows(
+            attention(bias="add_qkv_bias"),
+            (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_expert", "shared_expert_gate")),
         ),
         {**_MOE_CONFIG, "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
         {**_MOE, "moe_shared_expert_gate": True},
@@ -237,32 +233,107 @@ FAMILIES: dict[str, Family] = {
         _qwen2_moe,
     ),
     "mixtral": Family(
-        _decoder_rows(_attention(), _moe_rows("block_sparse_moe.", "w1", "w3", "w2")),
+        decoder_rows(attention(), moe_rows("block_sparse_moe.", "w1", "w3", "w2")),
         {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
         _MOE,
         (_ONLY_SILU, ("router_jitter_noise", bool, "noise on the router's input is not built: set it to 0")),
-        lambda hf: hf.sliding_window,
+        _window_of_all,
         _experts_everywhere,
     ),
     "olmoe": Family(
-        _decoder_rows(_attention(norm=True, norm_kind="column"), _moe_rows()),
+        decoder_rows(attention(norm=True, norm_kind="column"), moe_rows()),
         _MOE_CONFIG,
         {**_MOE, "qk_norm_over_heads": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS, ("clip_qkv", bool, "clipping of queries, keys and values is not built")),
         derived=_experts_everywhere,
     ),
     "glm4_moe": Family(
-        _decoder_rows(
-            _attention(bias="add_qkv_bias", norm="qk_layernorm"),
-            (*_DENSE_LAYERS, *_moe_rows(), *_shared_expert_rows("shared_experts")),
+        decoder_rows(
+            attention(bias="add_qkv_bias", norm="qk_layernorm"),
+            _SPARSE_MLP,
         ),
         _MOE_CONFIG,
         _MOE,
         (_ONLY_SILU,),
         derived=_glm4_moe,
+        prediction_layers=True,
         partial_rotary=True,
     ),
+    "gemma2": Family(
+        dense_rows(norms=GEMMA_NORMS),
+        {**_DENSE_CONFIG, **_CAPS},
+        _GEMMA,
+        (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
+        _window_of_layers,
+        _gemma_scales,
+    ),
+    "gemma3_text": Family(
+        dense_rows(norm=True, norms=GEMMA_NORMS),
+        {**_DENSE_CONFIG, **_CAPS},
+        {**_GEMMA, "qk_layernorm": True},
+        (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
+        _window_of_layers,
+        _gemma_scales,
+    ),
+    "glm4": Family(
+        decoder_rows(attention(bias="add_qkv_bias"), mlp_rows(fused=True), GLM4_NORMS),
+        {**_DENSE_CONFIG, **_QKV_BIAS},
+        {**_DENSE, "post_norms": True, "rope_interleave": True},
+        (_ONLY_SILU,),
+        partial_rotary=True,
+    ),
+    "granite": Family(
+        dense_rows(),
+        {
+            **_DENSE_CONFIG,
+            "embedding_multiplier": "embedding_multiplier",
+            "attention_multiplier": "softmax_scale",
+            "residual_multiplier": "residual_multiplier",
+            "logits_scaling": "logits_scaling",
+        },
+        _DENSE,
+        (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS),
+    ),
+    "olmo2": Family(
+        dense_rows(norm=True, norm_kind="column", norms=POST_NORMS),
+        _DENSE_CONFIG,
+        {**_DENSE, "pre_norms": False, "post_norms": True, "qk_norm_over_heads": True},
+        (_ONLY_SILU, _NO_ATTENTION_BIAS),
+    ),
+    "phi3": Family(
+        decoder_rows(attention(fused=True), mlp_rows(fused=True)),
+        {**_DENSE_CONFIG, "resid_pdrop": "hidden_dropout"},
+        {**_DENSE, "drop_embeddings": False},
+        (_ONLY_SILU,),
+        _window_of_all,
+        partial_rotary=True,
+    ),
+    "deepseek_v2": Family(
+        decoder_rows(latent_attention(), _SPARSE_MLP),
+        {**_MOE_CONFIG, **_LATENT_CONFIG},
+        {**_MOE, "multi_latent_attention": True, "rope_interleave": True, "moe_router_norm_topk_prob": False},
+        (_ONLY_SILU, _NO_LATENT_BIAS, _NO_MLP_BIAS, _GREEDY),
+        derived=_deepseek_v2,
+    ),
+    "deepseek_v3": Family(
+        decoder_rows(latent_attention(), _SPARSE_MLP),
+        {**_MOE_CONFIG, **_LATENT_CONFIG},
+        {**_MOE, "multi_latent_attention": True},
+        (_ONLY_SILU, _NO_LATENT_BIAS),
+        derived=lambda hf: {**sigmoid_router(hf), **_latent_fields(hf)},
+        prediction_layers=True,
+    ),
+    "seed_oss": Family(
+        dense_rows(bias="add_qkv_bias"),
+        {**_DENSE_CONFIG, **_QKV_BIAS, "residual_dropout": "hidden_dropout"},
+        {**_DENSE, "drop_embeddings": False},
+        (_ONLY_SILU, _NO_OUT_BIAS, _NO_MLP_BIAS),
+    ),
 }
+
+
+# model types that transformers does not know, and those that have the same tensors and keys
+SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str) -> Family:
@@ -275,15 +346,13 @@ def get_family(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def is_of_expert(mca: str) -> bool:
-    """Whether one of megatron's tensors, by its name in a row, is an expert's."""
-    return ".mlp.experts." in mca
-
-
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
     """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything with its fields."""
-    rows = get_family(model_type).rows
-    there = tuple(row for row in rows if row.when is None or getattr(config, row.when, None))
+    family = get_family(model_type)
+    rows = family.rows
+    if getattr(config, "mtp_num_layers", None):
+        rows = (*rows, *prediction_rows(rows))
+    there = tuple(row for row in rows if row.is_there(config))
     return _expand(there, getattr(config, "num_moe_experts", None) or 0)
 
 

@@ -37,7 +37,7 @@ def candidates(config) -> list[Candidate]:
     """All modules of a megatron model, on all ranks, that can have an adapter."""
     found = []
     for row, layer in in_layer_order(config):
-        if (row.kind != "copy" or is_router(row)) and row.mca.endswith(".weight"):
+        if row.is_linear:
             mca = row.mca.format(layer).removesuffix(".weight")
             in_all = row.mca not in VOCABULARY and not is_router(row)
             found += [Candidate(name.format(layer).removesuffix(".weight"), mca, in_all) for name in row.hf]
@@ -49,7 +49,7 @@ def torch_candidates(model) -> list[Candidate]:
     mca, mixtures, kind = {}, [], model.config.model_type
     fields = FAMILIES[kind].values(model.config) if kind in FAMILIES else {}
     rows = rows_of(kind, SimpleNamespace(**fields)) if fields else ()
-    for row in (row for row in rows if row.kind != "copy" or is_router(row)):
+    for row in (row for row in rows if row.is_linear):
         for layer in range(model.config.num_hidden_layers) if "{}" in row.mca else (None,):
             names = [name.format(layer).removesuffix(".weight") for name in row.hf]
             ours = row.mca.format(layer).removesuffix(".weight")
@@ -124,6 +124,9 @@ def inject(models, spec: LoraSpec, seed: int = 42):
         raise ValueError("this model has adapters already: load it anew to give it others")
     config = models.config
     spec = replace(spec, modules=resolve_targets(spec.targets, candidates(config)), base_model=config.name_or_path)
+    if config.mtp_num_layers:
+        raise ValueError("adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0")
+    _refuse_fused(config, spec)
     saved, chosen = saved_rows(config, spec), set(spec.modules)
     models.requires_grad_(False)
     for chunk in models:
@@ -145,6 +148,18 @@ def inject(models, spec: LoraSpec, seed: int = 42):
     return models
 
 
+def _refuse_fused(config, spec: LoraSpec) -> None:
+    """One A and one B of PEFT would stand for all projections of a fused tensor, which tensor parallelism cuts one by one."""
+    rows = rows_of(config.hf_model_type, config)
+    fused = {name.removesuffix(".weight").rsplit(".", 1)[-1] for row in rows if row.fused for name in row.hf}
+    if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
+        others = {c.hf.rsplit(".", 1)[-1] for c in candidates(config) if c.in_all} - fused
+        raise ValueError(
+            f"lora_target: adapters on {', '.join(meant)} of {config.hf_model_type}, which holds several projections in one "
+            f"tensor, are not built: set lora_target: {', '.join(sorted(others))}, or use_mca: false"
+        )
+
+
 def _needs_grad(module, args, output):
     """Recomputation gives no gradient at all to a unit without an input that needs one, and a frozen embedding's output
     is none (tensor_parallel/random.py, CheckpointFunction)."""
@@ -157,9 +172,7 @@ def _linears(chunk) -> Iterator[tuple[str, Row, int | None]]:
     local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
     for name, layer, _ in list(chunk.global_parameter_names()):
         row = rows.get(name)
-        if row is None or row.expert is not None:
-            continue
-        if (row.kind != "copy" or is_router(row)) and name.endswith(".weight") and name not in VOCABULARY:
+        if row is not None and row.is_linear and row.expert is None and name not in VOCABULARY:
             yield name.format(local.get(layer)).removesuffix(".weight"), row, layer
     if chunk.pre_process:
         yield "embedding.word_embeddings", rows[VOCABULARY[0]], None
@@ -188,7 +201,7 @@ def _adapter(spec, module, row: Row, layer, names, config) -> Adapter:
         groups = config.num_query_groups // tp
         widths = [groups * size for size in qkv_sizes(config)]
     on = [name if name in spec.modules else None for name in names]
-    cut = {"row": "row", "copy": None}.get(row.kind, "column")
+    cut = None if row.kind == "copy" else "row" if row.kind == "row" else "column"
     return LoraAdapter(spec, mca, on, in_size, widths, cut, groups=groups, vocab_size=vocab_size, **shared)
 
 

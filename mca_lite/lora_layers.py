@@ -11,7 +11,7 @@ ranks. What each matrix of a cut linear is, for megatron's gradient reduction an
     column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
-    not cut, SP   a router: A and B whole, partial over the sequence (marked sequence_parallel).
+    not cut       A and B whole and complete; with SP both partial over the sequence, of which the linear (or router) has its part.
 """
 
 import math
@@ -180,7 +180,7 @@ class LoraAdapter(Adapter):
     def _dropped(self, x):
         if not self.training or self.spec.dropout == 0.0:
             return x
-        shared = self.tp == 1 or (self.cut == "column" and not self.sequence_parallel)
+        shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
         if shared:  # every rank has the same x, and must drop the same of it
             return F.dropout(x, self.spec.dropout)
         from megatron.core.tensor_parallel import get_cuda_rng_tracker

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,17 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .families import Family, get_family
+from .families import FAMILIES, SAME_AS, Family, get_family
 from .layers import resolve_transformer_impl, transformer_engine_works
 from .parallel import device
 
-ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 # fields that TrainingArguments and megatron name alike: taken over as they are where the argument is not None
@@ -34,6 +41,7 @@ _FROM_ARGUMENTS = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "sequence_parallel bf16 fp16 variable_seq_lengths distribute_saved_activations attention_dropout hidden_dropout "
     "bias_activation_fusion bias_dropout_fusion apply_rope_fusion calculate_per_token_loss loss_chunk_size "
+    "mtp_loss_scaling_factor "
     "moe_grouped_gemm moe_token_dispatcher_type moe_router_load_balancing_type moe_aux_loss_coeff moe_router_dtype "
     "moe_router_bias_update_rate moe_shared_expert_overlap moe_permute_fusion"
 ).split()
@@ -134,7 +142,19 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     transformer_impl: str = "auto"  # replaced by what it comes to: local or transformer_engine
-    sliding_window: int | None = None  # tokens; longer sequences are refused, since windows are not built
+    sliding_window: int | None = (
+        None  # tokens that a query sees, itself included; Transformer Engine refuses longer rows
+    )
+    sliding_layers: list[int] | None = None  # the layers, from 0, that have the window; None: all
+    pre_norms: bool = True  # norms in front of attention and MLP
+    post_norms: bool = False  # norms of what attention and MLP give, before it is added to the residual stream
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP give
+    logits_scaling: float = 1.0  # the logits are divided by it
+    final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
+    attn_logit_softcapping: float | None = None  # the same of attention's scores
+    rope_interleave: bool = False  # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
+    drop_embeddings: bool = True  # whether hidden_dropout is for the embeddings as well
     loss_chunk_size: int = 1024  # rows of logits that are held at once
     rows_are_packed: bool = False  # training rows hold several documents: attention without their borders is refused
     add_bias_linear: bool = False
@@ -151,15 +171,16 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     )
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
     moe_router_group_score: str = "top2"  # what a group of experts counts by: its two best, or "max"
-    perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from convert.InitSource
+    perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from sources.InitSource
 
     def __post_init__(self):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
                 raise ValueError(f"activation_func {self.activation_func!r}: expected one of {', '.join(ACTIVATIONS)}")
             self.activation_func = ACTIVATIONS[self.activation_func]
-        if self.transformer_impl == "auto":
-            self.transformer_impl = resolve_transformer_impl("auto")
+        self._resolve_layers()
+        if self.transformer_impl == "local":
+            self.apply_rope_fusion = False  # TE's kernel; the local core attention rotates by itself
         self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
@@ -168,6 +189,27 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         interleaved = self.virtual_pipeline_model_parallel_size is not None
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
+
+    # fields whose other values only the local layers know
+    _ONLY_LOCAL = (
+        "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
+        "final_logit_softcapping attn_logit_softcapping rope_interleave layernorm_zero_centered_gamma "
+        "multi_latent_attention mtp_num_layers"
+    ).split()
+
+    def _resolve_layers(self) -> None:
+        """Put what it comes to in place of transformer_impl "auto", and switch fused kernels off that do not suit."""
+        if self.activation_func not in (F.silu, F.gelu):
+            self.bias_activation_fusion = False
+        default = {f.name: f.default for f in fields(McaModelConfig)}
+        special = [name for name in self._ONLY_LOCAL if getattr(self, name) != default[name]]
+        if self.transformer_impl == "auto":
+            self.transformer_impl = "local" if special else resolve_transformer_impl("auto")
+        elif self.transformer_impl == "transformer_engine" and special:
+            raise ValueError(
+                f"transformer_impl: 'transformer_engine' was set, and {self.hf_model_type} needs {', '.join(special)}, which "
+                "only the local layers have: set transformer_impl: local or auto"
+            )
 
     def validate(self) -> None:
         """Check the layout against the model; ValueError says what to set. Needs no process group."""
@@ -184,8 +226,19 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.sequence_parallel = False
         if self.num_moe_experts:
             self._validate_experts(tp)
+        if self.mtp_num_layers:
+            self._validate_prediction_layers()
         if self.num_attention_heads % tp:
             raise ValueError(f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}")
+        if self.qk_norm_over_heads and (self.num_query_groups or self.num_attention_heads) % tp:
+            raise ValueError(f"num_query_groups {self.num_query_groups} do not divide by tensor parallel {tp}")
+
+    def layer_type(self, layer_number: int) -> str:
+        """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
+        slides = self.sliding_window is not None and (
+            self.sliding_layers is None or layer_number - 1 in self.sliding_layers
+        )
+        return "sliding_attention" if slides else "full_attention"
 
     def _validate_experts(self, tp: int) -> None:
         ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tp
@@ -208,11 +261,26 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.moe_permute_fusion and not transformer_engine_works():
             raise ValueError("moe_permute_fusion needs Transformer Engine, which does not work here: set it to false")
 
+    def _validate_prediction_layers(self) -> None:
+        if self.hf_model_type and not get_family(self.hf_model_type).prediction_layers:
+            names = ", ".join(name for name, family in FAMILIES.items() if family.prediction_layers)
+            raise ValueError(
+                f"mtp_num_layers {self.mtp_num_layers}: {self.hf_model_type} has no layers for multi-token prediction ({names} "
+                "have): set mtp_num_layers: 0"
+            )
+        if self.tie_embeddings_and_output_weights:
+            raise ValueError("mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0")
+        layout = self.pipeline_model_parallel_layout
+        if isinstance(layout, str):  # in megatron's syntax m is such a layer: they stand in front of the loss
+            layout = re.sub(r"m(\*\d+)?", "", layout)
+            self.pipeline_model_parallel_layout = layout[:-1] + "m" * self.mtp_num_layers + "L"
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer, by its number in the whole model, is a mixture of experts."""
         if not self.num_moe_experts:
             return False
         pattern = self.moe_layer_freq
+        layer = min(layer, self.num_layers - 1)  # those for multi-token prediction are as the last one
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
@@ -230,28 +298,37 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def yarn_mscale(self) -> float:
         return rope_frequencies(self)[1] - 1.0
 
-    def rotary_tables(self, layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def has_local_rope(self) -> bool:
+        """Whether layers with a sliding window have rotary frequencies of their own."""
+        return "sliding_attention" in ((self.hf_config or {}).get("rope_parameters") or {})
+
+    def rotary_tables(self, layout, dtype: torch.dtype, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packing.RowLayout), in dtype.
 
         The tables over all positions are made once and grow by doubling; the last rows' own are kept as well.
         """
-        rows, key = self.__dict__.setdefault("_rotary_rows", {}), (id(layout), dtype)
+        if not self.has_local_rope:
+            layer_type = "full_attention"  # one table serves all
+        rows, key = self.__dict__.setdefault("_rotary_rows", {}), (id(layout), dtype, layer_type)
         if key not in rows or rows[key][0] is not layout:
             if len(rows) >= 64:
                 rows.clear()
-            whole = self.__dict__.get("_rotary_table")
+            tables = self.__dict__.setdefault("_rotary_table", {})
+            whole = tables.get(layer_type)
             if whole is None or len(whole[0]) < layout.longest:
-                inv_freq, factor = rope_frequencies(self)
+                inv_freq, factor = rope_frequencies(self, layer_type)
                 length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
-                angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq).repeat(1, 2)
-                whole = self.__dict__["_rotary_table"] = (angles.cos() * factor, angles.sin() * factor)
+                angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
+                angles = angles.repeat_interleave(2, 1) if self.rope_interleave else angles.repeat(1, 2)
+                whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
             rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
         return rows[key][1:]
 
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
-    """The same for multi-latent attention."""
+    """The same for multi-latent attention: kv_channels are those that turn with the position, layers are local ones."""
 
 
 class AutoConfig:
@@ -269,6 +346,16 @@ class AutoConfig:
         return from_hf_config(load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path)
 
 
+def grow(config, vocab_size: int) -> None:
+    """Let a McaModelConfig, or a transformers config, have that many tokens. ValueError for fewer."""
+    text = config if isinstance(config, McaModelConfig) else config.get_text_config()
+    if vocab_size < text.vocab_size:
+        raise ValueError(f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is taken away")
+    text.vocab_size = vocab_size
+    if isinstance(config, McaModelConfig):
+        (config.hf_config.get("text_config") or config.hf_config)["vocab_size"] = vocab_size
+
+
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     """How weights saved under one config are loaded under another: directly, or resharded; said in the log."""
     if saved.distribute_config_match(now):
@@ -284,6 +371,10 @@ def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
 
     if Path(model_name_or_path).is_dir() and not (Path(model_name_or_path) / HF_CONFIG_NAME).is_file():
         raise ValueError(f"{model_name_or_path}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
+    values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
+    if values.get("model_type") in SAME_AS:
+        kind = SAME_AS[values.pop("model_type")]
+        return transformers.AutoConfig.for_model(kind, **values)
     return transformers.AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=trust_remote_code)
 
 
@@ -292,16 +383,19 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     family = get_family(hf.model_type)
     _refuse_what_is_not_built(hf, family, name_or_path or hf.model_type)
     values = family.values(hf)
-    rope = _rope_parameters(hf)
+    rope = _rope_parameters(hf)[-1]
+    window, types = family.sliding_window(hf), getattr(hf, "layer_types", None)
     values.update(
         name_or_path=name_or_path,
         hf_model_type=hf.model_type,
         hf_config=hf.to_dict(),
         rotary_base=rope["rope_theta"],
-        rotary_percent=rope.get("partial_rotary_factor", 1.0),
-        sliding_window=family.sliding_window(hf),
+        rotary_percent=rope.get("partial_rotary_factor") or 1.0,
+        sliding_window=window,
+        sliding_layers=types and window and [i for i, name in enumerate(types) if name == "sliding_attention"],
     )
-    return McaModelConfig._build(values, args, name_or_path or hf.model_type)
+    target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
+    return target._build(values, args, name_or_path or hf.model_type)
 
 
 def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
@@ -312,13 +406,12 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
     ]
     if getattr(hf, "quantization_config", None):
         problems.append("quantization_config in config.json cannot be honoured: save the model in bf16 or fp32 first")
-    kind = _rope_parameters(hf)["rope_type"]
-    if kind not in _ROPE_TYPES:
-        problems.append(f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}")
-    # default rope in these models of transformers passes it over, and the scaled ones cannot run with it
-    part = _rope_parameters(hf).get("partial_rotary_factor") or 1.0
-    if part != 1.0 and not (family.partial_rotary and kind == "default"):
-        problems.append(f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none")
+    for rope in _rope_parameters(hf):
+        if (kind := rope["rope_type"]) not in _ROPE_TYPES:
+            problems.append(f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}")
+        # default rope in the other models of transformers passes it over, and the scaled ones cannot run with it
+        if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
+            problems.append(f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none")
     if problems:
         raise ValueError(f"{origin}:\n  " + "\n  ".join(problems) + "\nset use_mca: false to train it as plain torch")
 
@@ -327,43 +420,50 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def _rope_parameters(hf) -> dict[str, Any]:
+def _rope_parameters(hf) -> list[dict[str, Any]]:
+    """The model's rope parameters: one dict, or one for layers with a window and one for those without."""
     rope = dict(getattr(hf, "rope_parameters", None) or {})
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
-    return rope
+    kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
+    for kind in kinds:
+        kind.setdefault("rope_type", "default")
+        kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+    return kinds
 
 
-def rope_frequencies(config: McaModelConfig) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin).
+def rope_frequencies(config: McaModelConfig, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
+    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin) of layers of a type.
 
     From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to the bit.
     """
-    scaling = (config.hf_config or {}).get("rope_parameters") or {}
+    scaling, of_type = (config.hf_config or {}).get("rope_parameters") or {}, {}
+    if config.has_local_rope:
+        scaling, of_type = scaling[layer_type], {"layer_type": layer_type}
     if scaling.get("rope_type", "default") != "default":
         from transformers import AutoConfig as HFAutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config))
-        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, torch.device("cpu"))
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, torch.device("cpu"), **of_type)
         return inv_freq.float().to(device()), float(factor)
     dim = int(config.kv_channels * config.rotary_percent)
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    return (1.0 / config.rotary_base**exponent).to(device()), 1.0
+    base = scaling["rope_theta"] if of_type else config.rotary_base
+    return (1.0 / base**exponent).to(device()), 1.0
 
 
 def _from_arguments(args) -> dict[str, Any]:
     """Fields of the config that TrainingArguments sets."""
     out = {n: getattr(args, n) for n in _FROM_ARGUMENTS if getattr(args, n, None) is not None}
-    out["transformer_impl"] = resolve_transformer_impl(getattr(args, "transformer_impl", "auto"))
+    asked = getattr(args, "transformer_impl", "auto")
+    out["transformer_impl"] = asked if asked == "auto" else resolve_transformer_impl(asked)
     cuda = torch.cuda.is_available()
     # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
     out.setdefault("bias_activation_fusion", cuda)
     out.setdefault("bias_dropout_fusion", cuda)
     out.setdefault("apply_rope_fusion", cuda)
-    if out["transformer_impl"] == "local":
-        out["apply_rope_fusion"] = False  # TE's kernel; the local core attention rotates by itself
     out.update({n: getattr(args, n) for n in _ALWAYS_FROM_ARGUMENTS})
+    if getattr(args, "mtp_num_layers", None) is not None:  # else a checkpoint's own
+        out["mtp_num_layers"] = args.mtp_num_layers or None
     more = args.additional_configs or {}
     if derived := sorted(_OVERWRITTEN & more.keys()):
         raise ValueError(f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys")
@@ -376,7 +476,7 @@ def _to_json(value):
         return str(value)
     if isinstance(value, enum.Enum):
         return value.name
-    if value in ACTIVATIONS.values():
+    if callable(value) and value in ACTIVATIONS.values():
         return next(name for name, function in ACTIVATIONS.items() if function is value)
     if hasattr(value, "input_data"):  # megatron's parsed pipeline layout: the text or list that it was made of
         return value.input_data

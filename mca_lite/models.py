@@ -1,11 +1,15 @@
 """The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -14,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import convert, lora, parallel
 from .constants import MCA_CONFIG_NAME
@@ -22,8 +27,21 @@ from .families import TE_ALIASES, rows_of
 from .hf_experts import file_parts, named_tensors
 from .layers import block_spec
 from .losses import token_losses
-from .model_config import AutoConfig, McaModelConfig, load_decision, load_hf_config, rope_frequencies
+from .model_config import (
+    AutoConfig,
+    McaModelConfig,
+    grow,
+    load_decision,
+    load_hf_config,
+    rope_frequencies,
+)
 from .moe import routers_of
+from .mtp import prediction_spec
+from .packing import Targets
+from .sources import InitSource, SafetensorsSource
+from .vocabulary import GrownSource, grow_torch
+
+_IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class _OutputLayer(ColumnParallelLinear):
@@ -40,14 +58,21 @@ class _OutputLayer(ColumnParallelLinear):
         return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
+class _ScaledEmbedding(LanguageModelEmbedding):
+    """The embedding times config.embedding_multiplier, which is rounded to the weights' dtype as in Gemma."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return out * torch.tensor(self.config.embedding_multiplier, dtype=out.dtype)
+
+
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
     forward(input_ids [b, s], position_ids, which local layers do not read (positions count from 0 in each document),
-    attention_mask bool [b or 1, 1, s, s] with True meaning
-    hidden, or None for causal, labels [b, s] or None):
-    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX; without, logits
-    [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
+    attention_mask bool [b or 1, 1, s, s] with True meaning hidden, or None for causal, labels [b, s], packing.Targets or None):
+    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or of Targets [b, s, 1 + layers for
+    multi-token prediction]; without, logits [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
     """
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
@@ -62,26 +87,33 @@ class McaGPTModel(GPTModel):
             position_embedding_type=config.position_embedding_type,
             rotary_percent=config.rotary_percent,
             rotary_base=config.rotary_base,
+            mtp_block_spec=prediction_spec(config, vp_stage),
             vp_stage=vp_stage,
         )
         if config.transformer_impl == "local":
             # our core attention rotates by cached tables: megatron's own way waits for the device twice a layer
             self.position_embedding_type = "none"
-            del self.rotary_pos_emb
+            if hasattr(self, "rotary_pos_emb"):
+                del self.rotary_pos_emb
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
         if post_process:
             self.output_layer.__class__ = _OutputLayer
+        if hasattr(self, "embedding"):
+            if config.embedding_multiplier != 1.0:
+                self.embedding.__class__ = _ScaledEmbedding
+            if not config.drop_embeddings:
+                self.embedding.embedding_dropout.p = 0.0
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
-        window = self.config.sliding_window
+        window = self.config.sliding_window if self.config.transformer_impl != "local" else None
         length = input_ids.shape[1] * self.config.context_parallel_size
         if kwargs.get("packed_seq_params") is not None:
             length = kwargs["packed_seq_params"].max_seqlen_q
         if window is not None and length > window:
             raise ValueError(
                 f"a document of {length} tokens is longer than the model's sliding window of {window}, which is "
-                f"not built: set cutoff_len to at most {window}"
+                f"not built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
             )
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
@@ -92,18 +124,36 @@ class McaGPTModel(GPTModel):
         tp = self.config.tensor_model_parallel_size
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
+        self._padding_mask = padding_mask  # for the layers of multi-token prediction, which megatron would not tell
         return (*outputs[:5], padding_mask, *outputs[6:])
 
-    def _postprocess(self, *args, labels=None, **kwargs):
+    def _postprocess(self, hidden_states, labels=None, attention_mask=None, packed_seq_params=None, **unused):
         if not self.post_process:
-            return super()._postprocess(*args, labels=labels, **kwargs)
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         self.output_layer.passes_hidden = labels is not None
-        return super()._postprocess(*args, labels=labels, **kwargs)
+        if labels is None:
+            logits = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
+            logits, cap = logits / self.config.logits_scaling, self.config.final_logit_softcapping
+            return logits if cap is None else cap * torch.tanh(logits / cap)
+        if not isinstance(labels, Targets):
+            return self._losses(labels, hidden_states, weight)
+        losses, kwargs = [self._losses(labels.labels, hidden_states, weight)], {"padding_mask": self._padding_mask}
+        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        for layer, ids, next_labels in zip(self.mtp.layers, labels.next_ids, labels.next_labels, strict=True):
+            hidden_states = layer(self.embedding(input_ids=ids, position_ids=None), hidden_states, **kwargs)
+            losses.append(self._losses(next_labels, hidden_states, weight))
+        return torch.stack(losses, -1)
+
+    def _losses(self, labels, hidden_states, weight):
+        return self.compute_language_model_loss(labels, self.output_layer(hidden_states, weight=weight)[0])
 
     def compute_language_model_loss(self, labels, hidden):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.config.logits_scaling != 1.0:
+            hidden = hidden / self.config.logits_scaling
         extra = lora.extra_factors(self.output_layer, hidden)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -112,28 +162,40 @@ class McaGPTModel(GPTModel):
         group = mpu.get_tensor_model_parallel_group()
         config = self.config
         return token_losses(
-            hidden, weight, labels.t().contiguous(), group, config.vocab_size, config.loss_chunk_size, extra
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group,
+            config.vocab_size,
+            config.loss_chunk_size,
+            extra,
+            config.final_logit_softcapping,
         ).t()
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the metadata unasked."""
+        return super().sharded_state_dict(prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata))
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
         """(name with {} for the layer's number, the layer's number in the whole model or None, parameter).
 
         A router's bias, which is a buffer, is among them; of experts there are views of each matrix, under the names of rows.
         """
-        prefix = "decoder.layers."
         biases = ((name, buffer) for name, buffer in self.named_buffers() if name.endswith("router.expert_bias"))
         for name, parameter in (*self.named_parameters(), *biases):
-            if not name.startswith(prefix):
+            match = _IN_LAYER.fullmatch(name)
+            if match is None:
                 yield name, None, parameter
                 continue
-            local, rest = name[len(prefix) :].split(".", 1)
-            layer = self.decoder.layers[int(local)]
+            block, local, rest = match.groups()
+            layer = getattr(self, block).layers[int(local)]
+            layer = getattr(layer, "transformer_layer", layer)
             number = layer.layer_number - 1
-            if not rest.startswith("mlp.experts."):
-                yield f"{prefix}{{}}.{rest}", number, parameter
-            elif rest == "mlp.experts.fc1":
+            if ".mlp.experts." not in name:
+                yield f"{block}.layers.{{}}.{rest}", number, parameter
+            elif rest.endswith("mlp.experts.fc1"):
                 for e, matrix, view in layer.mlp.experts.matrices():
-                    yield f"{prefix}{{}}.mlp.experts.{e}.{matrix}.weight", number, view
+                    yield f"{block}.layers.{{}}.{rest.removesuffix('fc1')}{e}.{matrix}.weight", number, view
 
 
 class VirtualModels:
@@ -248,22 +310,34 @@ class AutoModel:
     """Makes VirtualModels; starts the distributed world from `args` where that has not happened."""
 
     @staticmethod
-    def from_pretrained(model_name_or_path: str, args, trust_remote_code: bool = False) -> VirtualModels:
+    def from_pretrained(
+        model_name_or_path: str, args, trust_remote_code: bool = False, vocab_size: int | None = None
+    ) -> VirtualModels:
         """The model with the folder's (or hub name's) Hugging Face weights, or those of a checkpoint, cut for this rank.
 
+        vocab_size: tokens that it shall have, where they are more than it has; vocabulary.py says how their rows begin.
         Each rank reads only the bytes of its slices. Collectives: those that start the world.
         Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
         """
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
+        folder, old = Path(model_name_or_path), config.vocab_size
+        grow(config, vocab_size or old)
+        if config.vocab_size > old and (folder / DIST_NAME).is_dir():
+            raise ValueError(
+                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are asked for: make a Hugging "
+                "Face folder of it first, python -m mca_lite convert"
+            )
         models = build_chunks(config)
-        folder = Path(model_name_or_path)
         if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
             saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
         else:
-            convert.fill(models, convert.SafetensorsSource(model_name_or_path, config.hf_model_type))
+            source = SafetensorsSource(model_name_or_path, config.hf_model_type)
+            if config.vocab_size > old:
+                source = GrownSource(source, convert.vocabulary_names(config), config.vocab_size)
+            convert.fill(models, source)
             models.weights_from = "converted from Hugging Face safetensors"
         return models
 
@@ -273,25 +347,30 @@ class AutoModel:
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
-        convert.fill(models, convert.InitSource(config.hf_config, seed))
+        convert.fill(models, InitSource(config.hf_config, seed, config.mtp_num_layers))
         models.weights_from = f"drawn from seed {seed}"
         return models
 
 
-def load_torch_model(model_name_or_path: str, train_from_scratch=False, seed=42, trust_remote_code=False):
+def load_torch_model(
+    model_name_or_path: str, train_from_scratch=False, seed=42, trust_remote_code=False, vocab_size: int | None = None
+):
     """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and every test's oracle.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does.
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as AutoModel.from_pretrained.
     """
     import transformers
 
-    kwargs = dict(dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+    hf = load_hf_config(model_name_or_path, trust_remote_code)
+    kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not train_from_scratch:
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, **kwargs)
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, config=hf, **kwargs)
+        if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:
+            grow_torch(model, vocab_size, hf.dtype or torch.float32)
     else:
-        hf = load_hf_config(model_name_or_path, trust_remote_code)
+        grow(hf, vocab_size or hf.get_text_config().vocab_size)
         model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
-        source = convert.InitSource(hf.to_dict(), seed)
+        source = InitSource(hf.to_dict(), seed)
         with torch.no_grad():
             for name, tensor in named_tensors(model):
                 for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape)):

@@ -8,6 +8,7 @@ rank r holds the chunks r and 2 cp - 1 - r: causal attention is then the same wo
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,6 +99,26 @@ def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
     values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "padding_mask": True}
     rows = {k: torch.cat([batch[k], batch[k].new_full((1, more), v)], 1) for k, v in values.items() if k in batch}
     return {**rows, "cu_seqlens": (*batch["cu_seqlens"], length)}
+
+
+class Targets(NamedTuple):
+    """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the tokens 1 to k places ahead of
+    each, within its document; behind its end id 0 and no label."""
+
+    labels: torch.Tensor
+    next_ids: torch.Tensor
+    next_labels: torch.Tensor
+
+    @classmethod
+    def ahead(cls, batch: dict, count: int) -> "Targets":
+        """Of a whole batch, before context parallelism cuts it."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        cu = torch.tensor(batch.get("cu_seqlens", (0, ids.shape[1])))
+        ends = cu[1:].repeat_interleave(cu.diff())
+        places = torch.arange(ids.shape[1]) + torch.arange(1, count + 1)[:, None]
+        beyond, places = (places >= ends)[:, None], places.clamp(max=ids.shape[1] - 1)
+        ahead = (x.cpu()[:, places].transpose(0, 1) for x in (ids, labels))
+        return cls(labels, *(x.masked_fill(beyond, fill) for x, fill in zip(ahead, (0, IGNORE_INDEX), strict=True)))
 
 
 # -- how a rank sees a row ----------------------------------------------------------------------------------------------

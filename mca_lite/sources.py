@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from .families import FAMILIES
 from .hf_experts import file_parts, holds_fused_experts, named_tensors
 
 
@@ -49,6 +50,11 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._part_of or self._file_of)
 
+    def in_file_order(self) -> list[str]:
+        """The names, file by file."""
+        stored = {name: self._part_of.get(name, (name, ()))[0] for name in self.names()}
+        return sorted(stored, key=lambda name: (self._file_of[stored[name]], name))
+
     def _slice(self, name: str):
         file_name = self._file_of[name]
         if file_name not in self._open:
@@ -78,10 +84,10 @@ class SafetensorsSource:
 class InitSource:
     """Freshly drawn tensors: each from a seed that its name in Hugging Face's files gives, so that no layout changes a weight.
 
-    Matrices are normal with the config's initializer_range, norms 1, biases 0.
+    Matrices are normal with the config's initializer_range, norms 1 (0 where 1 is added to them), biases 0.
     """
 
-    def __init__(self, hf_config: dict, seed: int):
+    def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
         import transformers
 
         hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
@@ -92,7 +98,16 @@ class InitSource:
             for name, tensor in (*model.named_parameters(remove_duplicate=False), *named_tensors(model))
             for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape))
         }
+        last, sizes = hf.num_hidden_layers - 1, hf.hidden_size
+        for layer in range(last + 1, last + 1 + (num_prediction_layers or 0)):  # each is as the last one, and has more
+            hf_name, of_last = f"model.layers.{layer}.", f"model.layers.{last}."
+            of_layer = {n: s for n, s in self._shapes.items() if n.startswith(of_last)}
+            self._shapes.update({hf_name + n.removeprefix(of_last): s for n, s in of_layer.items()})
+            norms = dict.fromkeys((f"{hf_name}{n}.weight" for n in ("enorm", "hnorm", "shared_head.norm")), (sizes,))
+            self._shapes.update({**norms, f"{hf_name}eh_proj.weight": (sizes, 2 * sizes)})
         self._std, self._seed = getattr(hf, "initializer_range", 0.02), seed
+        constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
+        self._norm = torch.zeros if constants.get("layernorm_zero_centered_gamma") else torch.ones
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -104,7 +119,7 @@ class InitSource:
         """float32; the whole tensor is drawn, whatever part of it is asked for."""
         shape = self._shapes[name]
         if len(shape) == 1:
-            full = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            full = torch.zeros(shape) if name.endswith("bias") else self._norm(shape)
         else:
             digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

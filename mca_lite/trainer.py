@@ -24,7 +24,7 @@ from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
 from .manifest import CheckpointError
 from .models import VirtualModels
 from .optim import get_megatron_lr_scheduler
-from .packing import get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
+from .packing import Targets, get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
 from .report import Report, Throughput, peak_flops, peak_memory_gib
 from .signals import Interrupted, StopSignals
 from .summary import run_summary, step_flops
@@ -71,6 +71,8 @@ class McaTrainer:
         self.args, self.model, self.tokenizer = args, model, tokenizer
         self.backend = (MegatronBackend if isinstance(model, VirtualModels) else TorchBackend)(model, args)
         self.models = self.backend.chunks
+        if self.backend.predicts_ahead:
+            self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         pad = getattr(tokenizer, "pad_token_id", None) or 0
         self.data_collator = data_collator or Collator(pad)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -197,10 +199,18 @@ class McaTrainer:
         return getattr(self.tokenizer, "pad_token_id", None) or 0
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
-        """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)})."""
+        """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
+
+        With multi-token prediction labels are packing.Targets, and losses [b, s, 1 + layers]: "mtp_loss" is another metric.
+        """
+        if ahead := labels if isinstance(labels, Targets) else None:
+            labels, losses, more = ahead.labels, losses[..., 0], losses[..., 1:].sum()
         total, count = losses.sum(), (labels != IGNORE_INDEX).sum()
         # megatron divides `total` in place afterwards: the metric is a copy
         metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
+        if ahead:
+            metrics["mtp_loss"] = torch.stack([more.detach().clone(), (ahead.next_labels != IGNORE_INDEX).sum()])
+            total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
 

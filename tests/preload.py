@@ -16,6 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import mca_lite.cli  # noqa: E402
 import mca_lite.trainer  # noqa: E402, F401
 
-for name in ("llama", "mistral", "qwen2", "qwen3"):
+for name in "llama mistral qwen2 qwen3 deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 granite olmo2 phi3 seed_oss".split():
     __import__(f"transformers.models.{name}.modeling_{name}")
 transformers.utils.logging.disable_progress_bar()

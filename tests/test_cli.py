@@ -82,10 +82,6 @@ def test_a_model_that_cannot_be_honoured_is_refused(tmp_path):
     (tmp_path / "model/config.json").write_text(json.dumps({**config, "hidden_act": "gelu", "attention_bias": True}))
     result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
     assert "hidden_act" in result.stderr and "attention_bias" in result.stderr
-    config = {**config, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
-    assert "sliding window of 64" in result.stderr
 
 
 def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp_path):

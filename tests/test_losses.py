@@ -40,6 +40,20 @@ def test_losses_and_gradients_equal_cross_entropy_for_any_chunk(chunk_size):
     torch.testing.assert_close(w.grad, d_weight, **TOLERANCE)
 
 
+def test_capped_logits_have_the_loss_and_gradients_of_tanh():
+    h, w, y = problem(vocab=40)
+    y[y >= 37] = 3
+    losses = token_losses(h, w, y, vocab_size=37, chunk_size=4, softcap=1.5)
+    losses.sum().backward()
+    h2, w2 = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    logits = 1.5 * torch.tanh(F.linear(h2, w2)[:, :37] / 1.5)
+    expected = F.cross_entropy(logits, y, ignore_index=-100, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(losses, expected, **TOLERANCE)
+    torch.testing.assert_close(h.grad, h2.grad, **TOLERANCE)
+    torch.testing.assert_close(w.grad, w2.grad, **TOLERANCE)
+
+
 def test_every_row_may_have_a_weight_of_its_own_of_either_sign():
     h, w, y = problem()
     row_weights = torch.linspace(-3.0, 2.0, 13)

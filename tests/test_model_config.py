@@ -365,7 +365,7 @@ def test_sliding_window_is_kept_where_a_layer_uses_it(family, values, window):
 
 
 def test_unknown_model_type_names_those_that_there_are():
-    with pytest.raises(ValueError, match="'gpt2'.*expected one of .*llama, mistral, mixtral, .*qwen3.*use_mca: false"):
+    with pytest.raises(ValueError, match="'gpt2'.*expected one of .*llama, mistral, .*qwen3.*use_mca: false"):
         from_hf_config(transformers.GPT2Config(), arguments())
 
 

@@ -47,12 +47,22 @@ def refusal(path: str, out: str, **keys) -> str:
     return ""
 
 
-def test_packing_over_a_sliding_window_is_refused_on_torch_and_obeyed_on_megatron(tmp_path):
+def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
     path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
     packs = dict(sequence_packing=True, per_device_train_batch_size=4)
     assert "packing: false" in world.run(refusal, 1, path, str(tmp_path / "a"), backend="torch", **packs)[0]
-    # no document is longer than the window: rows may be
-    assert world.run(refusal, 1, path, str(tmp_path / "b"), **packs)[0] == ""
-    narrow = tiny.save_model(tmp_path / "narrow", "mistral", sliding_window=10)
-    assert "cutoff_len to at most 10" in world.run(refusal, 1, narrow, str(tmp_path / "c"), **packs)[0]
-    assert "cutoff_len to at most 10" in world.run(refusal, 2, narrow, str(tmp_path / "d"), context_parallel_size=2)[0]
+
+
+def on_transformer_engine(path: str) -> str:
+    from mca_lite import AutoModel, TrainingArguments
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    models.config.transformer_impl = "transformer_engine"  # its layers cannot be built here
+    with pytest.raises(ValueError) as error:
+        models(torch.ones(1, 17, dtype=torch.long))
+    return str(error.value)
+
+
+def test_rows_longer_than_the_window_are_refused_with_transformer_engine(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
+    assert "cutoff_len to at most 16" in world.run(on_transformer_engine, 1, path)[0]

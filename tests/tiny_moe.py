@@ -21,6 +21,13 @@ MODELS = {
     "glm4_moe_plain": ("glm4_moe", dict(
         SHARED, head_dim=8, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0,
         first_k_dense_replace=2, use_qk_norm=False, attention_bias=False, norm_topk_prob=False, num_mtp_layers=0)),
+    "deepseek_v3": ("deepseek_v3", dict(
+        tiny.LATENT, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
+        num_experts_per_tok=3, first_k_dense_replace=1, rope_parameters=tiny.YARN, num_nextn_predict_layers=0)),
+    "deepseek_v2": ("deepseek_v2", dict(
+        tiny.LATENT, q_lora_rank=None, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1, n_group=4,
+        topk_group=2, num_experts_per_tok=3, first_k_dense_replace=0, topk_method="group_limited_greedy",
+        routed_scaling_factor=2.0)),
 }  # fmt: skip
 
 

@@ -1,0 +1,239 @@
+"""Families with more than a plain decoder has: each against transformers' own class, all of them in one world a layout."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import tiny, tiny_moe, world
+from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
+from tests.test_convert import assert_same_bytes, tensors
+from tests.test_packed import CP2, PACKED
+from tests.test_parity import DIST_OPT, PP2, SP, TP2, assert_same_curve
+from tests.training import train
+
+DENSE = list(tiny.MORE_KEYS)
+EXPERTS = {"deepseek_v2_experts": "deepseek_v2", "deepseek_v3_experts": "deepseek_v3"}  # names in tiny_moe
+FAMILIES = [*DENSE, *EXPERTS]
+EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "pp2_packed": (2, {**PP2, **PACKED}),
+    "cp2": (2, CP2),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+}
+EXPERT_LAYOUTS = {
+    "one": (1, {}),
+    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "pp2_packed": (2, {**PP2, **PACKED}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "ep2": (2, EP2),
+    "ep4": (4, {**EP4, **DIST_OPT}),
+    "tp2sp_pp2": (4, {**TP2, **SP, **PP2}),
+    "ep2tp2_sp": (4, {**EP2, **TP2, **SP}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "cp2ep2": (4, {**CP2, **EP2, **PACKED}),
+}
+TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 53, 58, 60, 0], [27, 18, 28, 18, 28, 45, 9, 0, 4, 52, 35, 36]]
+
+
+def train_all(paths: dict, out: str, keys: dict, backend="megatron") -> dict:
+    """{family: curve} on this rank; exports to out/family."""
+    keys = dict(keys, backend=backend, export=True, steps=3, count=19, adam_epsilon=1e-4)
+    return {name: train(path, f"{out}/{name}", **keys) for name, path in paths.items()}
+
+
+def checkpoints(paths: dict, out: str, keys: dict) -> None:
+    """Each model as a checkpoint in out/family of this layout."""
+    from mca_lite import AutoModel, TrainingArguments, checkpoint, manifest
+    from mca_lite.dist_checkpoint import MegatronSnapshot
+
+    for name, path in paths.items():
+        models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
+        facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
+        facts["model"] = manifest.model_identity(models.config.hf_config)
+        Path(out, name).mkdir(parents=True, exist_ok=True)
+        checkpoint.write_weights(Path(out, name), MegatronSnapshot(models), facts)
+
+
+def round_trip(paths: dict, out: str, keys: dict) -> dict:
+    """Each model read and written again; its logits, where one rank has them all."""
+    from mca_lite import AutoModel, TrainingArguments
+
+    args, logits = TrainingArguments(output_dir="unused", **keys), {}
+    for name, path in paths.items():
+        models = AutoModel.from_pretrained(path, args).eval()
+        models.save_pretrained(f"{out}/{name}")
+        if len(models) == 1 and args.pipeline_model_parallel_size == 1:
+            with torch.no_grad():
+                logits[name] = models.gather_logits(models(torch.tensor(TOKENS))).tolist()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    dense = {name: tiny.save_model(folder / name, name) for name in DENSE}
+    return {**dense, **{name: tiny_moe.save_model(folder / name, model) for name, model in EXPERTS.items()}}
+
+
+@pytest.fixture(scope="module")
+def wanted(paths, tmp_path_factory):
+    """The torch backend on one rank: ({family: curve}, folder of its exports)"""
+    out = tmp_path_factory.mktemp("torch")
+    return world.run(train_all, 1, paths, str(out), {}, backend="torch")[0], out
+
+
+@pytest.fixture(scope="module")
+def trained(paths, tmp_path_factory):
+    """trained(layout, experts) -> ({family: curve} of each rank, folder of the exports); each runs once."""
+
+    @functools.cache
+    def run(layout: str, experts: bool):
+        out, (ranks, keys) = tmp_path_factory.mktemp(layout), (EXPERT_LAYOUTS if experts else LAYOUTS)[layout]
+        chosen = {name: path for name, path in paths.items() if (name in EXPERTS) == experts}
+        return world.run(train_all, ranks, chosen, str(out), keys), out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trips(paths, tmp_path_factory):
+    @functools.cache
+    def run(ranks: int, **keys):
+        out = tmp_path_factory.mktemp("trips")
+        return world.run(round_trip, ranks, paths, str(out), keys)[0], out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [(name, layout) for name in FAMILIES for layout in (EXPERT_LAYOUTS if name in EXPERTS else LAYOUTS)],
+)
+def test_family_trains_as_torch_on_one_rank(name, layout, wanted, trained):
+    (curves, folder), (ranks, out) = wanted, trained(layout, name in EXPERTS)
+    for got in ranks:
+        assert_same_curve(got[name], curves[name])
+    ours, theirs = tensors(out / name), tensors(folder / name)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name, paths, trips):
+    got, _ = trips(1)
+    model = AutoModelForCausalLM.from_pretrained(paths[name]).eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits
+    torch.testing.assert_close(torch.tensor(got[name]), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trip_gives_the_same_bytes(name, paths, trips):
+    _, out = trips(4, **TP2, **SP, **PP2)
+    assert_same_bytes(tensors(out / name), tensors(paths[name]))
+
+
+def as_kimi(path: str, out: str) -> tuple:
+    """Logits of ours and of plain torch for a model whose config.json has a type that transformers does not know."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.models import load_torch_model
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused")).eval()
+    models.save_pretrained(out)
+    with torch.no_grad():
+        ours = models.gather_logits(models(torch.tensor(TOKENS)))
+        return ours.tolist(), load_torch_model(path).eval()(torch.tensor(TOKENS)).logits.tolist()
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_and_keeps_its_name(paths, trips, tmp_path):
+    shutil.copytree(paths["deepseek_v3_experts"], tmp_path / "kimi")
+    config = json.loads((tmp_path / "kimi/config.json").read_text())
+    (tmp_path / "kimi/config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    ours, torchs = world.run(as_kimi, 1, str(tmp_path / "kimi"), str(tmp_path / "out"))[0]
+    wanted = torch.tensor(trips(1)[0]["deepseek_v3_experts"])
+    for got in (ours, torchs):
+        torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "kimi_k2"
+
+
+@pytest.fixture(scope="module")
+def resharded(paths, tmp_path_factory):
+    """Exports of the models that went through checkpoints of tp2 with sequence parallelism into two stages."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    world.run(checkpoints, 2, paths, str(folder / "saved"), {**TP2, **SP})
+    world.run(round_trip, 2, {name: str(folder / "saved" / name) for name in paths}, str(folder / "out"), PP2)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_of_tp2_is_the_same_model_at_pp2(name, paths, resharded):
+    assert_same_bytes(tensors(resharded / name), tensors(paths[name]))
+
+
+# -- adapters
+
+LATENT = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj".split()
+ADAPTED = {
+    "deepseek_v3": LATENT,
+    "deepseek_v3_yarn": ("q_proj", *LATENT[2:]),
+    "gemma2": ("v_proj", "up_proj", "lm_head", "embed_tokens"),
+    "granite": ("v_proj", "down_proj", "lm_head", "embed_tokens"),
+    "olmo2": ("q_proj", "o_proj"),
+}
+ADAPTER_LAYOUTS = {"one": (1, {}), "tp2": (2, TP2), "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}), "pp2": (2, PP2)}
+
+
+def train_adapters(paths: dict, references: str, out: str, keys: dict) -> dict:
+    return {
+        name: train_from_adapter(paths[name], f"{out}/{name}", f"{references}/{name}/start", steps=3, **keys)
+        for name in ADAPTED
+    }
+
+
+def train_all_with_peft(paths: dict, out: str) -> dict:
+    return {
+        name: train_with_peft(paths[name], f"{out}/{name}", {"max_steps": 3}, targets=targets)
+        for name, targets in ADAPTED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def with_peft(paths, tmp_path_factory):
+    out = tmp_path_factory.mktemp("peft")
+    return world.run(train_all_with_peft, 1, paths, str(out))[0], out
+
+
+@pytest.mark.parametrize("layout", ADAPTER_LAYOUTS)
+def test_adapters_train_as_with_peft(layout, paths, with_peft, tmp_path):
+    (curves, folder), (ranks, keys) = with_peft, ADAPTER_LAYOUTS[layout]
+    for got in world.run(train_adapters, ranks, paths, str(folder), str(tmp_path), keys):
+        for name, curve in curves.items():
+            assert_same_curve(got[name], curve)
+    for name in ADAPTED:
+        ours, theirs = adapter_of(tmp_path / name), adapter_of(folder / name / "end")
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=f"{name} {key}": f"{n}: {m}")
+
+
+def refused_adapters(path: str) -> str:
+    from mca_lite import AutoModel, TrainingArguments, lora
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    with pytest.raises(ValueError) as error:
+        lora.inject(models, lora.LoraSpec())
+    return str(error.value)
+
+
+def test_adapters_of_fused_projections_are_refused(paths):
+    text = world.run(refused_adapters, 1, paths["phi3"])[0]
+    assert "gate_up_proj, qkv_proj of phi3" in text and "lora_target: down_proj, o_proj" in text
