@@ -125,7 +125,6 @@ def _table():
     """The rows. Imports megatron, so it is built only when it is applied."""
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.tensor_parallel.random as megatron_random
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import torch.distributed as dist
 
     cuda = torch.cuda
