@@ -15,7 +15,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from tests import test_packed, test_parity, tiny, world
+from tests import test_packed, test_parity, tiny, tiny_moe, world
 from tests.training import train
 
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
@@ -28,6 +28,7 @@ CASES = {
     "offloaded": dict(optimizer_cpu_offload=True),
     "torch, packed": dict(backend="torch", **PACKED),
 }
+PLAIN = {"megatron": {}, "packed": PACKED}  # of the families with more than a plain decoder has
 HALF = {"megatron": {}, "packed": PACKED, "packed, recomputed": dict(recompute_granularity="full", **PACKED)}
 TOLERANCE = 1e-5
 
@@ -62,14 +63,15 @@ def resumed(path: str, folder: str, **keys) -> tuple[float, float]:
 
 def on_one_gpu(folder: str) -> list[float]:
     limits = []
-    for family in tiny.FAMILY_KEYS:
-        path = tiny.save_model(f"{folder}/{family}", family)
-        for dtype, cases in (("float32", CASES), ("bf16", HALF)):
+    for family in (*tiny.MORE_KEYS, *tiny_moe.MODELS, *tiny.FAMILY_KEYS):
+        many = family in tiny.FAMILY_KEYS
+        path = (tiny_moe if family in tiny_moe.MODELS else tiny).save_model(f"{folder}/{family}", family)
+        for dtype, cases in (("float32", CASES if many else PLAIN), ("bf16", HALF if many else PLAIN)):
             precision = dict(bf16=dtype == "bf16")
             wanted = quiet(path, f"{folder}/{family}-{dtype}", backend="torch", **precision)
             for name, keys in cases.items():
                 loss, norm = worst(quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted)
-                print(f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+                print(f"{family:22} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
                 limits += [loss, norm] if dtype == "float32" else []
     for name, keys in (("float32", {}), ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP))):
         loss, norm = resumed(path, f"{folder}/{name}", **keys)

@@ -237,3 +237,12 @@ def refused_adapters(path: str) -> str:
 def test_adapters_of_fused_projections_are_refused(paths):
     text = world.run(refused_adapters, 1, paths["phi3"])[0]
     assert "gate_up_proj, qkv_proj of phi3" in text and "lora_target: down_proj, o_proj" in text
+
+
+def test_readme_names_the_families_that_there_are_and_why_others_are_not():
+    from mca_lite.families import FAMILIES as TABLE
+    from tests.family_table import NOT_BUILT, README, named_families
+
+    there, absent = named_families(README.read_text())
+    assert there == TABLE.keys()
+    assert absent == NOT_BUILT

@@ -182,6 +182,18 @@ def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted
     check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
 
 
+AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
+
+
+def test_balancing_losses_of_extra_layers_are_the_same_in_every_layout(path, wanted, tmp_path):
+    [one] = world.run(train_layers, 1, path, str(tmp_path / "one"), **AUX)
+    assert abs(one[0][1] - wanted()[0][0][1]) > 1e-4, "the losses have no gradient"
+    for ranks, keys in ((2, {**CP2, **EP2, **PACKED}), (2, {**PP2, **PACKED})):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        for got in world.run(train_layers, ranks, path, str(out), **keys, **AUX):
+            assert_same(got, one)
+
+
 # -- files
 
 
