@@ -42,7 +42,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 _IGNORED_BY_REASON = {
     "the model's config.json decides it": "multi_latent_attention",
     "the tokenizer's own chat template is used": "template tool_format",
-    "the tokenizer's own is used": "use_fast_tokenizer resize_vocab",
+    "the tokenizer's own is used": "use_fast_tokenizer",
     "training is what train.py does": "do_train",
     "eval_strategy decides it": "do_eval eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",

@@ -49,6 +49,11 @@ class ModelArguments(ArgumentGroup):
     train_from_scratch: bool = arg(False, "random weights instead of those of model_name_or_path")
     trust_remote_code: bool = arg(False, "let the model's folder bring code of its own (tokenizers)")
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
+    resize_vocab: bool = arg(
+        False, "grow embedding and head to the tokenizer's tokens, where it has more than the model"
+    )
+    add_tokens: list[str] | None = arg(None, "new tokens: the tokenizer learns them, embedding and head grow to them")
+    add_special_tokens: list[str] | None = arg(None, "the same for special tokens, which decoding can leave out")
 
 
 @dataclass(kw_only=True)

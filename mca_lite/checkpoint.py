@@ -26,6 +26,7 @@ import torch
 from . import manifest, parallel, run_folder
 from .callbacks import TrainerState
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .hf_experts import named_tensors
 from .manifest import CheckpointError
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
@@ -315,7 +316,7 @@ class TorchSnapshot:
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         if not parallel.is_main():
             return
-        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        names = {p: name for name, p in _changing(model)}
         self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
         if optimizer is not None:
             self._files["optimizer.safetensors"] = {
@@ -341,15 +342,21 @@ class TorchSnapshot:
         return []
 
 
+def _changing(model) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what training changes: parameters, and the buffers of a model that is trained whole."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    is_whole = len(trained) == sum(1 for _ in model.parameters())
+    return trained + [(name, t) for name, t in named_tensors(model) if is_whole and not isinstance(t, torch.nn.Parameter)]
+
+
 def load_torch(folder: Path, model, optimizer=None) -> None:
     """What save_torch wrote."""
     from safetensors.torch import load_file
 
     weights = load_file(folder / "model.safetensors")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(weights[name])
+        for name, tensor in _changing(model):
+            tensor.copy_(weights[name])
     if optimizer is None:
         return
     states = load_file(folder / "optimizer.safetensors")

@@ -28,6 +28,7 @@ class Prepared:
     config: Any
     tokenizer: Any
     data: Any
+    vocab_size: int  # with new tokens more than model_name_or_path has
     reference: Path | None = None  # the folder of a second model, for ref_model
 
 
@@ -90,18 +91,46 @@ def prepare(run: RunArguments) -> Prepared:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: no tokenizer could be loaded from this folder: {error}") from None
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is {vocab_size}: they do not belong "
-            "together, or new tokens were added without growing the embedding"
-        )
+    lines = add_new_tokens(run, tokenizer, config, vocab_size)
     if run.finetuning.finetuning_type == "lora":
         check_adapters(run, config)
     seed = run.training.seed if run.training.data_seed is None else run.training.data_seed
     data = load_datasets(run.data, run.finetuning.stage, tokenizer, seed)
-    prepared = Prepared(folder, config, tokenizer, data, reference_folder(run, folder, vocab_size))
+    data.report[:0] = lines
+    size, reference = max(len(tokenizer), vocab_size), reference_folder(run, folder, vocab_size)
+    prepared = Prepared(folder, config, tokenizer, data, size, reference)
     _check_before_start(run.training, len(prepared.data.train))
     return prepared
+
+
+def add_new_tokens(run: RunArguments, tokenizer, config, old_size: int) -> list[str]:
+    """Put the keys' new tokens into the tokenizer, and let the config have their rows -> lines for the report.
+
+    With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: what is not trained stays as it began.
+    """
+    from . import model_config, peft_format, vocabulary
+
+    keys = run.model
+    added = vocabulary.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
+    resize = keys.resize_vocab or bool(keys.add_tokens or keys.add_special_tokens)
+    size = vocabulary.grown_size(tokenizer, old_size, resize)
+    new = max(added, size - old_size)
+    if not new:
+        return (
+            ["vocabulary: the tokenizer had all of the new tokens"]
+            if keys.add_tokens or keys.add_special_tokens
+            else []
+        )
+    model_config.grow(config, size)
+    line = f"vocabulary: {new} new token{'s' if new > 1 else ''}"
+    if size > old_size:
+        line += f", {old_size:,} -> {size:,} rows; a new row begins as the mean of the old ones"
+    if run.finetuning.finetuning_type == "lora":
+        if not run.finetuning.modules_to_save and not run.finetuning.adapter_name_or_path:
+            run.finetuning.modules_to_save = list(vocabulary.EMBEDDING_AND_HEAD)
+            line += "; modules_to_save is embed_tokens, lm_head, which trains them"
+        vocabulary.check_trained(peft_format.spec_of_keys(run.finetuning).modules_to_save, new)
+    return [line]
 
 
 def _check_before_start(args, num_samples: int) -> None:
@@ -234,10 +263,10 @@ def build_base(run: RunArguments, prepared: Prepared, folder: Path):
     remote, seed = run.model.trust_remote_code, run.training.seed
     from_scratch = run.model.train_from_scratch and folder == prepared.folder
     if not run.backend.use_mca:
-        return models.load_torch_model(str(folder), from_scratch, seed, remote)
+        return models.load_torch_model(str(folder), from_scratch, seed, remote, prepared.vocab_size)
     if from_scratch:  # a config of its own: megatron keeps functions of the optimizer's in it
         return models.AutoModel.from_config(copy.deepcopy(prepared.config), seed=seed)
-    return models.AutoModel.from_pretrained(str(folder), run.training, remote)
+    return models.AutoModel.from_pretrained(str(folder), run.training, remote, prepared.vocab_size)
 
 
 def add_adapters(model, run: RunArguments):

@@ -1,8 +1,10 @@
 """Commands beside training, on the CPU, in one process.
 
-python -m mca_lite convert SRC DST [--verify]
+python -m mca_lite convert SRC DST [--merge ADAPTER] [--verify]
     SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads (model_name_or_path: DST)
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
+    --merge: SRC a Hugging Face folder or hub name, ADAPTER the folder of a PEFT adapter of it, or a checkpoint with
+             adapters: DST becomes a Hugging Face folder with the adapter in its weights
 """
 
 import argparse
@@ -35,14 +37,18 @@ def main(argv: list[str] | None = None) -> int:
     sub = parser.add_subparsers(dest="command", required=True).add_parser("convert", help="between formats of weights")
     sub.add_argument("src")
     sub.add_argument("dst")
+    sub.add_argument("--merge", metavar="ADAPTER", help="put the adapter of this folder into the weights of SRC")
     sub.add_argument("--verify", action="store_true", help="load both and compare their logits in float32")
     sub.add_argument("--max-shard-size", default="5GB")
     options = parser.parse_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
     try:
-        print(convert(options.src, Path(options.dst), options.max_shard_size))
+        if options.merge is None:
+            print(convert(options.src, Path(options.dst), options.max_shard_size))
+        else:
+            print(merge(options.src, Path(options.merge), Path(options.dst), options.max_shard_size))
         if options.verify:
-            print(verify(options.src, options.dst))
+            print(verify(options.src, options.dst, options.merge))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -55,8 +61,7 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     ValueError where src is neither, is damaged, or dst holds something."""
     from .sources import resolve_folder
 
-    if dst.exists() and any(dst.iterdir()):
-        raise ValueError(f"{dst} is not empty: name a folder that is not there yet")
+    _refuse_full(dst)
     from_checkpoint = (Path(src) / "manifest.json").is_file()
     folder = Path(src) if from_checkpoint else resolve_folder(src)
     if from_checkpoint:
@@ -79,27 +84,89 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     return f"{src} is now {dst}, a checkpoint that any layout loads"
 
 
-def verify(src: str, dst: str) -> str:
-    """Load both, run the same tokens through them in float32 -> a line with the largest difference of a logit.
+def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line that says what was done.
+
+    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where src is no such model, the
+    adapter is damaged or of another model, or dst holds something."""
+    import torch
+
+    from . import convert as hf_format
+    from . import manifest, peft_format
+
+    _refuse_full(dst)
+    if (adapter / manifest.MANIFEST_NAME).is_file():
+        if damage := manifest.damage(adapter, manifest.read(adapter)):
+            raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
+    base = hf_format.SafetensorsSource(src)
+    config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
+    change, vocab_size = peft_format.file_merger(adapter, base, bool(config.get("tie_word_embeddings")))
+    config["vocab_size"] = vocab_size or config["vocab_size"]
+    tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
+    hf_format.write_safetensors(tensors, dst, max_shard_size)
+    hf_format.write_hf_config(config, str(base.folder), dst, getattr(torch, _dtype_of(base.folder)))
+    _copy_side_files([adapter, base.folder], dst)
+    return f"{src} with the adapter {adapter} in its weights is now {dst}"
+
+
+def verify(src: str, dst: str, adapter: str | None = None) -> str:
+    """Load both, run the same tokens through them in float32 -> a line with the largest difference of a logit. With an
+    adapter: of src with it beside its weights, and of dst.
 
     ValueError where it is more than rounding."""
     import torch
 
+    if adapter is not None:
+        return _verify_merged(src, dst, adapter)
     one, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
-    models = _load(Path(one), "float32").eval()
+    models, hf = _load(Path(one), "float32").eval(), _hf_model(other)
+    tokens = _tokens(models.config.vocab_size)
+    with torch.no_grad():
+        return _compare(models.gather_logits(models(tokens)), hf(tokens).logits, src, dst, 1e-4)
+
+
+def _verify_merged(src: str, dst: str, adapter: str) -> str:
+    import torch
+
+    from . import peft_format
+
+    model, merged = _hf_model(src), _hf_model(dst)
+    vocab_size = merged.config.get_text_config().vocab_size
+    if vocab_size > model.config.get_text_config().vocab_size:  # the adapter brings the new rows
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model = peft_format.load_adapter(model, adapter, dropout=0.0).eval()
+    tokens = _tokens(vocab_size)
+    # the merged weights are rounded to their dtype, each by up to half of its eps
+    eps = torch.finfo(getattr(torch, _dtype_of(Path(dst)))).eps
+    with torch.no_grad():
+        return _compare(model(tokens).logits, merged(tokens).logits, src, dst, max(1e-4, 10 * eps))
+
+
+def _hf_model(folder: str):
+    import torch
     import transformers
 
-    hf = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
-    vocab_size = models.config.vocab_size
-    tokens = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours, theirs = models.gather_logits(models(tokens)), hf(tokens).logits
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _tokens(vocab_size: int):
+    import torch
+
+    return torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def _compare(ours, theirs, src: str, dst: str, tolerance: float) -> str:
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
-    if not difference <= 1e-4 * max(largest, 1.0):
+    if not difference <= tolerance * max(largest, 1.0):
         raise ValueError(
             f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not use {dst}"
         )
     return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
+
+
+def _refuse_full(dst: Path) -> None:
+    if dst.exists() and any(dst.iterdir()):
+        raise ValueError(f"{dst} is not empty: name a folder that is not there yet")
 
 
 def _load(folder: Path, dtype: str):

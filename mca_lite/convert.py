@@ -199,6 +199,11 @@ def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
+def vocabulary_names(config) -> set[str]:
+    """The Hugging Face names of the matrices whose rows are tokens."""
+    return {name for row in rows_of(config.hf_model_type, config) if row.mca in VOCABULARY for name in row.hf}
+
+
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors, with names, that a whole megatron tensor consists of."""
     names = [hf.format(layer) for hf in row.hf]

@@ -172,14 +172,14 @@ class DPOTrainer(McaTrainer):
         of_pairs = of_pairs + config.ftx * sft
         margins = chosen_rewards - rejected_rewards
         values = [of_pairs, chosen_rewards, rejected_rewards, (margins > 0).float(), margins, chosen, rejected, sft]
-        size, rank = self.backend.context_parallel
         count = real.sum()
-        # every context-parallel rank has the same numbers: each brings its share of the metrics, the first one the pairs
         metrics = {
-            key: torch.stack([(value.detach() * real).sum(), count]).double() / size
+            key: torch.stack([(value.detach() * real).sum(), count])
             for key, value in zip(self.metrics_keys, values, strict=True)
         }
-        return (of_pairs * real).sum(), (count if rank == 0 else 0 * count).int(), metrics
+        # all context-parallel ranks have the same pairs, and megatron adds up what they count: one of them counts
+        counts = self.backend.context_parallel[1] == 0
+        return (of_pairs * real).sum(), (count * counts).int(), metrics
 
     def _count_of_loss(self, batch: dict) -> int:
         return int(batch["real"].sum())

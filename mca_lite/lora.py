@@ -130,7 +130,8 @@ def inject(models, spec: LoraSpec, seed: int = 42):
 
 def _refuse_fused(config, spec: LoraSpec) -> None:
     """One A and one B of PEFT would stand for all projections of a fused tensor, which tensor parallelism cuts one by one."""
-    fused = {name.removesuffix(".weight").rsplit(".", 1)[-1] for row in rows_of(config) if row.fused for name in row.hf}
+    rows = rows_of(config.hf_model_type, config)
+    fused = {name.removesuffix(".weight").rsplit(".", 1)[-1] for row in rows if row.fused for name in row.hf}
     if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
         others = {c.hf.rsplit(".", 1)[-1] for c in candidates(config) if c.in_all} - fused
         raise ValueError(

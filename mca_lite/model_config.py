@@ -346,6 +346,16 @@ class AutoConfig:
         return from_hf_config(load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path)
 
 
+def grow(config, vocab_size: int) -> None:
+    """Let a McaModelConfig, or a transformers config, have that many tokens. ValueError for fewer."""
+    text = config if isinstance(config, McaModelConfig) else config.get_text_config()
+    if vocab_size < text.vocab_size:
+        raise ValueError(f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is taken away")
+    text.vocab_size = vocab_size
+    if isinstance(config, McaModelConfig):
+        (config.hf_config.get("text_config") or config.hf_config)["vocab_size"] = vocab_size
+
+
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     """How weights saved under one config are loaded under another: directly, or resharded; said in the log."""
     if saved.distribute_config_match(now):

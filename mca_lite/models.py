@@ -30,6 +30,7 @@ from .losses import token_losses
 from .model_config import (
     AutoConfig,
     McaModelConfig,
+    grow,
     load_decision,
     load_hf_config,
     rope_frequencies,
@@ -37,6 +38,7 @@ from .model_config import (
 from .moe import routers_of
 from .mtp import prediction_spec
 from .packing import Targets
+from .vocabulary import GrownSource, grow_torch
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
@@ -307,22 +309,34 @@ class AutoModel:
     """Makes VirtualModels; starts the distributed world from `args` where that has not happened."""
 
     @staticmethod
-    def from_pretrained(model_name_or_path: str, args, trust_remote_code: bool = False) -> VirtualModels:
+    def from_pretrained(
+        model_name_or_path: str, args, trust_remote_code: bool = False, vocab_size: int | None = None
+    ) -> VirtualModels:
         """The model with the folder's (or hub name's) Hugging Face weights, or those of a checkpoint, cut for this rank.
 
+        vocab_size: tokens that it shall have, where they are more than it has; vocabulary.py says how their rows begin.
         Each rank reads only the bytes of its slices. Collectives: those that start the world.
         Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
         """
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
+        folder, old = Path(model_name_or_path), config.vocab_size
+        grow(config, vocab_size or old)
+        if config.vocab_size > old and (folder / DIST_NAME).is_dir():
+            raise ValueError(
+                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are asked for: make a Hugging "
+                "Face folder of it first, python -m mca_lite convert"
+            )
         models = build_chunks(config)
-        folder = Path(model_name_or_path)
         if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
             saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
         else:
-            convert.fill(models, convert.SafetensorsSource(model_name_or_path, config.hf_model_type))
+            source = convert.SafetensorsSource(model_name_or_path, config.hf_model_type)
+            if config.vocab_size > old:
+                source = GrownSource(source, convert.vocabulary_names(config), config.vocab_size)
+            convert.fill(models, source)
             models.weights_from = "converted from Hugging Face safetensors"
         return models
 
@@ -337,18 +351,23 @@ class AutoModel:
         return models
 
 
-def load_torch_model(model_name_or_path: str, train_from_scratch=False, seed=42, trust_remote_code=False):
+def load_torch_model(
+    model_name_or_path: str, train_from_scratch=False, seed=42, trust_remote_code=False, vocab_size: int | None = None
+):
     """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and every test's oracle.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does.
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as AutoModel.from_pretrained.
     """
     import transformers
 
-    kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
     hf = load_hf_config(model_name_or_path, trust_remote_code)
+    kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not train_from_scratch:
         model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, config=hf, **kwargs)
+        if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:
+            grow_torch(model, vocab_size, hf.dtype or torch.float32)
     else:
+        grow(hf, vocab_size or hf.get_text_config().vocab_size)
         model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
         source = convert.InitSource(hf.to_dict(), seed)
         with torch.no_grad():

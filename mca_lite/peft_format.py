@@ -17,6 +17,7 @@ import torch.distributed as dist
 from . import convert, lora, parallel
 from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from .lora_layers import LoraSpec
+from .vocabulary import EMBEDDING_AND_HEAD
 
 PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -71,6 +72,11 @@ class AdapterSource:
 
     def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A whole matrix, which must have the shape that the model gives it."""
+        self.check(key, shape)
+        return self.read(key)
+
+    def check(self, key: str, shape: tuple[int, ...]) -> None:
+        """ValueError where the adapter lacks a matrix, or has one of another shape."""
         if key not in self._names:
             raise ValueError(f"{self.folder} lacks {PREFIX}{key}: it is damaged, or not of this model")
         if self.shape(key) != shape:
@@ -78,7 +84,6 @@ class AdapterSource:
                 f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: the adapter belongs to "
                 "another model, set adapter_name_or_path to one of this model"
             )
-        return self.read(key)
 
 
 def read_spec(folder: str | os.PathLike) -> LoraSpec:
@@ -316,12 +321,18 @@ def check_mergeable(spec: LoraSpec, config) -> None:
     config: McaModelConfig, or a transformers config.
     """
     tied = getattr(config, "tie_embeddings_and_output_weights", getattr(config, "tie_word_embeddings", False))
-    one_sided = [name for name in spec.modules if name.endswith(("embed_tokens", "lm_head"))]
+    one_sided = [name for name in spec.modules if name.endswith(_VOCABULARY_MODULES)]
     if tied and one_sided:
-        raise ValueError(
-            f"save_merged_model: {one_sided[0]} has an adapter, and the embedding is the head in this model: merged, both "
-            "would change; take it out of lora_target, or set save_merged_model: false"
-        )
+        remedy = "take it out of lora_target, or set save_merged_model: false"
+        raise ValueError(f"save_merged_model: {_one_sided_text(one_sided[0], remedy)}")
+
+
+_VOCABULARY_MODULES = EMBEDDING_AND_HEAD
+_VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
+
+
+def _one_sided_text(name: str, remedy: str) -> str:
+    return f"{name} has an adapter, and the embedding is the head in this model: merged, both would change; {remedy}"
 
 
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -329,16 +340,75 @@ def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
     model's own weights stay as they are. All ranks must call it; it does its work on global rank 0."""
     spec = lora.spec_of(model)
     check_mergeable(spec, model.config)
-    adapters, scale = gather_adapters(model), spec.scale
+    return _merge_with(gather_adapters(model).get, spec.scale)
+
+
+def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
+    """What merger() gives, from matrix(key without prefix) of an adapter, None where it has none."""
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
         module = name.removesuffix(".weight")
-        if (a := adapters.get(f"{module}.lora_A.weight")) is not None:
-            delta = adapters[f"{module}.lora_B.weight"] @ a
-        elif (a := adapters.get(f"{module}.lora_embedding_A")) is not None:
-            delta = (adapters[f"{module}.lora_embedding_B"] @ a).t()
+        if (a := matrix(f"{module}.lora_A.weight")) is not None:
+            delta = matrix(f"{module}.lora_B.weight").float() @ a.float()
+        elif (a := matrix(f"{module}.lora_embedding_A")) is not None:
+            delta = (matrix(f"{module}.lora_embedding_B").float() @ a.float()).t()
         else:
             return weight
         return (weight.float() + scale * delta).to(weight.dtype)
 
     return merge
+
+
+def file_merger(folder: str | os.PathLike, base: convert.SafetensorsSource, tied: bool):
+    """The same from the files of an adapter, a matrix at a time, for the tensors of `base`; what modules_to_save means
+    takes the place of the base's -> (the function, rows of the vocabulary that the adapter brings or None). tied: the
+    base's embedding is its head.
+
+    ValueError for an adapter of another model, or one that cannot be merged.
+    """
+    spec, source = read_spec(folder), AdapterSource(folder)
+    one_sided = [name for name in source.modules() if name.endswith(_VOCABULARY_MODULES)]
+    if tied and one_sided:
+        raise ValueError(_one_sided_text(one_sided[0], "merge that adapter with PEFT, which cuts the tie"))
+    whole = {name for name in source.names() if not name.endswith(_SUFFIXES)}
+    needed = whole | {f"{module}.weight" for module in source.modules()}
+    if missing := sorted(needed - base.names()):
+        raise ValueError(
+            f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which {base.folder} lacks "
+            f"{len(missing)}, such as {missing[0]}"
+        )
+    for name in sorted(needed):  # all of them, before anything is written
+        _check_shapes(name, source, spec.rank, base.shape(name))
+    merge = _merge_with(lambda key: source.read(key) if key in source.names() else None, spec.scale)
+
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return source.read(name).to(weight.dtype) if name in whole else merge(name, weight)
+
+    return change, _merged_vocabulary(folder, source, base)
+
+
+def _merged_vocabulary(folder, source: AdapterSource, base: convert.SafetensorsSource) -> int | None:
+    """Rows of the vocabulary once an adapter is merged, None for a base without such matrices."""
+    matrices = {name for name in base.names() if name.endswith(_VOCABULARY_WEIGHTS)}
+    sizes = {name: (source if name in source.names() else base).shape(name)[0] for name in matrices}
+    if len(set(sizes.values())) > 1:
+        words = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items()))
+        raise ValueError(
+            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or neither"
+        )
+    return next(iter(sizes.values()), None)
+
+
+def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int, ...]) -> None:
+    """ValueError where an adapter lacks a matrix for a weight of the model, or has one of another shape."""
+    if name in source.names():
+        more = source.shape(name)[0] if name.endswith(_VOCABULARY_WEIGHTS) else 0  # it may bring new tokens
+        source.check(name, (max(more, shape[0]), *shape[1:]))
+        return
+    module, (out_size, in_size) = name.removesuffix(".weight"), shape
+    if f"{module}.lora_embedding_A" in source.names():
+        source.check(f"{module}.lora_embedding_A", (rank, out_size))
+        source.check(f"{module}.lora_embedding_B", (in_size, rank))
+        return
+    source.check(f"{module}.lora_A.weight", (rank, in_size))
+    source.check(f"{module}.lora_B.weight", (out_size, rank))

@@ -50,6 +50,11 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._part_of or self._file_of)
 
+    def in_file_order(self) -> list[str]:
+        """The names, file by file."""
+        stored = {name: self._part_of.get(name, (name, ()))[0] for name in self.names()}
+        return sorted(stored, key=lambda name: (self._file_of[stored[name]], name))
+
     def _slice(self, name: str):
         file_name = self._file_of[name]
         if file_name not in self._open:

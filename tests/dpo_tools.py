@@ -49,9 +49,7 @@ class Pairs:
         return self.pairs[i]
 
 
-def our_run(
-    path, output_dir, objective, adapter=None, backend="megatron", pack=0, ref=False, before=None, **changes
-):
+def our_run(path, output_dir, objective, adapter=None, backend="megatron", pack=0, ref=False, before=None, **changes):
     """The trainer after a run of DPOTrainer.
 
     adapter: a folder in PEFT's format to start from. pack: tokens of a pack, 0 for none. ref: give it a second model.
@@ -85,8 +83,8 @@ def our_run(
 
 
 def curve_of(trainer) -> list[dict]:
-    """Per step: the 8 metrics and the gradient's norm."""
-    wanted = [*trainer.metrics_keys, "grad_norm"]
+    """Per step: the 8 metrics, the gradient's norm, the tokens so far."""
+    wanted = [*trainer.metrics_keys, "grad_norm", "consumed_tokens"]
     return [{key: line[key] for key in wanted} for line in trainer.state.log_history if "loss" in line]
 
 
@@ -132,8 +130,11 @@ def references_of(model, pairs) -> list:
         return [[float(logp_and_length(model, pair[side])[0]) for side in ("chosen", "rejected")] for pair in pairs]
 
 
-def oracle_curve(model, objective: dict, steps: int = STEPS) -> list[dict]:
-    """What our_run should give: one pair after another through transformers, torch's AdamW, the trainer's permutation."""
+def oracle_curve(model, objective: dict, steps: int = STEPS, packs=None) -> list[dict]:
+    """What our_run should give: one pair after another through transformers, torch's AdamW, the trainer's permutation.
+
+    packs: the numbers of the pairs of each pack, which is a sample then (None: each pair is one).
+    """
     model.eval()
     pairs, parameters = Pairs().pairs, [p for p in model.parameters() if p.requires_grad]
     references = references_of(model, pairs)
@@ -142,11 +143,12 @@ def oracle_curve(model, objective: dict, steps: int = STEPS) -> list[dict]:
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
-    per_epoch, curve = math.ceil(COUNT / GLOBAL_BATCH), []
+    packs = [[i] for i in range(COUNT)] if packs is None else packs
+    per_epoch, curve = math.ceil(len(packs) / GLOBAL_BATCH), []
     for step in range(steps):
         epoch, i = divmod(step, per_epoch)
-        order = np.random.default_rng([7, epoch]).permutation(COUNT)
-        chosen = order[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH]
+        order = np.random.default_rng([7, epoch]).permutation(len(packs))
+        chosen = [j for p in order[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH] for j in packs[p]]
         found = [oracle_loss(model, pairs[j], references[j], **objective) for j in chosen]
         optimizer.zero_grad()
         (sum(f["loss"] for f in found) / len(found)).backward()

@@ -275,7 +275,9 @@ def named_late(path: str, out: str) -> list:
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, trainer, **kwargs):
             newest = run_folder.list_checkpoints(out)[-1:]
-            assert state.global_step - (run_folder.step_of(newest[0]) if newest else 0) <= 4, "two intervals are the most"
+            assert state.global_step - (run_folder.step_of(newest[0]) if newest else 0) <= 4, (
+                "two intervals are the most"
+            )
             if state.global_step == 3:
                 gates[2].set()
                 trainer._writer._job.thread.join()

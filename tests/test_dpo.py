@@ -1,14 +1,15 @@
 """DPO and ORPO in every layout train as plain transformers and torch do: 8 metrics and gradient norm, for whole curves."""
 
-
 import pytest
 
 from tests import tiny, world
 from tests.dpo_tools import (
     OBJECTIVES,
+    Pairs,
     curve_of,
     differences,
     make_oracles,
+    oracle_curve,
     our_run,
 )
 from tests.test_packed import CP2
@@ -71,8 +72,38 @@ def test_every_objective_trains_as_plain_torch(layout, oracle, tmp_path):
             wrong += [
                 f"rank {rank} {objective} {kind} {rows}: {d}" for d in differences(curve, curves[objective, kind])
             ]
-            if (
-                rank == 0 and objective != "orpo"
-            ):  # the adapter of the test was trained before: it does not start at ln 2
-                assert ("warning: the first preference loss" in said) == (kind == "lora")
+            assert curve[-1]["consumed_tokens"] == Pairs().num_tokens, "both sides, once, without padding"
+            if rank == 0:  # the adapter of the test was trained before: it does not start at ln 2
+                warned = "warning: the first preference loss" in said
+                assert warned == (kind == "lora" and objective != "orpo")
     assert not wrong, "\n".join(wrong[:20])
+
+
+def oracle_of_packs(path, objective, capacity) -> list:
+    """The packs are those of mca_lite's packer, whose own test is in test_packing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mca_lite.pairs import PackedPairs
+
+    packs = [pack.tolist() for pack in PackedPairs(Pairs(), capacity).packs]
+    assert sorted(j for pack in packs for j in pack) == list(range(len(Pairs()))), "every pair is in one pack"
+    assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of pairs are wanted"
+    return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), objective, packs=packs)
+
+
+def curve_of_packs(path, out, objective, capacity, keys) -> list:
+    return curve_of(our_run(path, out, objective, pack=capacity, sequence_packing=True, **keys))
+
+
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [(2, dict(backend="torch")), (2, CP2), (2, {**PP2, **VPP2}), (4, {**TP2, **SP, **CP2, **DIST_OPT})],
+    ids=["torch", "cp2", "pp2_vpp2", "tp2sp_cp2"],
+)
+def test_packs_of_pairs_weigh_every_pair_alike(ranks, keys, oracle, tmp_path):
+    """Rows hold other numbers of pairs: the mean is over pairs, not over rows."""
+    path, capacity = oracle[0], 60
+    [wanted] = world.run(oracle_of_packs, 1, path, OBJECTIVES["smoothed"], capacity)
+    for got in world.run(curve_of_packs, ranks, path, str(tmp_path), OBJECTIVES["smoothed"], capacity, keys):
+        assert not differences(got, wanted)

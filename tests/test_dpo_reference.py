@@ -52,7 +52,16 @@ def curves_of_kinds(path, adapter, out, keys) -> dict:
         "full cached": {},
         "full model": dict(ref=True),
     }
-    return {name: curve(path, f"{out}/{name}", **{**keys, **kind}) for name, kind in kinds.items()}
+    keys = dict(keys, eval_strategy="steps", eval_steps=STEPS)
+    found = {}
+    for name, kind in kinds.items():
+        trainer = our_run(
+            path, f"{out}/{name}", **{"objective": SIGMOID, **keys, **kind}, eval_dataset=Pairs(9, seed=3)
+        )
+        [evaluated] = [line for line in trainer.state.log_history if "eval_loss" in line]
+        evaluated = {key.removeprefix("eval_"): value for key, value in evaluated.items() if key.startswith("eval_")}
+        found[name] = [*curve_of(trainer), {**evaluated, "grad_norm": 0, "consumed_tokens": 0}]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,8 @@ SAVE = dict(save_strategy="steps", save_steps=2)
 
 
 def resumed(path, out, whole: bool, keys) -> tuple:
-    objective = {**SIGMOID, "cache_dir": f"{out}/cache"} if "adapter" not in keys else SIGMOID
+    kept = keys.pop("kept", False)
+    objective = {**SIGMOID, "cache_dir": f"{out}/cache"} if kept else SIGMOID
     if whole:
         return curve(path, f"{out}/whole", objective, **keys), None
     curve(path, f"{out}/parts", objective, **{**SAVE, **keys})
@@ -135,10 +145,10 @@ def resumed(path, out, whole: bool, keys) -> tuple:
     return curve_of(trainer), trainer.state.consumed_samples
 
 
-@pytest.mark.parametrize("kind", ["cached", "adapter", "packs"])
+@pytest.mark.parametrize("kind", ["kept", "computed_again", "adapter", "packs"])
 def test_resume_is_bit_for_bit(start, tmp_path, kind):
     path, adapter = start
-    keys = dict(PP2, attention_dropout=0.1)
+    keys = dict(PP2, attention_dropout=0.1, kept=kind == "kept")
     if kind == "adapter":
         keys.update(adapter=adapter)
     if kind == "packs":
@@ -250,6 +260,33 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     for text, expected in zip(texts, words, strict=True):
         assert expected in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ok"], "nothing was written"
+
+
+def scores(path, adapter, out, keys) -> tuple:
+    """(what the reference says, twice, and whether the policy trains on) of a model in training, with dropout."""
+    from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
+    from mca_lite.lora import adapters_of
+    from mca_lite.peft_format import load_adapter
+
+    args = TrainingArguments(output_dir=out, attention_dropout=0.3, hidden_dropout=0.3, **keys)
+    trainer = DPOTrainer(load_adapter(AutoModel.from_pretrained(path, args), adapter, 0.3), DPOConfig(), args=args)
+    trainer.backend.train_mode(True)
+    found = [trainer._score(Pairs()).tolist() for _ in range(2)]
+    return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[0].training
+
+
+def expected_scores(path) -> list:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return references_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), Pairs().pairs)
+
+
+def test_the_reference_has_neither_dropout_nor_adapters(start, tmp_path):
+    [wanted] = world.run(expected_scores, 1, start[0])
+    for (first, second), in_training in world.run(scores, 2, *start, str(tmp_path), dict(PP2)):
+        assert first == second and in_training
+        np.testing.assert_allclose(first, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):

@@ -1,5 +1,6 @@
 """One short training run on this rank, in any layout and on either backend: what the parity tests compare."""
 
+import functools
 import json
 
 from tests import tiny
@@ -14,12 +15,13 @@ def train(
     count=22,
     adapt=None,
     callbacks=None,
+    vocab_size=None,
     trainer_class=None,
     **changes,
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
 
-    adapt: what is done to the model before the trainer gets it.
+    adapt: what is done to the model before the trainer gets it. vocab_size: new tokens, which the samples hold too.
     Global batch 8 of `count` samples: the last step of an epoch is a partial window with fillers.
     """
     from mca_lite.arguments import TrainingArguments
@@ -44,7 +46,9 @@ def train(
         disable_tqdm=True,
     )
     args = TrainingArguments(**{**keys, **changes})
-    model = AutoModel.from_pretrained(model_path, args) if backend == "megatron" else load_torch_model(model_path)
+    load = functools.partial(AutoModel.from_pretrained, args=args) if backend == "megatron" else load_torch_model
+    model = load(model_path, vocab_size=vocab_size)
+    tiny.VOCAB = vocab_size or tiny.VOCAB  # of this process, which is the test's own
     model = adapt(model) if adapt is not None else model
     data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
     trainer = (trainer_class or McaTrainer)(model=model, args=args, callbacks=callbacks, **data)
