@@ -110,6 +110,8 @@ class DPOTrainer(McaTrainer):
             if dataset is not None and len(dataset):
                 pairs_of(dataset[0])
         super().__init__(model=model, args=args, **kwargs)
+        if self.backend.predicts_ahead:
+            raise ValueError("a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0")
         if kwargs.get("data_collator") is None:
             self.data_collator = PairCollator(self._pad_token_id)
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None

@@ -24,7 +24,7 @@ class Router(TopKRouter):
     statistics: RouterStatistics | None = None
 
     def gating(self, input):
-        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Without Transformer Engine megatron's own calls an undefined name."""
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer Engine on a GPU."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
         logits = F.linear(input.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         adapter = getattr(self, "lora", None)

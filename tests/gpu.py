@@ -103,14 +103,15 @@ def jobs(folder: str) -> list[tuple[str, str, dict, dict]]:
     """(name, model folder, keys of both backends, layouts) of what is trained on several GPUs."""
     tiny_folder = tiny.save_model(f"{folder}/layouts", "qwen3")
     work = [(dtype, tiny_folder, dict(bf16=dtype == "bf16"), layouts()) for dtype in ("float32", "bf16")]
+    single = {"one": (1, {}), "one, packed": (1, PACKED)}
     experts = {name: pair for name, pair in test_moe.LAYOUTS.items() if pair[0] <= torch.cuda.device_count()}
     for name in (*test_moe.FAMILIES, *test_families.EXPERTS.values()):
         path, keys = tiny_moe.save_model(f"{folder}/{name}-experts", name), dict(adam_epsilon=1e-4, **test_moe.AUX)
-        work.append((f"{name}, experts", path, keys, {"one": (1, {}), **experts}))
-        work.append((f"{name}, experts, bf16", path, {**keys, "bf16": True}, {"one": (1, {}), **experts}))
+        work.append((f"{name}, experts", path, keys, {**single, **experts}))
+        work.append((f"{name}, experts, bf16", path, {**keys, "bf16": True}, {**single, **experts}))
     for name in tiny.MORE_KEYS:
         few = {n: pair for n, pair in test_families.LAYOUTS.items() if pair[0] <= torch.cuda.device_count()}
-        work.append((name, tiny.save_model(f"{folder}/{name}", name), dict(adam_epsilon=1e-4), few))
+        work.append((name, tiny.save_model(f"{folder}/{name}", name), dict(adam_epsilon=1e-4), {**single, **few}))
     return work
 
 
