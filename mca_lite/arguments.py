@@ -29,6 +29,7 @@ from .argument_checks import (
 from .argument_parser import ArgumentGroup, ArgumentParser, arg
 from .argument_values import ConfigError, Problem, cast, default_of, type_hints
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .expert_checks import check_frozen_bias
 from .preference_checks import check_preference, check_preference_run
 
 # What plain torch DDP, which knows data parallelism only, does without: these keys count as their defaults there.
@@ -358,7 +359,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     bad = {problem.key for problem in problems}
     if needs_world and "WORLD_SIZE" not in os.environ:
         problems += check_world(training, bad)
-    problems += check_run(run, bad) + check_preference_run(run, bad)
+    problems += check_run(run, bad) + check_preference_run(run, bad) + check_frozen_bias(run, bad)
     if model.model_name_or_path:
         numbers, found = read_model_numbers(model)
         problems += found + check_model(numbers, training)

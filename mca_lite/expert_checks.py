@@ -21,6 +21,14 @@ def check_expert_world(args: Any, bad: set[str]) -> list[Problem]:
     return [Problem(key, ep, reason, f"a multiple of {ep * etp} processes a stage, or {lower}")]
 
 
+def check_frozen_bias(run: Any, bad: set[str]) -> list[Problem]:
+    """An adapter's file has no place for a router's bias."""
+    key, rate = "moe_router_bias_update_rate", run.training.moe_router_bias_update_rate
+    if not rate or run.finetuning.finetuning_type == "full" or bad & {key, "finetuning_type"}:
+        return []
+    return [Problem(key, rate, "adapters leave the base model as it is, the routers' bias too", f"{key}: 0")]
+
+
 def check_experts(experts: int | None, number: Callable[..., int | None], args: Any) -> list[Problem]:
     ep, tp = args.expert_model_parallel_size, args.tensor_model_parallel_size
     key = "expert_model_parallel_size"

@@ -94,7 +94,7 @@ def mlp_rows(hf="mlp.", layers="all", fused=False):
 def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
     """The router and the experts of a layer, as Hugging Face's files hold them: two dimensions, a tensor each."""
     layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
-    yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe")
+    yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe", linear=True)
     bias = (hf + "gate.e_score_correction_bias",)
     yield Row(layer + "router.expert_bias", bias, "copy", "moe", "moe_router_enable_expert_bias")
     gated = tuple(f"{hf}experts.[].{name}.weight" for name in (gate, up))

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ import torch
 from . import parallel
 from .convert import VOCABULARY, in_layer_order, qkv_sizes
 from .families import FAMILIES, TE_ALIASES, Row, rows_of
+from .lora_experts import PROJECTIONS, LoraExperts, attach_merged, merged_experts, merged_router
 from .lora_layers import Adapter, LoraAdapter, LoraEmbedding, LoraSpec, Piece, attach
 
-ALL_LINEAR = ("all", "all-linear")
+ALL_LINEAR, ALL_ROUTERS = ("all", "all-linear"), "all-router"
 
 
 class Candidate(NamedTuple):
@@ -35,31 +37,43 @@ def candidates(config) -> list[Candidate]:
     """All modules of a megatron model, on all ranks, that can have an adapter."""
     found = []
     for row, layer in in_layer_order(config):
-        if row.is_linear and row.expert is None:
+        if row.is_linear:
             mca = row.mca.format(layer).removesuffix(".weight")
-            in_all = row.mca not in VOCABULARY
+            in_all = row.mca not in VOCABULARY and not is_router(row)
             found += [Candidate(name.format(layer).removesuffix(".weight"), mca, in_all) for name in row.hf]
     return found
 
 
 def torch_candidates(model) -> list[Candidate]:
     """The same of a transformers model; megatron's names only for families of the table."""
-    mca, kind = {}, model.config.model_type
-    for row in rows_of(kind, SimpleNamespace(**FAMILIES[kind].values(model.config))) if kind in FAMILIES else ():
+    mca, mixtures, kind = {}, [], model.config.model_type
+    fields = FAMILIES[kind].values(model.config) if kind in FAMILIES else {}
+    rows = rows_of(kind, SimpleNamespace(**fields)) if fields else ()
+    for row in (row for row in rows if row.is_linear):
         for layer in range(model.config.num_hidden_layers) if "{}" in row.mca else (None,):
-            for name in row.hf:
-                mca[name.format(layer).removesuffix(".weight")] = row.mca.format(layer).removesuffix(".weight")
+            names = [name.format(layer).removesuffix(".weight") for name in row.hf]
+            ours = row.mca.format(layer).removesuffix(".weight")
+            mca.update(dict.fromkeys(names, ours))
+            if (is_router(row) or row.expert is not None) and fields["moe_layer_freq"][layer]:
+                mixtures += [Candidate(name, ours, not is_router(row)) for name in names]
     found, head = [], model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             in_all = isinstance(module, torch.nn.Linear) and module is not head
-            found.append(Candidate(name, mca.get(name, ""), in_all))
-    return found
+            # what megatron-core holds otherwise than as a linear, the gate of a shared expert, is not meant by all
+            found.append(Candidate(name, mca.get(name, ""), in_all and (not fields or name in mca)))
+    return found + mixtures
+
+
+def is_router(row: Row) -> bool:
+    return row.mca.endswith(".mlp.router.weight")
 
 
 def _is_meant(target: str, candidate: Candidate) -> bool:
     if target in ALL_LINEAR:
         return candidate.in_all
+    if target == ALL_ROUTERS:
+        return candidate.mca.endswith(".mlp.router")
     for name in filter(None, (candidate.hf, candidate.mca)):
         if name == target or name.endswith("." + target) or fnmatch.fnmatchcase(name, target):
             return True
@@ -75,8 +89,11 @@ def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str
     A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern: *.layers.[0-3].*.q_proj, or a regular
     expression that matches a whole name, of Hugging Face or megatron.
     """
-    chosen = set()
+    chosen, names = set(), {c.hf for c in found}
     for target in targets:
+        if target in names:
+            chosen.add(target)
+            continue
         meant = {c.hf for c in found if _is_meant(target, c)}
         if not meant:
             known = list(dict.fromkeys(name.rsplit(".", 1)[-1] for c in found for name in (c.hf, c.mca) if name))
@@ -110,7 +127,7 @@ def inject(models, spec: LoraSpec, seed: int = 42):
     if config.mtp_num_layers:
         raise ValueError("adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0")
     _refuse_fused(config, spec)
-    saved = saved_rows(config, spec)
+    saved, chosen = saved_rows(config, spec), set(spec.modules)
     models.requires_grad_(False)
     for chunk in models:
         for name, layer, parameter in list(chunk.global_parameter_names()):
@@ -118,9 +135,12 @@ def inject(models, spec: LoraSpec, seed: int = 42):
                 parameter.requires_grad_(True)
         for path, row, layer in _linears(chunk):
             names = [n.format(layer).removesuffix(".weight") for n in row.hf]
-            if set(names) & set(spec.modules):
+            if chosen.intersection(names):
                 adapter = _adapter(spec, chunk.get_submodule(path), row, layer, names, config)
                 attach(chunk.get_submodule(path), adapter)
+        for layer in chunk.decoder.layers:
+            if config.is_moe_layer(layer.layer_number - 1):
+                _adapt_experts(layer.mlp.experts, layer.layer_number - 1, spec, chosen, config)
         if chunk.pre_process and config.recompute_granularity is not None:
             chunk.embedding.register_forward_hook(_needs_grad)
     models.lora = spec
@@ -185,6 +205,51 @@ def _adapter(spec, module, row: Row, layer, names, config) -> Adapter:
     return LoraAdapter(spec, mca, on, in_size, widths, cut, groups=groups, vocab_size=vocab_size, **shared)
 
 
+def _adapt_experts(experts, layer: int, spec: LoraSpec, chosen: set[str], config) -> None:
+    """Put adapters on the experts of a layer of megatron's model where `chosen` names any of them."""
+    names = expert_names(rows_of(config.hf_model_type, config), layer, chosen)
+    if not names:
+        return
+    if spec.dropout and config.expert_tensor_parallel_size > 1:
+        raise ValueError(
+            f"lora_dropout {spec.dropout}: ranks that share an expert's columns would drop different inputs: set "
+            "expert_tensor_parallel_size: 1 or lora_dropout: 0"
+        )
+    n, size, rank = experts.fc1.shape[0], experts.ep_group.size(), experts.ep_group.rank()
+    mine = {projection: modules[n * rank : n * (rank + 1)] for projection, modules in names.items()}
+    adapter = LoraExperts(
+        spec,
+        f"decoder.layers.{layer}.mlp.experts",
+        mine,
+        config.hidden_size,
+        experts.fc2.shape[-1],
+        ep=(size, rank),
+        group=experts.etp_group,
+        device=parallel.device(),
+    )
+    adapter.train(experts.training)
+    experts.add_module("lora", adapter)
+
+
+def expert_names(rows, layer: int, chosen: set[str]) -> dict[str, list[str]]:
+    """{projection: HF module of each expert of a layer} for the projections that `chosen` names; {} where it names none.
+
+    ValueError where it names some experts of a layer alone."""
+    found: dict[str, list[str]] = {projection: [] for projection in PROJECTIONS}
+    for row in rows:
+        if row.expert is not None:
+            of_row = PROJECTIONS[:2] if len(row.hf) == 2 else PROJECTIONS[2:]
+            for projection, name in zip(of_row, row.hf, strict=True):
+                found[projection].append(name.format(layer).removesuffix(".weight"))
+    for modules in found.values():
+        meant = chosen.intersection(modules)
+        if meant and len(meant) < len(modules):
+            raise ValueError(
+                f"lora_target means {min(meant)} and not {min(set(modules) - meant)}: name all experts of a layer, or none"
+            )
+    return {projection: modules for projection, modules in found.items() if chosen.issuperset(modules) and modules}
+
+
 def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
     """{(megatron name, layer): row} of what modules_to_save means. ValueError where that cannot be trained by itself."""
     found, used = {}, set()
@@ -194,6 +259,8 @@ def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
         used |= {name for name in spec.modules_to_save for m in modules if m.endswith(name)}
         if not meant:
             continue
+        if row.expert is not None:
+            raise ValueError(f"modules_to_save: {meant[0]}: experts are not trained whole, add them to lora_target")
         if row.mca in VOCABULARY and config.tie_embeddings_and_output_weights:
             raise ValueError(
                 f"modules_to_save: {meant[0]} of a model whose embedding is its head: PEFT would train a copy for one of "
@@ -241,7 +308,8 @@ def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = tor
     for name in saved:
         modules[name].float().requires_grad_(True)
     mca = {c.hf: c.mca for c in torch_candidates(model)}
-    for name in spec.modules:
+    mixed = _inject_torch_mixtures(model, spec, modules)
+    for name in (name for name in spec.modules if name not in mixed):
         module = modules[name]
         (out_size, in_size), device = module.weight.shape, module.weight.device
         if isinstance(module, torch.nn.Embedding):
@@ -251,6 +319,34 @@ def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = tor
         attach(module, adapter)
     fill(model, init_source(seed))
     return model
+
+
+def _inject_torch_mixtures(model, spec: LoraSpec, modules: dict) -> set[str]:
+    """Adapters of a transformers model's experts and routers -> the modules, by their names in files, that have one now."""
+    kind, chosen, done = model.config.model_type, set(spec.modules), set()
+    fields = FAMILIES[kind].values(model.config) if kind in FAMILIES else {}
+    rows = rows_of(kind, SimpleNamespace(**fields)) if fields.get("num_moe_experts") else ()
+    router = next((row for row in rows if is_router(row)), None)
+    for layer in (i for i in range(model.config.num_hidden_layers) if rows and fields["moe_layer_freq"][i]):
+        block = modules[f"model.layers.{layer}.mlp"]
+        names = expert_names(rows, layer, chosen)
+        if names:
+            (_, h, f), mca = block.experts.down_proj.shape, f"decoder.layers.{layer}.mlp.experts"
+            adapter = LoraExperts(spec, mca, names, h, f, device=block.experts.down_proj.device)
+            attach_merged(block.experts, adapter, partial(merged_experts, block.experts, adapter))
+            done.update(name for of_projection in names.values() for name in of_projection)
+        gate = router.hf[0].format(layer).removesuffix(".weight")
+        if gate in chosen:
+            (out_size, in_size), mca = block.gate.weight.shape, router.mca.format(layer).removesuffix(".weight")
+            adapter = LoraAdapter(spec, mca, [gate], in_size, [out_size], device=block.gate.weight.device)
+            attach_merged(block.gate, adapter, partial(merged_router, block.gate, adapter))
+            done.add(gate)
+    if done and spec.dropout:
+        raise ValueError(
+            f"lora_dropout {spec.dropout}: adapters of experts and routers have none on plain torch: set lora_dropout: 0 or "
+            "use_mca: true"
+        )
+    return done
 
 
 # -- what a model has --------------------------------------------------------------------------------------------------
@@ -324,15 +420,17 @@ def sharded_state(chunk) -> dict[str, Any]:
         for name, tensor in chunk.sharded_state_dict().items()
         if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
     }
-    replica = mpu.get_data_parallel_rank(with_context_parallel=True)
+    replica, of_experts = mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_expert_data_parallel_rank()
     for path, adapter in chunk.named_modules():
         for name, parameter in adapter.named_parameters() if isinstance(adapter, Adapter) else ():
-            axis = adapter.axes[name]
+            axis, expert = adapter.axes[name], isinstance(adapter, LoraExperts)
+            cut = [] if axis is None else [(axis + expert, adapter.rank, adapter.tp)]
             state[f"{path}.{name}"] = ShardedTensor.from_rank_offsets(
                 f"{adapter.mca}.{name}",
                 parameter,
-                *([] if axis is None else [(axis, adapter.rank, adapter.tp)]),
-                replica_id=(0, 0 if axis is not None else adapter.rank, replica),
+                *([(0, *reversed(adapter.ep))] if expert else []),
+                *cut,
+                replica_id=(0, 0 if axis is not None else adapter.rank, of_experts if expert else replica),
                 allow_shape_mismatch=name in adapter.padded,
             )
     return state

@@ -11,7 +11,7 @@ ranks. What each matrix of a cut linear is, for megatron's gradient reduction an
     column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
-    not cut       A and B whole and complete; with SP both partial over the sequence, of which the linear has its part.
+    not cut       A and B whole and complete; with SP both partial over the sequence, of which it sees a part.
 """
 
 import math
@@ -49,15 +49,17 @@ class LoraSpec:
 
 class Piece(NamedTuple):
     """One matrix of PEFT, under its key in a file, as this rank holds it: `rows` of `parameter`, cut along `axis` over
-    tensor-parallel ranks (None: whole). `real` is the whole's length there, where it is padded."""
+    tensor-parallel ranks (None: whole). `real` is the whole's length there, where it is padded. An expert's is one of several
+    matrices in a parameter."""
 
     key: str
     parameter: torch.nn.Parameter
-    rows: slice
+    rows: slice | int
     axis: int | None
     tp: int
     rank: int
     real: int | None
+    expert: bool = False  # cut over the expert tensor parallel ranks; others hold other experts
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -246,6 +248,8 @@ def _normed(module, x):
 
 
 def attach(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Put an adapter beside a module; a router asks it by itself, others have a hook."""
     adapter.train(module.training)
     module.add_module("lora", adapter)
-    module.register_forward_hook(_hook)
+    if not hasattr(module, "gating"):
+        module.register_forward_hook(_hook)

@@ -23,6 +23,13 @@ class Router(TopKRouter):
 
     statistics: RouterStatistics | None = None
 
+    def gating(self, input):
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer Engine on a GPU."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        logits = F.linear(input.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        adapter = getattr(self, "lora", None)
+        return logits if adapter is None or not adapter.enabled else logits + adapter(input).to(logits.dtype)
+
     def routing(self, logits, padding_mask=None):
         """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E], choices bool [T, E])."""
         config, flat = self.config, logits.flatten(0, 1)
@@ -97,20 +104,34 @@ class Experts(MegatronModule):
 
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
-        fc1, probs = self.fc1.flatten(1, 2), probs.unsqueeze(-1)
+        ends = None
         if self.config.moe_grouped_gemm:
             ends = tokens_per_expert.cumsum(0).to(device=x.device, dtype=torch.int32, non_blocking=True)
-            hidden = self._activated(F.grouped_mm(x, fc1.transpose(1, 2), offs=ends), probs, x.dtype)
-            return F.grouped_mm(hidden, self.fc2.transpose(1, 2), offs=ends), None
-        counts, outs = tokens_per_expert.tolist(), []
-        for part, prob, w1, w2 in zip(x.split(counts), probs.split(counts), fc1, self.fc2, strict=True):
-            outs.append(F.linear(self._activated(F.linear(part, w1), prob, x.dtype), w2))
-        return torch.cat(outs), None
+
+        def multiply(t, w):
+            """Each expert's tokens t times the transpose of its matrix in w [n, out, in]."""
+            # the grouped product wants rows of whole 16 bytes, which the smallest adapters lack
+            if ends is None or any(size * t.element_size() % 16 for size in w.shape[1:]):
+                counts = tokens_per_expert.tolist()
+                return torch.cat([F.linear(part, one) for part, one in zip(t.split(counts), w, strict=True)])
+            return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
+
+        adapter = getattr(self, "lora", None)
+        if adapter is None or not adapter.enabled:
+            hidden = self._activated(multiply(x, self.fc1.flatten(1, 2)), probs, x.dtype)
+            return multiply(hidden, self.fc2), None
+        hidden = self._added(multiply(x, self.fc1.flatten(1, 2)), adapter.gate_up(x, multiply))
+        hidden = self._activated(hidden, probs, x.dtype)
+        return self._added(multiply(hidden, self.fc2), adapter.down(hidden, multiply)), None
+
+    @staticmethod
+    def _added(base, delta):
+        return base if delta is None else (base + delta).to(base.dtype)
 
     @staticmethod
     def _activated(both, probs, dtype):
         gate, up = both.chunk(2, -1)
-        return (F.silu(gate) * up * probs).to(dtype)
+        return (F.silu(gate) * up * probs.unsqueeze(-1)).to(dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """megatron's ShardedTensors: experts along the first axis, their columns along the third."""
@@ -127,7 +148,7 @@ class Experts(MegatronModule):
                 replica_id=(0, 0, self.dp_group.rank()),
                 prepend_axis_num=first,
             )
-            for name, parameter in self.named_parameters()
+            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
         }
 
 

@@ -231,33 +231,33 @@ def _fill_saved_torch(model, source: AdapterSource) -> None:
 def gather_adapters(model) -> dict[str, torch.Tensor]:
     """{key without prefix: whole float32 CPU matrix} on global rank 0, {} elsewhere. All ranks must call it.
 
-    Collectives: gathers over tensor-parallel groups, sends to rank 0, within the first data-parallel replica.
+    Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
     """
     mine = list(lora.pieces_of(model))
     if isinstance(model, torch.nn.Module):
         return {p.key: p.tensor.to("cpu", copy=True) for p in mine} if parallel.is_main() else {}
     from megatron.core import parallel_state as mpu
 
-    if mpu.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return {}
-    pipeline, tensor = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
-    everyone = [None] * pipeline.size()
-    dist.all_gather_object(everyone, [(p.key, p.full_shape) for p in mine], group=pipeline)
-    out = {}
-    for owner, theirs in enumerate(everyone):
-        for i, (key, shape) in enumerate(theirs):
-            full = None
-            if owner == pipeline.rank():
-                part = mine[i].tensor.contiguous()
-                parts = [torch.empty_like(part) for _ in range(tensor.size())]
-                dist.all_gather(parts, part, group=tensor)
-                full = mine[i].join(parts)
-                if owner != 0 and tensor.rank() == 0:
+    # of the ranks that hold a piece, the first: it tells of it, and sends it
+    groups = mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+    replicas = mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_expert_data_parallel_rank()
+    first = [group.rank() + replica == 0 for group, replica in zip(groups, replicas, strict=True)]
+    told = parallel.gather([(p.key, p.full_shape, p.expert) for p in mine if first[p.expert]])
+    held, out = {p.key: p for p in mine}, {}
+    for owner, theirs in enumerate(told):
+        for key, shape, expert in theirs:
+            group, full = groups[expert], None
+            if owner in dist.get_process_group_ranks(group):
+                part = held[key].tensor.contiguous()
+                parts = [torch.empty_like(part) for _ in range(group.size())]
+                dist.all_gather(parts, part, group=group)
+                full = held[key].join(parts)
+                if parallel.rank() == owner != 0:
                     dist.send(full.contiguous(), 0)
             if parallel.is_main():
                 if owner != 0:
                     full = torch.empty(shape, device=parallel.device())
-                    dist.recv(full, dist.get_global_rank(pipeline, owner))
+                    dist.recv(full, owner)
                 out[key] = full.to("cpu", copy=True).contiguous()
     return out
 

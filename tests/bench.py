@@ -177,6 +177,13 @@ def lora() -> None:
     bench_lora.main()
 
 
+def moe() -> None:
+    """Experts in one grouped matrix product against one after another, and steps against the torch backend."""
+    from tests import bench_moe
+
+    bench_moe.main()
+
+
 def checkpoints() -> None:
     """Saving and loading checkpoints against a plain write and read of the same bytes."""
     from tests import bench_checkpoint
@@ -184,7 +191,7 @@ def checkpoints() -> None:
     bench_checkpoint.main()
 
 
-ALL = {"loss": loss, "packing": packing, "layouts": layouts, "lora": lora, "checkpoints": checkpoints}
+ALL = {"loss": loss, "packing": packing, "layouts": layouts, "lora": lora, "moe": moe, "checkpoints": checkpoints}
 
 
 def main() -> None:

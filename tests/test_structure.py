@@ -16,9 +16,9 @@ ORDER = """
     constants cpu losses pref_losses routing family_rows families hf_experts
     pipeline_layout argument_values argument_keys preference_checks expert_checks argument_checks
     argument_parser arguments packing build_once records pair_records chat encoding token_cache batches pairs data parallel
-    moe latent layers mtp model_config optim callbacks report hf_files sources vocabulary convert lora_layers lora peft_format
-    manifest reference_store run_folder dist_checkpoint checkpoint signals models backend_megatron torch_routers backend_torch
-    summary trainer dpo_trainer cli commands __main__ __init__
+    moe latent layers mtp model_config optim callbacks report hf_files sources vocabulary convert lora_layers lora_experts lora
+    peft_format manifest reference_store run_folder dist_checkpoint checkpoint signals models backend_megatron torch_routers
+    backend_torch summary trainer dpo_trainer cli commands __main__ __init__
 """.split()
 # The products of other people, and ours only in tests
 FOREIGN = {"accelerate", "peft", "datasets", "trl", "deepspeed", "llamafactory"}

@@ -1,0 +1,228 @@
+"""Adapters of experts, routers and shared experts: the mathematics of PEFT's for single experts, in every layout."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from tests import tiny, tiny_moe, world
+from tests.lora_tools import ALPHA, RANK, adapter_of, load, run_keys
+from tests.test_moe import CP2, DIST_OPT, EP2, ETP1, LOOP, TP2
+from tests.test_parity import OVERLAP, PP2, assert_same_curve
+from tests.training import train
+
+SCALE = ALPHA / RANK
+LAYOUTS = {
+    "one": (1, {}),
+    "ep2": (2, {**EP2, **DIST_OPT}),
+    "tp2": (2, TP2),
+    "ep2tp2": (4, {**EP2, **TP2, **OVERLAP}),
+    "ep2tp2_etp1": (2, {**EP2, **TP2, **ETP1}),
+    "tp2_etp1": (2, {**TP2, **ETP1}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "cp2ep2_recompute": (2, {**CP2, **EP2, "recompute_granularity": "full"}),
+    "torch": (1, dict(backend="torch")),
+    "torch_dp2": (2, dict(backend="torch")),
+}
+TARGETS = {
+    "qwen3_moe_dense_layers": ("all", "all-router"),
+    "qwen2_moe": ("all",),
+    "mixtral": ("w1", "w2", "q_proj", "mlp.router"),  # a projection without adapter beside one that has it
+    "glm4_moe": ("linear_fc1", "gate"),  # megatron's name for gate and up
+}
+
+
+class Merged(torch.nn.Module):
+    """A weight of transformers' model as a parametrization: W + scale * B A, for each part of W that has an adapter."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.indices = [index for index, _, _ in parts]
+        self.a = torch.nn.ParameterList(a for _, a, _ in parts)
+        self.b = torch.nn.ParameterList(b for _, _, b in parts)
+
+    def forward(self, weight):
+        weight = weight.clone()
+        for index, a, b in zip(self.indices, self.a, self.b, strict=True):
+            weight[index] = weight[index] + SCALE * b @ a
+        return weight
+
+
+def where(model, name: str, key: str) -> tuple[torch.nn.Module, str, tuple]:
+    """(module, parameter, index) that a module's name in a file means in transformers' model; written down by hand."""
+    for theirs, ours in (
+        ("block_sparse_moe", "mlp"),
+        (".w1", ".gate_proj"),
+        (".w3", ".up_proj"),
+        (".w2", ".down_proj"),
+    ):
+        key = key.replace(theirs, ours)
+    if ".experts." not in key:
+        return model.get_submodule(key), "weight", (slice(None),)
+    prefix, rest = key.split(".experts.")
+    e, projection = rest.split(".")
+    experts = model.get_submodule(prefix + ".experts")
+    half = experts.down_proj.shape[2]
+    rows = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}.get(projection, slice(None))
+    return experts, "down_proj" if projection == "down_proj" else "gate_up_proj", (int(e), rows)
+
+
+def oracle(path: str, folder: str, name: str, start: str) -> list:
+    """The curve of transformers' model whose weights are parametrized by the adapter of `start`; the end is in `folder`."""
+    from torch.nn.utils import parametrize
+    from transformers import AutoModelForCausalLM
+
+    from mca_lite.arguments import TrainingArguments
+    from mca_lite.trainer import McaTrainer
+
+    class Oracle(McaTrainer):
+        def forward_step(self, data_iterator, model):
+            inputs = self._prepare_train_inputs(data_iterator)
+            labels = inputs["labels"]
+            logits = model.model(inputs["input_ids"], position_ids=inputs["position_ids"]).logits
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+            return losses.view_as(labels), functools.partial(self._post_compute_loss, labels)
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+    tensors, places, trained = adapter_of(start), {}, {}
+    for key in (k for k in tensors if k.endswith("lora_A.weight")):
+        other = key.replace("lora_A", "lora_B")
+        module, parameter, index = where(
+            model, name, key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        )
+        a, b = (torch.nn.Parameter(tensors[k]) for k in (key, other))
+        trained.update({key: a, other: b})
+        places.setdefault((module, parameter), []).append((index, a, b))
+    for (module, parameter), parts in places.items():
+        parametrize.register_parametrization(module, parameter, Merged(parts), unsafe=True)
+    keys = {**run_keys(f"{folder}/run"), "max_steps": 3}
+    trainer = Oracle(model, TrainingArguments(**keys), train_dataset=tiny.samples(12))
+    trainer.train()
+    save_file({k: v.detach().contiguous() for k, v in trained.items()}, f"{folder}/adapter_model.safetensors")
+    return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
+
+
+def start(path: str, folder: str, targets: tuple) -> None:
+    """An adapter of ours whose matrices are all not zero: a start of B = 0 would hide errors in A."""
+    from mca_lite import lora, peft_format
+    from mca_lite.lora_layers import LoraSpec
+    from mca_lite.models import load_torch_model
+
+    model = lora.inject_torch(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
+    generator = torch.Generator().manual_seed(3)
+    lora.fill(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
+    peft_format.save_adapter(model, folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """{name: (model, folder of the adapter at the start, curve, adapter at the end)}"""
+    out = {}
+    for name, targets in TARGETS.items():
+        folder = tmp_path_factory.mktemp(name)
+        path = tiny_moe.save_model(folder / "model", name, num_hidden_layers=2)
+        world.run(start, 1, path, str(folder / "start"), targets)
+        [curve] = world.run(oracle, 1, path, str(folder), name, str(folder / "start"))
+        out[name] = path, folder / "start", curve, adapter_of(folder)
+    return out
+
+
+def train_all(models: dict, out: str, keys: dict) -> dict:
+    """Each model from its adapter, one after another; the expert loop for some of them."""
+    curves = {}
+    for name, (path, adapter) in models.items():
+        own = LOOP if name == "qwen2_moe" and "backend" not in keys else {}
+        shared = dict(steps=3, count=12, adam_epsilon=1e-4, export=True)
+        curves[name] = train(path, f"{out}/{name}", adapt=functools.partial(load, adapter), **{**shared, **own, **keys})
+    return curves
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    models = {name: (path, str(adapter)) for name, (path, adapter, _, _) in made.items()}
+    for curves in world.run(train_all, ranks, models, str(tmp_path), keys):
+        for name, curve in curves.items():
+            assert_same_curve(curve, made[name][2])
+    for name, (*_, end) in made.items():
+        ours = adapter_of(tmp_path / name)
+        assert ours.keys() == end.keys()
+        for key, value in end.items():
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def merged_and_logits(models: dict, out: str, keys: dict) -> dict:
+    """Write each model with its adapter in its weights -> the logits with the adapter beside them, on one stage."""
+    from mca_lite import convert, peft_format
+    from mca_lite.models import AutoModel
+    from tests.test_convert import TOKENS, make_args
+
+    logits = {}
+    for name, (path, adapter) in models.items():
+        args = make_args(**keys)
+        model = peft_format.load_adapter(AutoModel.from_pretrained(path, args), adapter).eval()
+        convert.export_hf(model, f"{out}/{name}", change=peft_format.merger(model))
+        with torch.no_grad():
+            logits[name] = model.gather_logits(model(torch.tensor(TOKENS))).tolist()
+    return logits
+
+
+def logits_of(model) -> torch.Tensor:
+    from tests.test_convert import TOKENS
+
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits
+
+
+@pytest.mark.parametrize("layout", ["one", "ep2tp2", "ep2tp2_etp1"])
+def test_merged_weights_give_the_logits_of_the_adapters(layout, made, tmp_path):
+    from tests.test_convert import load_hf
+
+    ranks, keys = LAYOUTS[layout]
+    models = {name: (path, str(adapter)) for name, (path, adapter, _, _) in made.items()}
+    answer = world.run(merged_and_logits, ranks, models, str(tmp_path), keys)[0]
+    for name, ours in answer.items():
+        merged = load_hf(tmp_path / name)
+        torch.testing.assert_close(logits_of(merged), torch.tensor(ours), rtol=0, atol=1e-5)
+        assert (logits_of(merged) - logits_of(load_hf(made[name][0]))).abs().max() > 1e-2, "the adapter changes nothing"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_dense_layers", "glm4_moe"])
+def test_peft_loads_adapters_of_experts_with_the_same_logits(name, made, tmp_path):
+    from peft import PeftModel
+
+    from tests.test_convert import load_hf
+
+    path, adapter, _, _ = made[name]
+    folder = str(tmp_path / "adapter")
+    # beside experts PEFT's conversion to transformers 5 passes adapters of dense MLPs and of shared experts over; it has none
+    # for qwen2_moe
+    targets = ("all",) if name == "mixtral" else ("*.mlp.experts.*", "q_proj", "o_proj")
+    world.run(start, 1, path, folder, targets)
+    answer = world.run(merged_and_logits, 2, {name: (path, folder)}, str(tmp_path), EP2)[0]
+    theirs = PeftModel.from_pretrained(load_hf(path), folder)
+    torch.testing.assert_close(logits_of(theirs), torch.tensor(answer[name]), rtol=0, atol=1e-5)
+
+
+RESUME = {"ep2": ("ep2", "tp2", "ep2tp2_etp1"), "ep2tp2": ("cp2ep2_recompute", "ep2pp2")}
+
+
+@pytest.mark.parametrize("before, after", [(a, b) for a, row in RESUME.items() for b in row])
+def test_checkpoints_of_adapters_go_on_in_other_expert_layouts(before, after, made, tmp_path):
+    name = "qwen3_moe_dense_layers"
+    models = {name: (made[name][0], str(made[name][1]))}
+    save = dict(save_strategy="steps", save_steps=2, num_train_epochs=5, steps=4)
+    (ranks, keys), (others, other) = LAYOUTS[before], LAYOUTS[after]
+    [wanted, *_] = world.run(train_all, ranks, models, str(tmp_path / "first"), {**save, **keys})
+    end = adapter_of(tmp_path / "first" / name)
+    checkpoint = str(tmp_path / "first" / name / "checkpoint-2")
+    keys = {**save, **other, "resume_from_checkpoint": checkpoint}
+    [got, *_] = world.run(train_all, others, models, str(tmp_path / "then"), keys)
+    ours = adapter_of(tmp_path / "then" / name)
+    if before == after:
+        assert got == wanted and all(torch.equal(ours[key], value) for key, value in end.items())
+    assert_same_curve(got[name], wanted[name], 5e-6)
+    for key, value in end.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
