@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import tiny, world
+from tests import tiny, tiny_moe, world
 from tests.lora_tools import TARGETS, load, peft_model, train_from_adapter
 from tests.test_checkpoint import SAVE
 from tests.test_checkpoint_safety import flip_bit
 from tests.test_lora_files import EVERYTHING, logits, make
+from tests.test_moe_lora import start
 from tests.test_parity import DIST_OPT, TP2, exported
 
 BF16_ROUNDING = 2**-8 * 1.001  # half of the last of eight binary digits, and float32's own rounding
@@ -160,3 +161,18 @@ def verified(src: str, dst: str, adapter: str) -> str:
         return verify(src, dst, adapter)
     except ValueError as error:
         return str(error)
+
+
+@pytest.mark.parametrize("name, targets", [("mixtral", ("w1", "w2", "q_proj")), ("qwen3_moe", ("all", "all-router"))])
+def test_adapters_of_experts_are_merged_from_files_as_from_a_model(name, targets, tmp_path):
+    path = tiny_moe.save_model(tmp_path / "model", name, num_hidden_layers=2)
+    world.run(start, 1, path, str(tmp_path / "adapter"), targets)
+    code, _, error = convert(path, tmp_path / "out", "--merge", tmp_path / "adapter", "--verify")
+    assert code == 0, error
+    world.run(merged_by_us, 1, path, str(tmp_path / "adapter"), str(tmp_path / "trained"))
+    wanted, before = exported(tmp_path / "trained"), exported(path)
+    got = exported(tmp_path / "out")
+    assert got.keys() == wanted.keys()
+    for tensor_name, tensor in got.items():
+        torch.testing.assert_close(tensor, wanted[tensor_name], rtol=0, atol=1e-6)
+    assert any(".experts.1." in n and not torch.equal(got[n], before[n]) for n in got), "no expert has changed"
