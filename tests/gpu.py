@@ -15,7 +15,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from tests import test_packed, test_parity, tiny, world
+from tests import gpu_moe, test_packed, test_parity, tiny, world
 from tests.training import train
 
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
@@ -98,6 +98,25 @@ def in_turn(path: str, folder: str, cells: dict, wanted: list) -> dict:
     return out
 
 
+def mixtures(folder: str) -> list[float]:
+    """Experts: one GPU in several modes, and two in the layouts of gpu_moe.py."""
+    limits, paths = [], gpu_moe.save_models(folder)
+    for name, path in paths.items():
+        for dtype in ("float32", "bf16"):
+            shared = dict(gpu_moe.AUX, bf16=dtype == "bf16")
+            [wanted] = world.run(
+                quiet, 1, path, f"{folder}/{name}-{dtype}", backend="torch", timeout_s=120, **shared
+            )
+            for ranks, cases in ((1, gpu_moe.ONE), (2, gpu_moe.LAYOUTS)):
+                if ranks > torch.cuda.device_count():
+                    continue
+                cells = {f"{name}, {dtype}, {case}": {**keys, **shared} for case, keys in cases.items()}
+                for differences in world.run(in_turn, ranks, path, folder, cells, wanted, timeout_s=300):
+                    whole = [number for pair in differences.values() for number in pair]
+                    limits += whole if dtype == "float32" else [number for number in whole if number == float("inf")]
+    return limits
+
+
 def on_several_gpus(folder: str) -> list[float]:
     limits, path = [], tiny.save_model(f"{folder}/layouts", "qwen3")
     for dtype in ("float32", "bf16"):
@@ -119,6 +138,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         limits = on_several_gpus(folder) if torch.cuda.device_count() > 1 else []
         limits += on_one_gpu(folder)
+        limits += mixtures(folder)
     print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}")
     return int(max(limits) > TOLERANCE)
 
