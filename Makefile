@@ -17,7 +17,7 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help install train dpo orpo test lint bench chaos clean
+.PHONY: gpu families help install train dpo orpo test lint bench chaos clean
 
 help:  ## this list
 	@grep -hE '^[a-z ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -53,6 +53,9 @@ chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kil
 
 gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there
 	$(BIN)/python -m tests.gpu
+
+families: $(STAMP)  ## measure every family against transformers, and write README's table of them
+	$(BIN)/python -m tests.family_table
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
 	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache

@@ -484,7 +484,11 @@ def check_run(run: Any, bad: set[str]) -> list[Problem]:
             problems.append(
                 Problem("output_dir", run.training.output_dir, reason, f"output_dir: {run.training.output_dir}-sft")
             )
-    if run.training.mtp_num_layers and not run.backend.use_mca and "mtp_num_layers" not in bad:
-        reason = "plain torch has no layers for multi-token prediction"
-        problems.append(Problem("mtp_num_layers", run.training.mtp_num_layers, reason, "mtp_num_layers: 0"))
+    for used, reason in (
+        (not run.backend.use_mca, "plain torch has no layers for multi-token prediction"),
+        (run.finetuning.stage == "dpo", "preferences are not predicted ahead"),
+        (run.finetuning.finetuning_type == "lora", "adapters beside layers for multi-token prediction are not built"),
+    ):
+        if used and run.training.mtp_num_layers and "mtp_num_layers" not in bad:
+            problems.append(Problem("mtp_num_layers", run.training.mtp_num_layers, reason, "mtp_num_layers: 0"))
     return problems

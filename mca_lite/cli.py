@@ -214,6 +214,11 @@ def reference_folder(run: RunArguments, folder: Path, vocab_size: int) -> Path |
     if keys.stage != "dpo" or keys.pref_loss == "orpo":
         return None
     if keys.ref_model in (None, *REFERENCES):
+        if keys.ref_model == "adapter" and keys.modules_to_save:  # new tokens bring some that the keys do not name
+            raise ValueError(
+                f"ref_model adapter: {', '.join(keys.modules_to_save)} (modules_to_save) change beside the adapters: "
+                "set ref_model: cached"
+            )
         if keys.ref_model != "model" and keys.adapter_name_or_path and _saves_modules(keys.adapter_name_or_path):
             raise ValueError(
                 f"{keys.adapter_name_or_path} has modules of its own (modules_to_save), and without its adapters the model is "

@@ -125,7 +125,6 @@ def _table():
     """The rows. Imports megatron, so it is built only when it is applied."""
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.tensor_parallel.random as megatron_random
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import torch.distributed as dist
 
     cuda = torch.cuda
@@ -155,7 +154,6 @@ def _table():
     yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
     yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), "clipping asks for 'torch.cuda.FloatTensor' by name"
     yield clip_grads, "l2_norm_impl", _multi_tensor_l2_norm, "float32 norms of large tensors are 1e-4 off on a CPU"
-    yield moe_utils, "te_general_gemm", None, "the name is undefined without Transformer Engine and read all the same"
     yield dist, "all_gather", _all_gather(dist.all_gather), "gloo wants equal pieces; experts have unequal ones"
     yield dist, "all_to_all_single", _all_to_all_single(dist.all_to_all_single), "gloo wants split sizes as lists"
 

@@ -101,10 +101,17 @@ class DPOTrainer(McaTrainer):
                 "calculate_per_token_loss false: a preference loss is the mean over the pairs of the global batch, in every "
                 "layout: set calculate_per_token_loss: true"
             )
+        if getattr(model.config, "mtp_num_layers", None):
+            raise ValueError(
+                f"mtp_num_layers {model.config.mtp_num_layers}: layers for multi-token prediction have no part in a preference "
+                "loss: set mtp_num_layers: 0"
+            )
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             if dataset is not None and len(dataset):
                 pairs_of(dataset[0])
         super().__init__(model=model, args=args, **kwargs)
+        if self.backend.predicts_ahead:
+            raise ValueError("a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0")
         if kwargs.get("data_collator") is None:
             self.data_collator = PairCollator(self._pad_token_id)
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
@@ -203,6 +210,11 @@ class DPOTrainer(McaTrainer):
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches with the reference's log-probabilities, where the loss takes them and the data does not."""
         if not self.train_config.use_ref_model or self.reference == "cached":
+            if self.reference == "cached" and any("reference" not in batch for batch in micro_batches):
+                raise ValueError(
+                    'the data collator dropped "reference", the log-probabilities [b, pairs, 2] that the samples bring: hand '
+                    "them on, or use ref_model: model"
+                )
             return micro_batches
         chunks = self.models if self.ref_chunks is None else self.ref_chunks
         found = self.compute_reference_log_probs(chunks, micro_batches, seq_length)

@@ -11,7 +11,7 @@ ranks. What each matrix of a cut linear is, for megatron's gradient reduction an
     column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
-    not cut       A and B whole and complete; with SP both partial over the sequence, as the linear or router itself.
+    not cut       A and B whole and complete; with SP both partial over the sequence, of which it sees a part.
 """
 
 import math

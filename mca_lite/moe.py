@@ -24,7 +24,10 @@ class Router(TopKRouter):
     statistics: RouterStatistics | None = None
 
     def gating(self, input):
-        logits, adapter = super().gating(input), getattr(self, "lora", None)
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer Engine on a GPU."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        logits = F.linear(input.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        adapter = getattr(self, "lora", None)
         return logits if adapter is None or not adapter.enabled else logits + adapter(input).to(logits.dtype)
 
     def routing(self, logits, padding_mask=None):
@@ -101,7 +104,7 @@ class Experts(MegatronModule):
 
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
-        counts, ends = tokens_per_expert.tolist(), None
+        ends = None
         if self.config.moe_grouped_gemm:
             ends = tokens_per_expert.cumsum(0).to(device=x.device, dtype=torch.int32, non_blocking=True)
 
@@ -109,6 +112,7 @@ class Experts(MegatronModule):
             """Each expert's tokens t times the transpose of its matrix in w [n, out, in]."""
             # the grouped product wants rows of whole 16 bytes, which the smallest adapters lack
             if ends is None or any(size * t.element_size() % 16 for size in w.shape[1:]):
+                counts = tokens_per_expert.tolist()
                 return torch.cat([F.linear(part, one) for part, one in zip(t.split(counts), w, strict=True)])
             return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
 

@@ -72,7 +72,13 @@ def arrange_pairs(batch: dict, packs: bool, document_multiple: int, pad_token_id
     packed row drops it.
     """
     mask = batch["attention_mask"]
-    counts = [int(row.max()) // 2 for row in mask]
+    numbers = [int(row.max()) for row in mask]
+    if odd := [n for n in numbers if n % 2]:
+        raise ValueError(
+            f"the data collator gave a row of {odd[0]} documents: expected chosen and rejected in turn, numbered from 1 by "
+            "attention_mask"
+        )
+    counts = [n // 2 for n in numbers]
     known = [batch["reference"][i, :n] for i, n in enumerate(counts)] if "reference" in batch else []
     if packs:
         arranged = pack_batch(batch, document_multiple, pad_token_id)

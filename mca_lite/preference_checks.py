@@ -64,6 +64,9 @@ def check_preference_run(run: Any, bad: set[str]) -> list[Problem]:
     if not args.calculate_per_token_loss and "calculate_per_token_loss" not in bad:
         reason = "a preference loss is the mean over the pairs of the global batch, in every layout"
         problems.append(Problem("calculate_per_token_loss", False, reason, "calculate_per_token_loss: true"))
+    if args.mtp_num_layers and "mtp_num_layers" not in bad:
+        reason = "layers for multi-token prediction have no part in a preference loss"
+        problems.append(Problem("mtp_num_layers", args.mtp_num_layers, reason, "mtp_num_layers: 0"))
     folder = keys.ref_model
     known = folder in (None, *REFERENCES) or folder == run.model.model_name_or_path
     if not known and "ref_model" not in bad and not os.path.isfile(os.path.join(folder, HF_CONFIG_NAME)):

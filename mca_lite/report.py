@@ -407,17 +407,24 @@ def model_flops_per_token(
     vocab_size: int,
     seq_length: float,
     gated_mlp: bool = True,
+    attention_weights: float | None = None,
+    num_prediction_layers: int = 0,
 ) -> float:
     """Returns the FLOPs, forward and backward, that a token of a full fine-tune costs a dense model (megatron's count).
 
     seq_length: sum(L_i^2) / sum(L_i) over the documents i of a batch, which is L where all are L long. A weight costs 2
     FLOPs forward and 4 backward; the causal half of the attention core 6 L heads head_dim; the logits 6 h V; the
-    embedding look-up nothing. Recomputation is not counted: it is work that the model does not ask for.
+    embedding look-up nothing. Recomputation is not counted: it is work that the model does not ask for. attention_weights: of a
+    layer, where they do not follow from heads; head_dim is then the mean of a query's and a value's. Layers for multi-token
+    prediction are layers with a projection of 2 h and the logits again.
     """
     attention = hidden_size * head_dim * (2 * num_attention_heads + 2 * num_query_groups)  # q and output, k and v
+    attention = attention if attention_weights is None else attention_weights
     mlp = hidden_size * ffn_hidden_size * (3 if gated_mlp else 2)
     core = seq_length * num_attention_heads * head_dim
-    return 6.0 * (num_layers * (attention + mlp + core) + hidden_size * vocab_size)
+    ahead = num_prediction_layers
+    layers = (num_layers + ahead) * (attention + mlp + core) + ahead * 2 * hidden_size**2
+    return 6.0 * (layers + (1 + ahead) * hidden_size * vocab_size)
 
 
 def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> float | None:

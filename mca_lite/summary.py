@@ -98,4 +98,21 @@ def step_flops(model, tokens: float, seq_length: float) -> float:
     shared = dict(
         hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads, vocab_size=config.vocab_size
     )
-    return tokens * model_flops_per_token(**sizes, **shared, seq_length=seq_length)
+    return tokens * model_flops_per_token(**{**sizes, **_more_sizes(config)}, **shared, seq_length=seq_length)
+
+
+def _more_sizes(config) -> dict[str, float]:
+    """What a McaModelConfig or a transformers config with multi-latent attention or layers that predict ahead has besides."""
+    more = {"num_prediction_layers": getattr(config, "mtp_num_layers", None) or 0}
+    if getattr(config, "kv_lora_rank", None) is None:
+        return more
+    if hasattr(config, "qk_nope_head_dim"):
+        still, turning = config.qk_nope_head_dim, config.qk_rope_head_dim
+    else:
+        still, turning = config.qk_head_dim, config.qk_pos_emb_head_dim
+    heads, hidden, value = config.num_attention_heads, config.hidden_size, config.v_head_dim
+    query, rank = heads * (still + turning), config.q_lora_rank
+    queries = hidden * query if rank is None else rank * (hidden + query)
+    keys = hidden * (config.kv_lora_rank + turning) + config.kv_lora_rank * heads * (still + value)
+    weights = queries + keys + heads * value * hidden
+    return {**more, "attention_weights": weights, "head_dim": (still + turning + value) / 2}

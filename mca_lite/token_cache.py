@@ -229,7 +229,6 @@ class PairShard(TokenShard):
         self.learned = self.learned.reshape(-1, 2).sum(axis=1)
 
     def __getitem__(self, row: int) -> dict:
-        row = range(len(self))[row]  # a row of another pair would be given for one that is not there
         return {side: super(PairShard, self).__getitem__(2 * row + i) for i, side in enumerate(("chosen", "rejected"))}
 
 

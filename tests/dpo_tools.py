@@ -49,7 +49,18 @@ class Pairs:
         return self.pairs[i]
 
 
-def our_run(path, output_dir, objective, adapter=None, backend="megatron", pack=0, ref=False, before=None, **changes):
+def our_run(
+    path,
+    output_dir,
+    objective,
+    adapter=None,
+    backend="megatron",
+    pack=0,
+    ref=False,
+    before=None,
+    collator=None,
+    **changes,
+):
     """The trainer after a run of DPOTrainer.
 
     adapter: a folder in PEFT's format to start from. pack: tokens of a pack, 0 for none. ref: give it a second model.
@@ -75,7 +86,8 @@ def our_run(path, output_dir, objective, adapter=None, backend="megatron", pack=
     if pack:
         data = {name: dataset and PackedPairs(dataset, pack) for name, dataset in data.items()}
     config = DPOConfig(**objective)
-    trainer = DPOTrainer(model, config, ref_model=load() if ref else None, args=args, **data)
+    data.update(ref_model=load() if ref else None, data_collator=collator)
+    trainer = DPOTrainer(model, config, args=args, **data)
     if before is not None:
         before(trainer)
     trainer.train()

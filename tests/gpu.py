@@ -1,6 +1,7 @@
 """Parity on GPUs: `make gpu` on a machine with CUDA. Prints differences from the torch backend on one GPU there.
 
-One GPU: each family in every mode that fits. Several: every layout of the suite that they can hold, over nccl.
+Each family in every mode that fits one GPU; experts and the other families there too; and where there are several GPUs
+every layout of the suite that they can hold, over nccl.
 
 float32 agrees to rounding; bf16 and fp16 agree to theirs. The worst float32 difference decides the exit code.
 """
@@ -15,7 +16,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from tests import gpu_moe, test_packed, test_parity, tiny, world
+from tests import test_families, test_moe, test_packed, test_parity, tiny, tiny_moe, world
 from tests.training import train
 
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
@@ -78,55 +79,57 @@ def on_one_gpu(folder: str) -> list[float]:
     return limits
 
 
-def in_turn(path: str, folder: str, cells: dict, wanted: list) -> dict:
-    """In a world of nccl ranks: {cell: its differences from the wanted curve}, infinite where it failed."""
+def in_turn(cells: dict, wanted: dict, folder: str) -> dict:
+    """In a world of nccl ranks, for cells {name: (model folder, name of its reference, keys)}: {name: differences from the
+    reference's curve}, infinite where it failed; where wanted is {}, {name: curve}."""
     from megatron.core import parallel_state as mpu
 
-    out = {}
-    for name, keys in cells.items():
+    out, world_size = {}, dist.get_world_size()
+    for name, (path, reference, keys) in cells.items():
         try:
-            out[name] = worst(quiet(path, f"{folder}/{name}", **keys), wanted)
+            curve = quiet(path, f"{folder}/{name}", **keys)
+            out[name] = worst(curve, wanted[reference]) if wanted else curve
         except Exception:
             traceback.print_exc()
             out[name] = (float("inf"), float("inf"))
-        if dist.get_rank() == 0:
-            print(
-                f"{name:36} {dist.get_world_size()} GPUs  d loss {out[name][0]:.1e}  d norm {out[name][1]:.1e}",
-                flush=True,
-            )
-        mpu.destroy_model_parallel()
+        if dist.get_rank() == 0 and wanted:
+            print(f"{name:48} {world_size} GPUs  d loss {out[name][0]:.1e}  d norm {out[name][1]:.1e}", flush=True)
+        if mpu.model_parallel_is_initialized():
+            mpu.destroy_model_parallel()
     return out
 
 
-def mixtures(folder: str) -> list[float]:
-    """Experts: one GPU in several modes, and two in the layouts of gpu_moe.py."""
-    limits, paths = [], gpu_moe.save_models(folder)
-    for name, path in paths.items():
-        for dtype in ("float32", "bf16"):
-            shared = dict(gpu_moe.AUX, bf16=dtype == "bf16")
-            [wanted] = world.run(
-                quiet, 1, path, f"{folder}/{name}-{dtype}", backend="torch", timeout_s=120, **shared
-            )
-            for ranks, cases in ((1, gpu_moe.ONE), (2, gpu_moe.LAYOUTS)):
-                if ranks > torch.cuda.device_count():
-                    continue
-                cells = {f"{name}, {dtype}, {case}": {**keys, **shared} for case, keys in cases.items()}
-                for differences in world.run(in_turn, ranks, path, folder, cells, wanted, timeout_s=300):
-                    whole = [number for pair in differences.values() for number in pair]
-                    limits += whole if dtype == "float32" else [number for number in whole if number == float("inf")]
-    return limits
+def jobs(folder: str) -> list[tuple[str, str, dict, dict]]:
+    """(name, model folder, keys of both backends, layouts) of what is trained on several GPUs."""
+    tiny_folder = tiny.save_model(f"{folder}/layouts", "qwen3")
+    work = [(dtype, tiny_folder, dict(bf16=dtype == "bf16"), layouts()) for dtype in ("float32", "bf16")]
+    single = {"one": (1, {}), "one, packed": (1, PACKED)}
+    experts = {name: pair for name, pair in test_moe.LAYOUTS.items() if pair[0] <= torch.cuda.device_count()}
+    for name in (*test_moe.FAMILIES, *test_families.EXPERTS.values()):
+        path, keys = tiny_moe.save_model(f"{folder}/{name}-experts", name), dict(adam_epsilon=1e-4, **test_moe.AUX)
+        work.append((f"{name}, experts", path, keys, {**single, **experts}))
+        work.append((f"{name}, experts, bf16", path, {**keys, "bf16": True}, {**single, **experts}))
+    for name in tiny.MORE_KEYS:
+        few = {n: pair for n, pair in test_families.LAYOUTS.items() if pair[0] <= torch.cuda.device_count()}
+        work.append((name, tiny.save_model(f"{folder}/{name}", name), dict(adam_epsilon=1e-4), {**single, **few}))
+    return work
 
 
-def on_several_gpus(folder: str) -> list[float]:
-    limits, path = [], tiny.save_model(f"{folder}/layouts", "qwen3")
-    for dtype in ("float32", "bf16"):
-        precision = dict(bf16=dtype == "bf16")
-        [wanted] = world.run(quiet, 1, path, f"{folder}/one-{dtype}", backend="torch", timeout_s=120, **precision)
-        for ranks in sorted({n for n, _ in layouts().values()}):
-            cells = {f"{name}, {dtype}": {**k, **precision} for name, (n, k) in layouts().items() if n == ranks}
-            for differences in world.run(in_turn, ranks, path, folder, cells, wanted, timeout_s=400):
-                whole = [number for pair in differences.values() for number in pair]
-                limits += whole if dtype == "float32" else [number for number in whole if number == float("inf")]
+def in_worlds(folder: str) -> list[float]:
+    """Every job's layouts, those of as many GPUs in one world, against the torch backend on one."""
+    work, limits = jobs(folder), []
+    references = {name: (path, name, {**keys, "backend": "torch"}) for name, path, keys, _ in work}
+    [wanted] = world.run(in_turn, 1, references, {}, f"{folder}/torch", timeout_s=400)
+    for ranks in sorted({n for *_, where in work for n, _ in where.values()}):
+        cells = {
+            f"{name}: {layout}": (path, name, {**shared, **keys})
+            for name, path, shared, where in work
+            for layout, (n, keys) in where.items()
+            if n == ranks
+        }
+        for differences in world.run(in_turn, ranks, cells, wanted, folder, timeout_s=500):
+            for name, pair in differences.items():
+                limits += [number for number in pair if "bf16" not in name or number == float("inf")]
     return limits
 
 
@@ -136,9 +139,7 @@ def main() -> int:
         return 2
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
-        limits = on_several_gpus(folder) if torch.cuda.device_count() > 1 else []
-        limits += on_one_gpu(folder)
-        limits += mixtures(folder)
+        limits = in_worlds(folder) + on_one_gpu(folder)
     print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}")
     return int(max(limits) > TOLERANCE)
 

@@ -70,6 +70,7 @@ def test_keys_that_do_not_fit_together_are_refused(monkeypatch):
     assert "ref_model: cached" in problems(*lora)["ref_model"]
     assert "no folder" in problems("ref_model=nowhere")["ref_model"]
     assert "pairs of the global batch" in problems("calculate_per_token_loss=false")["calculate_per_token_loss"]
+    assert "no part in a preference loss" in problems("mtp_num_layers=1")["mtp_num_layers"]
     assert "adapters of its own" in problems("ref_model_adapters=x")["ref_model_adapters"]
     assert "binary classifier" in problems("pref_bco_weight=0.1")["pref_bco_weight"]
     assert {"pref_beta", "dpo_label_smoothing"} <= problems("pref_beta=0", "dpo_label_smoothing=0.5").keys()
@@ -118,3 +119,7 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
     with pytest.raises(ValueError, match="set ref_model: model"):
         cli.reference_folder(parse_args(words), ROOT, 512)
     assert cli.reference_folder(parse_args([*words, "ref_model=model"]), ROOT, 512) == ROOT
+    new_tokens = parse_args([*words[:-1], "ref_model=adapter"])
+    new_tokens.finetuning.modules_to_save = ["embed_tokens"]  # as new tokens make it
+    with pytest.raises(ValueError, match="set ref_model: cached"):
+        cli.reference_folder(new_tokens, ROOT, 512)

@@ -183,9 +183,10 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
     # a pass that died after 12 pairs
     (folder / "logps.npy").unlink()
     np.save(folder / "part-000000000000.npy", whole[:8])
-    np.save(folder / "part-000000000008.npy", whole[8:12])
+    np.save(folder / "part-000000000008.npy", whole[8:12] + 0.25)  # to be known again
     again, said = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
-    assert "17 of 17 pairs" in said and again == first
+    assert "17 of 17 pairs" in said and len(again) == STEPS
+    whole[8:12] += 0.25
     np.testing.assert_allclose(np.load(folder / "logps.npy"), whole, atol=1e-5)
     assert not list(folder.glob("part-*"))
 
@@ -224,7 +225,9 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp
 
 def refusals(path, adapter, out) -> list[str]:
     """What DPOTrainer and DPOConfig say to what cannot be."""
-    from mca_lite import DPOConfig
+    from types import SimpleNamespace
+
+    from mca_lite import DPOConfig, DPOTrainer
 
     def attempt(action):
         try:
@@ -232,6 +235,14 @@ def refusals(path, adapter, out) -> list[str]:
         except ValueError as error:
             return str(error)
         return "nothing was refused"
+
+    from mca_lite.pairs import PairCollator
+
+    def one_sided(samples):
+        return {key: value[:, :5] * (value[:, :5] < 2) for key, value in PairCollator(0)(samples).items()}
+
+    def forgetful(samples):
+        return {key: value for key, value in PairCollator(0)(samples).items() if key != "reference"}
 
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
@@ -247,6 +258,11 @@ def refusals(path, adapter, out) -> list[str]:
         attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
         attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
         attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
+        attempt(
+            lambda: DPOTrainer(SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None), args=trained.args)
+        ),
+        attempt(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
+        attempt(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
     ]
 
 
@@ -256,10 +272,13 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
         "expected sigmoid or orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
         "beta 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "the model has no adapters",
         "expected no ref_model", "calculate_per_token_loss: true", "before it is trained",
+        "mtp_num_layers: 0",
+        "chosen and rejected in turn", 'dropped "reference"',
     ]  # fmt: skip
     for text, expected in zip(texts, words, strict=True):
         assert expected in text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ok"], "nothing was written"
+    # only what a collator did to the batches of the first step shows as late as that
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "ok"], "nothing else was written"
 
 
 def scores(path, adapter, out, keys) -> tuple:

@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,3 +238,34 @@ def refused_adapters(path: str) -> str:
 def test_adapters_of_fused_projections_are_refused(paths):
     text = world.run(refused_adapters, 1, paths["phi3"])[0]
     assert "gate_up_proj, qkv_proj of phi3" in text and "lora_target: down_proj, o_proj" in text
+
+
+@pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
+def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
+    from mca_lite.arguments import TrainingArguments
+    from mca_lite.model_config import from_hf_config
+    from mca_lite.summary import step_flops
+
+    hf = tiny.hf_config(name)
+    model = AutoModelForCausalLM.from_config(hf)
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n)
+    ours = from_hf_config(hf, TrainingArguments(output_dir="unused"))
+    for config in (hf, ours):
+        at = functools.partial(step_flops, SimpleNamespace(config=config), 1)
+        assert at(0) == 6 * weights
+        # half of the scores of 4 heads: queries and keys of 6 + 4 channels, values of 7, forward and twice backward
+        assert at(10) - at(0) == 4 * (3 * 2 * 10 * 4 * (6 + 4 + 7) / 2)
+    config = tiny_moe.hf_config("deepseek_v3", first_k_dense_replace=4, num_nextn_predict_layers=1)
+    layer, vocabulary = (weights - 61 * 32) / 4, 61 * 32
+    if name == "deepseek_v3":
+        ahead = from_hf_config(config, TrainingArguments(output_dir="unused", mtp_num_layers=1))
+        assert step_flops(SimpleNamespace(config=ahead), 1, 0) == 6 * (5 * layer + 2 * 32**2 + 2 * vocabulary)
+
+
+def test_readme_names_the_families_that_there_are_and_why_others_are_not():
+    from mca_lite.families import FAMILIES as TABLE
+    from tests.family_table import NOT_BUILT, README, named_families
+
+    there, absent = named_families(README.read_text())
+    assert there == TABLE.keys()
+    assert absent == NOT_BUILT

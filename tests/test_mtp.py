@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from mca_lite.arguments import parse_args
 from tests import tiny, tiny_moe, world
+from tests.test_arguments import keys_of
 from tests.test_convert import assert_same_bytes, tensors
 from tests.test_packed import CP2, FULL, PACKED
 from tests.test_parity import DIST_OPT, PP2, SP, TP2, VPP2, assert_same_curve
@@ -182,6 +184,18 @@ def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted
     check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
 
 
+AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
+
+
+def test_balancing_losses_of_extra_layers_are_the_same_in_every_layout(path, wanted, tmp_path):
+    [one] = world.run(train_layers, 1, path, str(tmp_path / "one"), **PACKED, **AUX)
+    assert abs(one[0][1] - wanted()[0][0][1]) > 1e-4, "the losses have no gradient"
+    for ranks, keys in ((2, {**CP2, **EP2, **PACKED}), (2, {**PP2, **PACKED})):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        for got in world.run(train_layers, ranks, path, str(out), **keys, **AUX):
+            assert_same(got, one)
+
+
 # -- files
 
 
@@ -239,7 +253,7 @@ def resumed(path: str, out: str, **keys) -> tuple:
 
 
 def refusals(path: str, llama: str, plain: str) -> list:
-    from mca_lite import AutoModel, McaTrainer, TrainingArguments, lora
+    from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, lora
     from mca_lite.models import load_torch_model
 
     args = TrainingArguments(output_dir="unused", mtp_num_layers=1)
@@ -248,6 +262,7 @@ def refusals(path: str, llama: str, plain: str) -> list:
         lambda: McaTrainer(load_torch_model(path), args),
         lambda: AutoModel.from_pretrained(llama, args),
         lambda: AutoModel.from_pretrained(plain, args),
+        lambda: DPOTrainer(AutoModel.from_pretrained(path, args), args=args),
         lambda: lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec()),
     ):
         with pytest.raises(ValueError) as error:
@@ -261,4 +276,12 @@ def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
     plain = tiny_moe.save_model(tmp_path / "plain", "deepseek_v3")
     for text in (got := world.run(refusals, 1, path, llama, plain)[0]):
         assert "mtp_num_layers: 0" in text
-    assert "torch backend" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2] and "adapters" in got[3]
+    assert "torch backend" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2]
+    assert "preference" in got[3] and "adapters" in got[4]
+
+
+@pytest.mark.parametrize("word", ("use_mca=false", "stage=dpo", "finetuning_type=lora"))
+def test_a_run_whose_loss_cannot_look_ahead_is_refused_before_it_starts(word, path, tmp_path):
+    words = [f"model_name_or_path={path}", "dataset=pairs.json", f"output_dir={tmp_path / 'out'}", "max_steps=1", word]
+    assert list(keys_of(parse_args, [*words, "mtp_num_layers=1"])) == ["mtp_num_layers"]
+    assert parse_args([*words, "mtp_num_layers=0"])

@@ -190,7 +190,11 @@ def test_identical_and_empty_pairs_are_left_out_counted_and_named(tmp_path):
 def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
     tokenizer = byte_tokenizer(CHATML, (("Ċ", "Ċ"), ("a", "b")))  # "\n\n" is one token where more white space follows
     file = write(tmp_path / "a.jsonl", {"prompt": "ppppp", "chosen": "\n\nx", "rejected": "ab"})
-    options = DataArguments(dataset=[file], cutoff_len=PROMPT + 5, cache_dir=str(tmp_path / "cache"))
+    options = dict(dataset=[file], cache_dir=str(tmp_path / "cache"))
+    short = load_datasets(DataArguments(**options, cutoff_len=3), "dpo", tokenizer).train[0]
+    # the last token that both prompts have is the t of assistant: it stays, and nothing of an answer goes before it
+    assert [tokenizer.decode(short[side]["input_ids"]) for side in ("chosen", "rejected")] == ["t\n\n\n", "t\nab"]
+    options = DataArguments(**options, cutoff_len=PROMPT + 5)
     sample = load_datasets(options, "dpo", tokenizer).train[0]
     sides = sample["chosen"], sample["rejected"]
     shared = "ser\nppppp<|im_end|>\n<|im_start|>assistant\n"  # the same two tokens are gone from both

@@ -1,0 +1,55 @@
+"""DPO of a mixture of experts in expert-parallel layouts trains as plain transformers and torch do."""
+
+import pytest
+
+from tests import tiny_moe, world
+from tests.dpo_tools import OBJECTIVES, curve_of, differences, oracle_curve, our_run
+from tests.test_moe import AUX, EP2
+from tests.test_packed import CP2, PACKED
+from tests.test_parity import DIST_OPT, PP2, SP, TP2
+
+SMOOTHED = OBJECTIVES["smoothed"]
+RUNS = {
+    "padded": dict(per_device_train_batch_size=2),
+    "packed, second model": dict(PACKED, ref=True),
+    "packs, balanced": dict(AUX, pack=60, sequence_packing=True),
+    "padded, balanced": dict(AUX, per_device_train_batch_size=2),
+}
+LAYOUTS = {
+    "ep2": (2, {**EP2, **DIST_OPT}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "cp2ep2": (2, {**CP2, **EP2}),
+    "ep2tp2": (4, {**EP2, **TP2, **SP}),
+}
+
+
+def oracle(path) -> list:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), SMOOTHED)
+
+
+def curves(path, out, **keys) -> dict:
+    return {name: curve_of(our_run(path, f"{out}/{name}", SMOOTHED, **{**keys, **own})) for name, own in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    """(model folder, the curve of plain torch, {run: curve of the torch backend on one rank})"""
+    folder = tmp_path_factory.mktemp("dpo_moe")
+    path = tiny_moe.save_model(folder / "model", "qwen3_moe", num_hidden_layers=2)
+    [plain] = world.run(oracle, 1, path)
+    [ours] = world.run(curves, 1, path, str(folder), backend="torch")
+    assert differences(ours["padded, balanced"], plain), "the balancing losses are not felt on this data"
+    return path, plain, ours
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_train_as_plain_torch(layout, wanted, tmp_path):
+    path, plain, of_torch = wanted
+    ranks, keys = LAYOUTS[layout]
+    for got in world.run(curves, ranks, path, str(tmp_path), **keys):
+        for name, curve in got.items():
+            reference = of_torch[name] if "balanced" in name else plain
+            assert not differences(curve, reference), name
