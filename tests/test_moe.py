@@ -127,8 +127,10 @@ def test_losses_and_packed_rows_train_as_on_torch(ranks, layout, torch_runs, pat
 
 
 def test_virtual_stages_and_fillers_train_as_on_torch(torch_runs, paths, tmp_path):
-    """Four layers, every second of them dense, in four chunks; the schedule fills the last window of an epoch up."""
-    runs = {name: ("four_layers", keys, {}) for name, keys in {"aux": AUX, **SETTINGS}.items()}
+    """Four layers, every second of them dense, in four chunks. The last window of an epoch has three micro-batches on each
+    rank, and the schedule fills them up to four with one that must not count."""
+    three = dict(per_device_train_batch_size=1, count=14)
+    runs = {name: ("four_layers", {**keys, **three}, {}) for name, keys in {"aux": AUX, **SETTINGS}.items()}
     check(torch_runs, paths, tmp_path, 4, {**EP2, **PP2, **VPP2}, runs)
 
 

@@ -112,3 +112,17 @@ def test_a_checkpoint_with_fused_experts_loads_as_well(sources, logits, tmp_path
         world.run(through_every_family, ranks, fused, str(tmp_path / layout), keys)
         for name in fused:
             assert_same_bytes(tensors(tmp_path / layout / name), tensors(sources[name]))
+
+
+def there_and_back(path: str, out: str) -> None:
+    from pathlib import Path
+
+    from mca_lite.commands import convert
+
+    convert(path, Path(f"{out}/checkpoint"))
+    convert(f"{out}/checkpoint", Path(f"{out}/back"))
+
+
+def test_the_convert_command_goes_to_a_checkpoint_and_back(sources, tmp_path):
+    world.run(there_and_back, 1, sources["glm4_moe"], str(tmp_path))
+    assert_same_bytes(tensors(tmp_path / "back"), tensors(sources["glm4_moe"]))

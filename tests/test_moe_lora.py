@@ -31,6 +31,7 @@ TARGETS = {
     "qwen2_moe": ("all",),
     "mixtral": ("w1", "w2", "q_proj", "mlp.router"),  # a projection without adapter beside one that has it
     "glm4_moe": ("linear_fc1", "gate"),  # megatron's name for gate and up
+    "deepseek_v3": ("all",),
 }
 
 
@@ -97,7 +98,7 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
         places.setdefault((module, parameter), []).append((index, a, b))
     for (module, parameter), parts in places.items():
         parametrize.register_parametrization(module, parameter, Merged(parts), unsafe=True)
-    keys = {**run_keys(f"{folder}/run"), "max_steps": 3}
+    keys = {**run_keys(f"{folder}/run"), "max_steps": 3, "per_device_train_batch_size": 2}
     trainer = Oracle(model, TrainingArguments(**keys), train_dataset=tiny.samples(12))
     trainer.train()
     save_file({k: v.detach().contiguous() for k, v in trained.items()}, f"{folder}/adapter_model.safetensors")
@@ -134,7 +135,7 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
     curves = {}
     for name, (path, adapter) in models.items():
         own = LOOP if name == "qwen2_moe" and "backend" not in keys else {}
-        shared = dict(steps=3, count=12, adam_epsilon=1e-4, export=True)
+        shared = dict(steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-4, export=True)
         curves[name] = train(path, f"{out}/{name}", adapt=functools.partial(load, adapter), **{**shared, **own, **keys})
     return curves
 
