@@ -240,6 +240,34 @@ def test_adapters_of_fused_projections_are_refused(paths):
     assert "gate_up_proj, qkv_proj of phi3" in text and "lora_target: down_proj, o_proj" in text
 
 
+def zeros_behind_the_embedding(paths: list) -> list:
+    """Whether dropout reaches the embedding of each model, and that of its layers."""
+    from mca_lite import AutoModel, TrainingArguments
+
+    out = []
+    for path, keys in paths:
+        [model] = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys)).train()
+        embedded = model.embedding(input_ids=torch.tensor(TOKENS), position_ids=None)
+        out.append((bool((embedded == 0).any()), model.decoder.layers[0].hidden_dropout))
+    return out
+
+
+def test_dropout_of_the_residual_stream_is_the_configs_and_leaves_the_embedding_alone(tmp_path):
+    seed = tiny.save_model(tmp_path / "seed", "seed_oss", residual_dropout=0.3)
+    phi = tiny.save_model(tmp_path / "phi", "phi3", resid_pdrop=0.4)
+    llama = tiny.save_model(tmp_path / "llama", "llama")
+    got = world.run(zeros_behind_the_embedding, 1, [(seed, {}), (phi, {}), (llama, dict(hidden_dropout=0.5))])[0]
+    assert got == [(False, 0.3), (False, 0.4), (True, 0.5)]
+
+
+def test_what_only_local_layers_have_is_refused_with_transformer_engine():
+    from mca_lite import McaModelConfig
+
+    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine")
+    with pytest.raises(ValueError, match="needs post_norms, .*set transformer_impl: local or auto"):
+        McaModelConfig(**sizes, post_norms=True)
+
+
 @pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
 def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     from mca_lite.arguments import TrainingArguments
