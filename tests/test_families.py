@@ -14,7 +14,7 @@ from tests import tiny, tiny_moe, world
 from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
 from tests.test_convert import assert_same_bytes, tensors
 from tests.test_packed import CP2, PACKED
-from tests.test_parity import DIST_OPT, PP2, SP, TP2, assert_same_curve
+from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, assert_same_curve
 from tests.training import train
 
 DENSE = list(tiny.MORE_KEYS)
@@ -25,6 +25,7 @@ LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, TP2),
     "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "dp2_overlap": (2, OVERLAP),
     "pp2_packed": (2, {**PP2, **PACKED}),
     "cp2": (2, CP2),
     "cp2_packed": (2, {**CP2, **PACKED}),
