@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
     "dp2_overlap": (2, OVERLAP),
     "pp2_packed": (2, {**PP2, **PACKED}),
+    "tp2pp2_variable": (4, {**TP2, **PP2, "variable_seq_lengths": True}),
     "cp2": (2, CP2),
     "cp2_packed": (2, {**CP2, **PACKED}),
 }
