@@ -5,10 +5,12 @@ those bytes. Out: `export_hf` walks the table in layer order; the ranks that hol
 writes it.
 """
 
+import contextlib
 import itertools
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
@@ -418,22 +420,36 @@ def copies_of(row: Row, config) -> list[str]:
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
     copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
-    if not copies or not _has_weights(config.name_or_path):
-        return copies
-    return sorted(SafetensorsSource(config.name_or_path).names() & set(copies))
+    folder = _weights_folder(config.name_or_path) if copies else None
+    return copies if folder is None else sorted(SafetensorsSource(str(folder)).names() & set(copies))
 
 
-def _has_weights(source: str | None) -> bool:
-    return bool(source) and any((Path(source) / n).is_file() for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+def _weights_folder(source: str | None) -> Path | None:
+    """Where a model's safetensors lie: the folder itself, or the hub's snapshot in the cache; None where there are none."""
+    if source and not Path(source).is_dir():
+        from huggingface_hub import snapshot_download
+
+        with contextlib.suppress(Exception):  # its errors are of many kinds, and all say that it is not there
+            source = snapshot_download(source, local_files_only=True)
+    there = source and any((Path(source) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    return Path(source) if there else None
 
 
 def carried_tensors(
     source: str | None, hf_config: dict, num_trained: int | None = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a source folder that is_unused names; nothing where there is no such folder."""
-    if not _has_weights(source):
+    """The tensors of a source that is_unused names; nothing where it is gone, with a warning if config.json speaks of some."""
+    folder = _weights_folder(source)
+    if folder is None:
+        next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
+        if source and is_unused(f"model.layers.{next_layer}.", hf_config, num_trained):
+            warnings.warn(
+                f"config.json names layers for multi-token prediction that were not trained, and {source} is not there to "
+                "carry them from: the export lacks them, and its config.json should not speak of them",
+                stacklevel=2,
+            )
         return
-    tensors = SafetensorsSource(source)
+    tensors = SafetensorsSource(str(folder))
     unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
     yield from ((name, tensors.read(name)) for name in unused)
 

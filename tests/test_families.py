@@ -14,7 +14,7 @@ from tests import tiny, tiny_moe, world
 from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
 from tests.test_convert import assert_same_bytes, tensors
 from tests.test_packed import CP2, PACKED
-from tests.test_parity import DIST_OPT, PP2, SP, TP2, assert_same_curve
+from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, assert_same_curve
 from tests.training import train
 
 DENSE = list(tiny.MORE_KEYS)
@@ -25,7 +25,9 @@ LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, TP2),
     "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "dp2_overlap": (2, OVERLAP),
     "pp2_packed": (2, {**PP2, **PACKED}),
+    "tp2pp2_variable": (4, {**TP2, **PP2, "variable_seq_lengths": True}),
     "cp2": (2, CP2),
     "cp2_packed": (2, {**CP2, **PACKED}),
 }
@@ -81,7 +83,7 @@ def round_trip(paths: dict, out: str, keys: dict) -> dict:
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     dense = {name: tiny.save_model(folder / name, name) for name in DENSE}
-    return {**dense, **{name: tiny_moe.save_model(folder / name, model) for name, model in EXPERTS.items()}}
+    return {**dense, **{n: tiny_moe.save_model(folder / n, m, num_hidden_layers=2) for n, m in EXPERTS.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +242,34 @@ def test_adapters_of_fused_projections_are_refused(paths):
     assert "gate_up_proj, qkv_proj of phi3" in text and "lora_target: down_proj, o_proj" in text
 
 
+def zeros_behind_the_embedding(paths: list) -> list:
+    """Whether dropout reaches the embedding of each model, and that of its layers."""
+    from mca_lite import AutoModel, TrainingArguments
+
+    out = []
+    for path, keys in paths:
+        [model] = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys)).train()
+        embedded = model.embedding(input_ids=torch.tensor(TOKENS), position_ids=None)
+        out.append((bool((embedded == 0).any()), model.decoder.layers[0].hidden_dropout))
+    return out
+
+
+def test_dropout_of_the_residual_stream_is_the_configs_and_leaves_the_embedding_alone(tmp_path):
+    seed = tiny.save_model(tmp_path / "seed", "seed_oss", residual_dropout=0.3)
+    phi = tiny.save_model(tmp_path / "phi", "phi3", resid_pdrop=0.4)
+    llama = tiny.save_model(tmp_path / "llama", "llama")
+    got = world.run(zeros_behind_the_embedding, 1, [(seed, {}), (phi, {}), (llama, dict(hidden_dropout=0.5))])[0]
+    assert got == [(False, 0.3), (False, 0.4), (True, 0.5)]
+
+
+def test_what_only_local_layers_have_is_refused_with_transformer_engine():
+    from mca_lite import McaModelConfig
+
+    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine")
+    with pytest.raises(ValueError, match="needs post_norms, .*set transformer_impl: local or auto"):
+        McaModelConfig(**sizes, post_norms=True)
+
+
 @pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
 def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     from mca_lite.arguments import TrainingArguments
@@ -253,10 +283,10 @@ def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     for config in (hf, ours):
         at = functools.partial(step_flops, SimpleNamespace(config=config), 1)
         assert at(0) == 6 * weights
-        # half of the scores of 4 heads: queries and keys of 6 + 4 channels, values of 7, forward and twice backward
-        assert at(10) - at(0) == 4 * (3 * 2 * 10 * 4 * (6 + 4 + 7) / 2)
+        # in 2 layers half of the scores of 4 heads: queries and keys of 6 + 4 channels, values of 7, forward and twice backward
+        assert at(10) - at(0) == 2 * (3 * 2 * 10 * 4 * (6 + 4 + 7) / 2)
     config = tiny_moe.hf_config("deepseek_v3", first_k_dense_replace=4, num_nextn_predict_layers=1)
-    layer, vocabulary = (weights - 61 * 32) / 4, 61 * 32
+    layer, vocabulary = (weights - 61 * 32) / 2, 61 * 32
     if name == "deepseek_v3":
         ahead = from_hf_config(config, TrainingArguments(output_dir="unused", mtp_num_layers=1))
         assert step_flops(SimpleNamespace(config=ahead), 1, 0) == 6 * (5 * layer + 2 * 32**2 + 2 * vocabulary)

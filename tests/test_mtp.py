@@ -1,7 +1,10 @@
 """Layers for multi-token prediction, against a reference of transformers' own MtpLayer in plain torch."""
 
 import functools
+import json
 import shutil
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from tests import tiny, tiny_moe, world
 from tests.test_arguments import keys_of
 from tests.test_convert import assert_same_bytes, tensors
 from tests.test_packed import CP2, FULL, PACKED
-from tests.test_parity import DIST_OPT, PP2, SP, TP2, VPP2, assert_same_curve
+from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2, assert_same_curve
 from tests.training import read_log, train
 
 COUNT, FACTOR = 2, 0.3
@@ -26,6 +29,7 @@ LAYOUTS = {
     "one_packed": (1, PACKED),
     "tp2_sp_full_recompute": (2, {**TP2, **SP, **FULL}),
     "pp2_packed": (2, {**PP2, **PACKED, **DIST_OPT}),
+    "dp2_overlap": (2, OVERLAP),
     "pp2_uneven": (2, {**PP2, "pipeline_model_parallel_layout": "Ettt|tL"}),
     "pp2_vpp2": (2, {**PP2, **VPP2}),
     "cp2_packed": (2, {**CP2, **PACKED}),
@@ -89,8 +93,6 @@ def path(tmp_path_factory) -> str:
 
 def reference(path: str, out: str, **changes) -> list:
     """(loss, grad norm, loss of the extra layers) of each step, in plain torch; out/end holds the weights."""
-    from pathlib import Path
-
     from mca_lite.constants import IGNORE_INDEX
     from mca_lite.trainer import McaTrainer
 
@@ -226,6 +228,18 @@ def exports(path, tmp_path_factory):
 @pytest.mark.parametrize("name", ("one/0", "one/1", "one/2", "one/torch", "four/0", "four/1", "four/2"))
 def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(name, path, exports):
     assert_same_bytes(tensors(exports / name), tensors(path))
+
+
+def test_layers_that_cannot_be_carried_any_more_are_missed(path):
+    from mca_lite.convert import carried_tensors
+
+    config = json.loads((Path(path) / "config.json").read_text())
+    assert len(list(carried_tensors(path, config))) > len(list(carried_tensors(path, config, 1))) > 0
+    for trained, missed in ((0, 1), (1, 1), (COUNT, 0)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert list(carried_tensors(f"{path}-gone", config, trained)) == []
+        assert len([w for w in seen if "multi-token prediction" in str(w.message)]) == missed
 
 
 def test_fresh_layers_are_the_same_in_every_layout(path, exports):

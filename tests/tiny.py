@@ -13,25 +13,25 @@ FAMILY_KEYS = {
 }  # fmt: skip
 
 LATENT = dict(q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7,
-              num_key_value_heads=4, first_k_dense_replace=4)
+              num_key_value_heads=4, first_k_dense_replace=2)
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=1.0,
             original_max_position_embeddings=32)
 # Families whose layouts are all run in one world each (test_families.py), some of them twice. `model_type` where
 # it is not the name.
 MORE_KEYS = {
     "mistral_window": dict(model_type="mistral", head_dim=12, sliding_window=6),
-    "qwen3_window": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    "qwen3_window": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "gemma2": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12, final_logit_softcapping=2.0,
                    attn_logit_softcapping=3.0, tie_word_embeddings=True),
     "gemma3_text": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12, tie_word_embeddings=True,
-                        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                        layer_types=["sliding_attention", "full_attention"],
                         rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
                                          "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}),
     "deepseek_v2": dict(LATENT, q_lora_rank=None),
     "deepseek_v3": dict(LATENT, rms_norm_eps=1e-3),
     "deepseek_v3_yarn": dict(LATENT, model_type="deepseek_v3", q_lora_rank=None, rope_interleave=False, rope_parameters=YARN),
     "glm4": dict(head_dim=8),
-    "glm4_no_bias": dict(model_type="glm4", head_dim=8, attention_bias=False, num_hidden_layers=2),
+    "glm4_no_bias": dict(model_type="glm4", head_dim=8, attention_bias=False),
     "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.5),
     "olmo2": dict(),
     "phi3": dict(sliding_window=7, rope_parameters={"rope_type": "default", "rope_theta": 100.0,
@@ -41,14 +41,15 @@ MORE_KEYS = {
 
 
 def hf_config(family: str, **changes):
-    """A transformers config of 4 layers, 4 heads in 2 query groups, hidden 32, with what is special about the family."""
+    """A transformers config of 4 layers (2 of MORE_KEYS), 4 heads in 2 query groups, hidden 32, with what is special about the
+    family."""
     from transformers import AutoConfig
 
     keys = dict(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=4 if family in FAMILY_KEYS else 2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -57,7 +58,7 @@ def hf_config(family: str, **changes):
         bos_token_id=None,
         eos_token_id=0,
     )
-    special = dict(FAMILY_KEYS[family] if family in FAMILY_KEYS else MORE_KEYS[family])
+    special = dict(FAMILY_KEYS.get(family) or MORE_KEYS.get(family))
     return AutoConfig.for_model(special.pop("model_type", family), **{**keys, **special, **changes})
 
 
