@@ -363,6 +363,8 @@ def load_torch_model(
 
     hf = load_hf_config(model_name_or_path, trust_remote_code)
     kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
+    if getattr(hf.get_text_config(), "attn_logit_softcapping", None):
+        kwargs["attn_implementation"] = "eager"  # not every release says that its sdpa leaves the cap out
     if not train_from_scratch:
         model = transformers.AutoModelForCausalLM.from_pretrained(model_name_or_path, config=hf, **kwargs)
         if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:

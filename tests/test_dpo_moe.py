@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny_moe, world
 from tests.dpo_tools import OBJECTIVES, curve_of, differences, oracle_curve, our_run
-from tests.test_moe import AUX, EP2
+from tests.test_moe import AUX, EP2, NUMBERS
 from tests.test_packed import CP2, PACKED
 from tests.test_parity import DIST_OPT, PP2, SP, TP2
 
@@ -31,7 +31,16 @@ def oracle(path) -> list:
 
 
 def curves(path, out, **keys) -> dict:
-    return {name: curve_of(our_run(path, f"{out}/{name}", SMOOTHED, **{**keys, **own})) for name, own in RUNS.items()}
+    """{run: metrics, gradient norm and what the log says of the routers, of each step}"""
+    found = {}
+    for name, own in RUNS.items():
+        trainer = our_run(path, f"{out}/{name}", SMOOTHED, **{**keys, **own})
+        of_routers = [
+            {k: line[k] for k in NUMBERS if k in line} for line in trainer.state.log_history if "loss" in line
+        ]
+        steps = zip(curve_of(trainer), of_routers if "balanced" in name else [{}] * len(of_routers), strict=True)
+        found[name] = [{**step, **numbers} for step, numbers in steps]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,7 @@ def test_experts_train_as_plain_torch(layout, wanted, tmp_path):
     path, plain, of_torch = wanted
     ranks, keys = LAYOUTS[layout]
     for got in world.run(curves, ranks, path, str(tmp_path), **keys):
+        assert "load_balancing_loss" in got["padded, balanced"][0]
         for name, curve in got.items():
             reference = of_torch[name] if "balanced" in name else plain
             assert not differences(curve, reference), name
