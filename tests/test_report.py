@@ -464,7 +464,9 @@ REAL = {
     "qwen3_4b_sft_one_gpu": (1, dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32)),
     "qwen3_8b_sft": (8, dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32)),
     "llama3_70b_sft_multinode": (64, dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64)),
-}
+    "qwen3_30b_a3b_sft": (16, dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, model_type="qwen3_moe",
+                                   num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
