@@ -38,7 +38,9 @@ NOT_FOR_TORCH = (
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
     "pipeline_model_parallel_layout use_distributed_optimizer overlap_grad_reduce overlap_param_gather "
     "optimizer_cpu_offload distribute_saved_activations additional_configs moe_grouped_gemm moe_token_dispatcher_type "
-    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion"
+    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion attention_dropout hidden_dropout variable_seq_lengths "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules transformer_impl ddp_bucket_size "
+    "grad_reduce_in_fp32 optimizer_offload_fraction bias_activation_fusion bias_dropout_fusion apply_rope_fusion"
 ).split()
 
 

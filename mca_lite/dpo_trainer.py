@@ -109,6 +109,9 @@ class DPOTrainer(McaTrainer):
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             if dataset is not None and len(dataset):
                 pairs_of(dataset[0])
+                if isinstance(dataset[0], (list, tuple)) and not args.sequence_packing:
+                    # as rows, micro-batches would differ in their number of rows, which pipeline stages have to know
+                    raise ValueError("the data set has packs of pairs, and sequence_packing is false: set it to true")
         super().__init__(model=model, args=args, **kwargs)
         if self.backend.predicts_ahead:
             raise ValueError("a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0")

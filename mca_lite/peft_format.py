@@ -35,6 +35,11 @@ _PLAIN = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base weights
 }
 

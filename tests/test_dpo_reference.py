@@ -257,6 +257,7 @@ def refusals(path, adapter, out) -> list[str]:
         attempt(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
         attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
         attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
+        attempt(lambda: our_run(path, f"{out}/h", SIGMOID, pack=60)),
         attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
         attempt(
             lambda: DPOTrainer(SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None), args=trained.args)
@@ -271,7 +272,8 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     words = [
         "expected sigmoid or orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
         "beta 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "the model has no adapters",
-        "expected no ref_model", "calculate_per_token_loss: true", "before it is trained",
+        "expected no ref_model", "calculate_per_token_loss: true",
+        "packs of pairs, and sequence_packing is false", "before it is trained",
         "mtp_num_layers: 0",
         "chosen and rejected in turn", 'dropped "reference"',
     ]  # fmt: skip

@@ -119,6 +119,7 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ra
         (dict(use_dora=True), ("use_dora is true", "merge that adapter")),
         (dict(rank_pattern={"q_proj": 8}), ("rank_pattern",)),
         (dict(init_lora_weights="pissa"), ('init_lora_weights is "pissa"',)),
+        (dict(alora_invocation_tokens=[5, 6]), ("alora_invocation_tokens is [5, 6]",)),
         (dict(peft_type="IA3"), ('peft_type is "IA3"', '"LORA"')),
     ],
 )

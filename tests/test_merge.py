@@ -126,6 +126,11 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
     shallow = tiny.save_model(tmp_path / "shallow", "llama", num_hidden_layers=2)
     tied = tiny.save_model(tmp_path / "tied", "qwen3")
     peft_model(tied, ["embed_tokens"]).save_pretrained(tmp_path / "one_sided")
+    by_default = Path(tiny.save_model(tmp_path / "by_default", "gemma2"))
+    peft_model(str(by_default), ["embed_tokens"]).save_pretrained(tmp_path / "one_sided_too")
+    config = json.loads((by_default / "config.json").read_text())
+    assert config.pop("tie_word_embeddings"), "what gemma2 is without the key"
+    (by_default / "config.json").write_text(json.dumps(config))
     shutil.copytree(adapter, tmp_path / "cut")
     tensors = load_file(tmp_path / "cut" / "adapter_model.safetensors")
     del tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
@@ -136,6 +141,7 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
         (wider, "out1", adapter, "the adapter belongs to another model"),
         (shallow, "out2", adapter, "is an adapter of another model: it is for 30 weights, of which"),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
+        (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
         (path, "out5", tmp_path / "cut", "lacks base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"),
         (path, "full", adapter, "is not empty"),
