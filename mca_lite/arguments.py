@@ -28,7 +28,7 @@ from .argument_checks import (
 )
 from .argument_parser import ArgumentGroup, ArgumentParser, arg
 from .argument_values import ConfigError, Problem, cast, default_of, type_hints
-from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .expert_checks import check_frozen_bias
 from .preference_checks import check_preference, check_preference_run
 
@@ -399,6 +399,9 @@ def _use_torch_backend(values: dict[str, Any]) -> list[str]:
 def read_model_numbers(model: ModelArguments) -> tuple[dict[str, Any], list[Problem]]:
     """The model's config.json, or mca_config.json where there is only that; {} and a Problem where there is neither."""
     name = model.model_name_or_path
+    if (Path(name) / ADAPTER_CONFIG_NAME).is_file() and not (Path(name) / HF_CONFIG_NAME).is_file():
+        reason = "it holds adapters, without the model that they belong to"
+        return {}, [Problem("model_name_or_path", name, reason, f"that model, and adapter_name_or_path: {name}")]
     try:
         path = Path(name) / MCA_CONFIG_NAME
         if (Path(name) / HF_CONFIG_NAME).is_file() or not path.is_file():

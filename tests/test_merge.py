@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mca_lite.argument_values import ConfigError
+from mca_lite.arguments import parse_args
 from tests import tiny, tiny_moe, world
 from tests.lora_tools import TARGETS, load, peft_model, train_from_adapter
 from tests.test_checkpoint import SAVE
@@ -118,6 +120,17 @@ def test_a_checkpoint_with_adapters_is_merged_as_training_merges(base, tmp_path,
     code, _, error = convert(path, tmp_path / "c", "--merge", checkpoint)
     assert code == 2 and "is damaged" in error and "adapter_model.safetensors" in error
     assert not (tmp_path / "c").exists()
+
+
+def test_adapters_alone_are_no_model(base, tmp_path):
+    path, adapter = base
+    world.run(train_from_adapter, 1, path, str(tmp_path / "run"), adapter, **{**SAVE, "steps": 2})
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    code, _, error = convert(checkpoint, tmp_path / "out")
+    assert code == 2 and "--merge" in error and "adapters, without the model" in error, error
+    for folder in (checkpoint, adapter):
+        with pytest.raises(ConfigError, match=f"adapter_name_or_path: {folder}"):
+            parse_args([f"model_name_or_path={folder}", "dataset=x.jsonl", "output_dir=out"])
 
 
 def test_what_cannot_be_merged_is_refused(base, tmp_path):
