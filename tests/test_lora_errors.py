@@ -167,6 +167,20 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     assert f"saved with r {RANK} of its adapters, and this run has {2 * RANK}" in error
 
 
+@pytest.mark.parametrize("ranks, keys, resumed", [(4, {**TP2, **PP2}, {}), (1, dict(backend="torch"), dict(bf16=True))])
+def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(base, tmp_path, ranks, keys, resumed):
+    path, adapter = base
+    other = tiny.save_model(tmp_path / "other", "qwen3", seed=5)
+    keys, out = {**SAVE, **keys}, str(tmp_path / "run")
+    world.run(train_from_adapter, ranks, path, out, adapter, **{**keys, "steps": 2})
+    keys["resume_from_checkpoint"] = "auto"
+    for error in world.run(refusal, ranks, other, out, adapter, **keys):
+        assert "trained on another base model" in error and "model_name_or_path" in error
+    if resumed == {}:  # in another layout
+        keys = {**SAVE, "resume_from_checkpoint": "auto"}
+    assert world.run(refusal, 1, path, out, adapter, **{**keys, **resumed}) == ["nothing was refused"]
+
+
 def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
