@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +191,40 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
     whole[8:12] += 0.25
     np.testing.assert_allclose(np.load(folder / "logps.npy"), whole, atol=1e-5)
     assert not list(folder.glob("part-*"))
+
+
+def asked_to_stop(path, out, cache) -> tuple:
+    """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the first part of the pass."""
+    from mca_lite import dpo_trainer
+
+    dpo_trainer.PART_PAIRS = 4
+    said = io.StringIO()
+
+    def at_first_part(trainer):
+        score = trainer._score
+
+        def scored(pairs):
+            if int(os.environ["RANK"]) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return score(pairs)
+
+        trainer._score = scored
+
+    code = None
+    with contextlib.redirect_stdout(said):
+        try:
+            our_run(path, out, {**SIGMOID, "cache_dir": cache}, before=at_first_part)
+        except SystemExit as stop:
+            code = stop.code
+    return code, said.getvalue()
+
+
+def test_a_reference_pass_stops_between_two_parts_when_asked_to(start, tmp_path):
+    found = world.run(asked_to_stop, 2, start[0], str(tmp_path / "run"), str(tmp_path / "cache"))
+    assert [code for code, _ in found] == [85, 85]
+    assert "SIGTERM: stopped in the reference pass; the pass goes on from" in found[0][1]
+    [folder] = (tmp_path / "cache/reference").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == ["meta.json", "part-000000000000.npy"]
 
 
 def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp_path):
