@@ -94,7 +94,9 @@ class FinetuningArguments(ArgumentGroup):
     finetuning_type: Literal["full", "lora"] = arg("full", "full: every weight is trained; lora: adapters are")
     lora_rank: int = arg(8, "rank of the adapters", low=1)
     lora_alpha: float | None = arg(None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0)
-    lora_dropout: float = arg(0.0, "dropout on what goes into the adapters", low=0, below=1)
+    lora_dropout: float | None = arg(
+        None, "dropout on what goes into the adapters (None: 0, or that of adapter_name_or_path)", low=0, below=1
+    )
     lora_target: list[str] = arg(
         ["all"], "all (every linear layer but the head), or names of Hugging Face or megatron, or patterns"
     )

@@ -248,6 +248,9 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp
     (folder / "meta.json").write_text(json.dumps({**meta, "data": "others"}))
     found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
     assert "its data differ" in found
+    (folder / "meta.json").write_text(json.dumps(meta)[:40])
+    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
+    assert f"{folder}/meta.json is damaged" in found
     (folder / "meta.json").write_text(json.dumps(meta))
     (folder / "logps.npy").write_bytes(kept[:-9])
     found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]

@@ -224,6 +224,19 @@ def test_keys_that_do_not_work_are_errors(keys, words):
         finetuning(**keys)
 
 
+def test_a_given_dropout_counts_for_an_adapter_too(base, tmp_path):
+    from mca_lite.peft_format import spec_of_keys
+
+    dropping = changed(base[1], tmp_path / "dropping", lora_dropout=0.25)
+    found = {}
+    for given in (None, 0.0, 0.5):
+        found[given] = [
+            spec_of_keys(finetuning(finetuning_type="lora", lora_dropout=given, **more)).dropout
+            for more in ({}, dict(adapter_name_or_path=dropping))
+        ]
+    assert found == {None: [0.0, 0.25], 0.0: [0.0, 0.0], 0.5: [0.5, 0.5]}
+
+
 def test_keys_without_effect_are_named():
     [note] = finetuning(lora_rank=16).notes
     assert "lora_rank: no effect" in note
