@@ -72,7 +72,7 @@ _IGNORED_BY_REASON = {
     "torch's default holds": "tf32",
     "nothing is generated in training": "use_cache",
     "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token",
-    "no stage or finetuning_type of this version reads it": "lora_* simpo_gamma freeze_*",
+    "no stage or finetuning_type of this version reads it": "simpo_gamma freeze_*",
     "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}

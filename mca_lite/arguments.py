@@ -28,7 +28,7 @@ from .argument_checks import (
 )
 from .argument_parser import ArgumentGroup, ArgumentParser, arg
 from .argument_values import ConfigError, Problem, cast, default_of, type_hints
-from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .expert_checks import check_frozen_bias
 from .preference_checks import check_preference, check_preference_run
 
@@ -38,7 +38,9 @@ NOT_FOR_TORCH = (
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
     "pipeline_model_parallel_layout use_distributed_optimizer overlap_grad_reduce overlap_param_gather "
     "optimizer_cpu_offload distribute_saved_activations additional_configs moe_grouped_gemm moe_token_dispatcher_type "
-    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion"
+    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion attention_dropout hidden_dropout variable_seq_lengths "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules transformer_impl ddp_bucket_size "
+    "grad_reduce_in_fp32 optimizer_offload_fraction bias_activation_fusion bias_dropout_fusion apply_rope_fusion"
 ).split()
 
 
@@ -92,7 +94,9 @@ class FinetuningArguments(ArgumentGroup):
     finetuning_type: Literal["full", "lora"] = arg("full", "full: every weight is trained; lora: adapters are")
     lora_rank: int = arg(8, "rank of the adapters", low=1)
     lora_alpha: float | None = arg(None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0)
-    lora_dropout: float = arg(0.0, "dropout on what goes into the adapters", low=0, below=1)
+    lora_dropout: float | None = arg(
+        None, "dropout on what goes into the adapters (None: 0, or that of adapter_name_or_path)", low=0, below=1
+    )
     lora_target: list[str] = arg(
         ["all"], "all (every linear layer but the head), or names of Hugging Face or megatron, or patterns"
     )
@@ -397,6 +401,9 @@ def _use_torch_backend(values: dict[str, Any]) -> list[str]:
 def read_model_numbers(model: ModelArguments) -> tuple[dict[str, Any], list[Problem]]:
     """The model's config.json, or mca_config.json where there is only that; {} and a Problem where there is neither."""
     name = model.model_name_or_path
+    if (Path(name) / ADAPTER_CONFIG_NAME).is_file() and not (Path(name) / HF_CONFIG_NAME).is_file():
+        reason = "it holds adapters, without the model that they belong to"
+        return {}, [Problem("model_name_or_path", name, reason, f"that model, and adapter_name_or_path: {name}")]
     try:
         path = Path(name) / MCA_CONFIG_NAME
         if (Path(name) / HF_CONFIG_NAME).is_file() or not path.is_file():

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import manifest, parallel, run_folder
+from . import lora, manifest, parallel, run_folder
 from .callbacks import TrainerState
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
 from .hf_experts import named_tensors
@@ -45,6 +45,7 @@ class CheckpointWriter:
         self.trainer = trainer
         self.written_step: int | None = None  # of the last checkpoint begun
         self._job: _Job | None = None
+        self._base: dict | None = None  # of adapters: what the frozen model is known by
 
     @property
     def is_busy(self) -> bool:
@@ -66,10 +67,12 @@ class CheckpointWriter:
         temporary = run_folder.temporary_folder(final)
         parallel.on_main(lambda: _make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
+        if self._base is None:  # frozen: once is enough
+            self._base = lora.base_sample(trainer.model)
         files = {f"rng-{parallel.rank()}.pt": _random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
-            files[TRAINING_NAME] = _json(_training_record(trainer))
+            files[TRAINING_NAME] = _json({**_training_record(trainer), "base": self._base})
         snapshot = trainer.backend.snapshot(with_optimizer=not args.save_only_model, copy=args.async_save)
         self._job = _Job(final, temporary, snapshot, files, _facts(trainer))
         if args.save_hf_checkpoints:
@@ -201,6 +204,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
                 f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
             )
     trainer.check_objective(record.get("objective") or {}, folder)
+    _check_base(record.get("base") or {}, trainer.model, folder)
     trainer.backend.load_state(folder)
     if (folder / MCA_CONFIG_NAME).is_file():
         saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
@@ -219,6 +223,20 @@ def load(folder: str | os.PathLike, trainer) -> None:
     if record["layout"] == now["layout"] and mine.is_file():
         _set_random_states(torch.load(mine, weights_only=True))
     parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
+
+
+def _check_base(theirs: dict, model, folder: Path) -> None:
+    """CheckpointError where adapters were trained on other frozen weights than the model has. Collective."""
+    ours = lora.base_sample(model)
+
+    def check() -> None:
+        if not lora.is_same_base(ours, theirs):
+            raise CheckpointError(
+                f"{folder} holds adapters that were trained on another base model, of the same shape: set model_name_or_path "
+                "to the one that the run started from, or start anew from these by adapter_name_or_path"
+            )
+
+    parallel.on_main(check, CheckpointError)
 
 
 def _tidy(trainer, folder: Path) -> None:
@@ -346,7 +364,9 @@ def _changing(model) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) of what training changes: parameters, and the buffers of a model that is trained whole."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     is_whole = len(trained) == sum(1 for _ in model.parameters())
-    return trained + [(name, t) for name, t in named_tensors(model) if is_whole and not isinstance(t, torch.nn.Parameter)]
+    return trained + [
+        (name, t) for name, t in named_tensors(model) if is_whole and not isinstance(t, torch.nn.Parameter)
+    ]
 
 
 def load_torch(folder: Path, model, optimizer=None) -> None:

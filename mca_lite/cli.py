@@ -126,6 +126,12 @@ def add_new_tokens(run: RunArguments, tokenizer, config, old_size: int) -> list[
     if size > old_size:
         line += f", {old_size:,} -> {size:,} rows; a new row begins as the mean of the old ones"
     if run.finetuning.finetuning_type == "lora":
+        tied = getattr(config, "tie_embeddings_and_output_weights", getattr(config, "tie_word_embeddings", False))
+        if tied:
+            raise ValueError(
+                f"the rows of {new} new tokens are trained through modules_to_save, which needs a head of its own, and this "
+                "model's embedding is its head: set finetuning_type: full, or leave the new tokens out"
+            )
         if not run.finetuning.modules_to_save and not run.finetuning.adapter_name_or_path:
             run.finetuning.modules_to_save = list(vocabulary.EMBEDDING_AND_HEAD)
             line += "; modules_to_save is embed_tokens, lm_head, which trains them"

@@ -93,6 +93,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
     from . import convert as hf_format
     from . import manifest, peft_format
+    from .model_config import load_hf_config
 
     _refuse_full(dst)
     if (adapter / manifest.MANIFEST_NAME).is_file():
@@ -100,7 +101,9 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
             raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
     base = hf_format.SafetensorsSource(src)
     config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
-    change, vocab_size = peft_format.file_merger(adapter, base, bool(config.get("tie_word_embeddings")))
+    # from transformers: a config.json without the key means what the family does by default
+    tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
+    change, vocab_size = peft_format.file_merger(adapter, base, tied)
     config["vocab_size"] = vocab_size or config["vocab_size"]
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
     hf_format.write_safetensors(tensors, dst, max_shard_size)

@@ -25,6 +25,7 @@ from .manifest import CheckpointError
 from .pairs import PAIR_KEYS, PackedPairs, PairCollator, PairSlice, ReferencedPairs, arrange_pairs, pairs_of
 from .preference_checks import METRICS, PREF_LOSSES, REFERENCES
 from .reference_store import ReferenceStore, files_of_model
+from .signals import Interrupted
 from .trainer import McaTrainer
 
 SAY_EVERY_S = 10.0
@@ -109,6 +110,9 @@ class DPOTrainer(McaTrainer):
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             if dataset is not None and len(dataset):
                 pairs_of(dataset[0])
+                if isinstance(dataset[0], (list, tuple)) and not args.sequence_packing:
+                    # as rows, micro-batches would differ in their number of rows, which pipeline stages have to know
+                    raise ValueError("the data set has packs of pairs, and sequence_packing is false: set it to true")
         super().__init__(model=model, args=args, **kwargs)
         if self.backend.predicts_ahead:
             raise ValueError("a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0")
@@ -291,11 +295,21 @@ class DPOTrainer(McaTrainer):
             if time.monotonic() - said > SAY_EVERY_S or len(done) == num:
                 said = time.monotonic()
                 self.report.print(f"reference model: {len(done):,} of {num:,} pairs")
+            self._stop_if_asked(store)
         if store and missing:
             parallel.on_main(functools.partial(store.finish, done), CheckpointError)
         elif store:
             self.report.print(f"reference model: {num:,} pairs from {store.folder}")
         return done
+
+    def _stop_if_asked(self, store: ReferenceStore | None) -> None:
+        """Interrupted between two parts of a reference pass, which may take longer than a scheduler waits. Collective."""
+        [number] = parallel.largest(self._signals.received)
+        if number:
+            kept = f"the pass goes on from what is in {store.folder}" if store else "nothing of the pass is kept"
+            stop = Interrupted(number, self.state.global_step)
+            self.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
+            raise stop
 
     def _store(self, pairs) -> ReferenceStore | None:
         """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times of files may differ."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import parallel
-from .convert import VOCABULARY, in_layer_order, qkv_sizes
+from .convert import VOCABULARY, in_layer_order, iter_hf_tensors, qkv_sizes
 from .families import FAMILIES, TE_ALIASES, Row, rows_of
 from .lora_experts import PROJECTIONS, LoraExperts, attach_merged, merged_experts, merged_router
 from .lora_layers import Adapter, LoraAdapter, LoraEmbedding, LoraSpec, Piece, attach
@@ -434,3 +434,38 @@ def sharded_state(chunk) -> dict[str, Any]:
                 allow_shape_mismatch=name in adapter.padded,
             )
     return state
+
+
+# -- the base, which a checkpoint of adapters does not hold ---------------------------------------------------------------
+
+
+def base_sample(model) -> dict[str, list]:
+    """{HF weight: [dtype, some of its numbers]} of the frozen weights under the first adapter and the last, on global rank 0,
+    in every layout the same; {} elsewhere, and of a model without adapters. Collectives: those of convert.iter_hf_tensors."""
+    spec = spec_of(model)
+    if spec is None:
+        return {}
+    if isinstance(model, torch.nn.Module):
+        modules = dict(model.named_modules())
+        own = [name for name in spec.modules if name in modules]  # single experts are none
+        found = {f"{name}.weight": modules[name].weight.detach() for name in {*own[:1], *own[-1:]}}
+    else:
+        ends = {f"{spec.modules[0]}.weight", f"{spec.modules[-1]}.weight"}
+        rows = [(r.mca, layer) for r, layer in in_layer_order(model.config) if ends & {n.format(layer) for n in r.hf}]
+        found = {name: tensor for name, tensor in iter_hf_tensors(model, rows) if name in ends}
+    if not parallel.is_main():
+        return {}
+    return {
+        name: [str(weight.dtype), weight.flatten()[:: max(weight.numel() // 64, 1)].float().tolist()]
+        for name, weight in sorted(found.items())
+    }
+
+
+def is_same_base(ours: dict[str, list], theirs: dict[str, list]) -> bool:
+    """Whether two samples are of one base: bit for bit, or within the rounding of another dtype."""
+    for name in ours.keys() & theirs.keys():
+        (dtype, values), (other, others) = ours[name], theirs[name]
+        share = 0.0 if dtype == other else 2**-7
+        if not torch.allclose(torch.tensor(values), torch.tensor(others), rtol=share, atol=share * 1e-3):
+            return False
+    return True

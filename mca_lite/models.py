@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import convert, lora, parallel
-from .constants import MCA_CONFIG_NAME
+from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .dist_checkpoint import DIST_NAME, load_megatron
 from .families import TE_ALIASES, rows_of
 from .hf_experts import file_parts, named_tensors
@@ -319,9 +319,15 @@ class AutoModel:
         Each rank reads only the bytes of its slices. Collectives: those that start the world.
         Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
         """
+        folder = Path(model_name_or_path)
+        if (folder / DIST_NAME).is_dir() and (folder / ADAPTER_CONFIG_NAME).is_file():
+            raise ValueError(
+                f"{folder} is a checkpoint of adapters, without the model that they belong to: load that one, and these by "
+                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert BASE DST --merge CHECKPOINT"
+            )
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
-        folder, old = Path(model_name_or_path), config.vocab_size
+        old = config.vocab_size
         grow(config, vocab_size or old)
         if config.vocab_size > old and (folder / DIST_NAME).is_dir():
             raise ValueError(

@@ -35,6 +35,11 @@ _PLAIN = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base weights
 }
 
@@ -110,14 +115,14 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
 
 
 def spec_of_keys(keys) -> LoraSpec:
-    """The spec that FinetuningArguments ask for. lora_dropout counts for an adapter of adapter_name_or_path too."""
+    """The spec that FinetuningArguments ask for. A given lora_dropout counts for an adapter of adapter_name_or_path too."""
     if keys.adapter_name_or_path:
         spec = read_spec(keys.adapter_name_or_path)
-        return replace(spec, dropout=keys.lora_dropout or spec.dropout)
+        return spec if keys.lora_dropout is None else replace(spec, dropout=keys.lora_dropout)
     return LoraSpec(
         rank=keys.lora_rank,
         alpha=keys.lora_alpha,
-        dropout=keys.lora_dropout,
+        dropout=keys.lora_dropout or 0.0,
         targets=tuple(keys.lora_target),
         use_rslora=keys.use_rslora,
         modules_to_save=tuple(keys.modules_to_save or ()),

@@ -43,7 +43,10 @@ class ReferenceStore:
         meta, whole = self.folder / "meta.json", self.folder / "logps.npy"
         if not meta.is_file():
             return np.zeros((0, 2), np.float32)
-        found = json.loads(meta.read_text())
+        try:
+            found = dict(json.loads(meta.read_text()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{meta} is damaged ({error}): remove {self.folder}") from None
         if found != self.identity:
             other = [key for key in self.identity if found.get(key) != self.identity[key]]
             raise CheckpointError(

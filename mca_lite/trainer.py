@@ -80,6 +80,7 @@ class McaTrainer:
         self.optimizer = self.lr_scheduler = None
         self.state, self.control = TrainerState(), TrainerControl()
         self._writer = checkpoint.CheckpointWriter(self)
+        self._signals = StopSignals()
         self.report = Report(
             is_main=parallel.is_main(),
             output_dir=args.output_dir,
@@ -105,8 +106,8 @@ class McaTrainer:
         Every rank must call it, with as many samples in train_dataset. After SIGTERM or SIGUSR1 to any rank, all finish
         the step, save, and raise Interrupted, a SystemExit with the code signals.EXIT_CODE.
         """
-        with StopSignals() as signals:
-            return self._train(resume_from_checkpoint, signals)
+        with StopSignals() as self._signals:
+            return self._train(resume_from_checkpoint, self._signals)
 
     def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)

@@ -389,6 +389,31 @@ def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
     assert all(word.split("=")[0] in line for word in words)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "attention_dropout=0.1",
+        "hidden_dropout=0.1",
+        "recompute_granularity=full",
+        "transformer_impl=local",
+        "ddp_bucket_size=9",
+    ],
+)
+def test_what_plain_torch_does_without_is_named(base, key):
+    (line,) = parse_args([*base, key, "use_mca=false"]).warnings
+    assert key.split("=")[0] in line
+
+
+@pytest.mark.parametrize(
+    "key, meant", [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_r", "lora_rank")]
+)
+def test_a_misspelt_key_of_adapters_is_an_error(base, key, meant):
+    with pytest.raises(ConfigError) as error:
+        parse_args([*base, f"{key}=4"])
+    [problem] = error.value.problems
+    assert problem.key == key and meant in problem.suggestion
+
+
 def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
     world(2)
     words = [

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +193,40 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
     assert not list(folder.glob("part-*"))
 
 
+def asked_to_stop(path, out, cache) -> tuple:
+    """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the first part of the pass."""
+    from mca_lite import dpo_trainer
+
+    dpo_trainer.PART_PAIRS = 4
+    said = io.StringIO()
+
+    def at_first_part(trainer):
+        score = trainer._score
+
+        def scored(pairs):
+            if int(os.environ["RANK"]) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return score(pairs)
+
+        trainer._score = scored
+
+    code = None
+    with contextlib.redirect_stdout(said):
+        try:
+            our_run(path, out, {**SIGMOID, "cache_dir": cache}, before=at_first_part)
+        except SystemExit as stop:
+            code = stop.code
+    return code, said.getvalue()
+
+
+def test_a_reference_pass_stops_between_two_parts_when_asked_to(start, tmp_path):
+    found = world.run(asked_to_stop, 2, start[0], str(tmp_path / "run"), str(tmp_path / "cache"))
+    assert [code for code, _ in found] == [85, 85]
+    assert "SIGTERM: stopped in the reference pass; the pass goes on from" in found[0][1]
+    [folder] = (tmp_path / "cache/reference").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == ["meta.json", "part-000000000000.npy"]
+
+
 def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp_path):
     path, _ = start
     other = tiny.save_model(tmp_path / "other", "qwen3", seed=1)
@@ -212,6 +248,9 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp
     (folder / "meta.json").write_text(json.dumps({**meta, "data": "others"}))
     found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
     assert "its data differ" in found
+    (folder / "meta.json").write_text(json.dumps(meta)[:40])
+    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
+    assert f"{folder}/meta.json is damaged" in found
     (folder / "meta.json").write_text(json.dumps(meta))
     (folder / "logps.npy").write_bytes(kept[:-9])
     found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
@@ -257,6 +296,7 @@ def refusals(path, adapter, out) -> list[str]:
         attempt(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
         attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
         attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
+        attempt(lambda: our_run(path, f"{out}/h", SIGMOID, pack=60)),
         attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
         attempt(
             lambda: DPOTrainer(SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None), args=trained.args)
@@ -271,7 +311,8 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     words = [
         "expected sigmoid or orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
         "beta 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "the model has no adapters",
-        "expected no ref_model", "calculate_per_token_loss: true", "before it is trained",
+        "expected no ref_model", "calculate_per_token_loss: true",
+        "packs of pairs, and sequence_packing is false", "before it is trained",
         "mtp_num_layers: 0",
         "chosen and rejected in turn", 'dropped "reference"',
     ]  # fmt: skip

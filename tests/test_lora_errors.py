@@ -119,6 +119,7 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ra
         (dict(use_dora=True), ("use_dora is true", "merge that adapter")),
         (dict(rank_pattern={"q_proj": 8}), ("rank_pattern",)),
         (dict(init_lora_weights="pissa"), ('init_lora_weights is "pissa"',)),
+        (dict(alora_invocation_tokens=[5, 6]), ("alora_invocation_tokens is [5, 6]",)),
         (dict(peft_type="IA3"), ('peft_type is "IA3"', '"LORA"')),
     ],
 )
@@ -166,6 +167,20 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     assert f"saved with r {RANK} of its adapters, and this run has {2 * RANK}" in error
 
 
+@pytest.mark.parametrize("ranks, keys, resumed", [(4, {**TP2, **PP2}, {}), (1, dict(backend="torch"), dict(bf16=True))])
+def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(base, tmp_path, ranks, keys, resumed):
+    path, adapter = base
+    other = tiny.save_model(tmp_path / "other", "qwen3", seed=5)
+    keys, out = {**SAVE, **keys}, str(tmp_path / "run")
+    world.run(train_from_adapter, ranks, path, out, adapter, **{**keys, "steps": 2})
+    keys["resume_from_checkpoint"] = "auto"
+    for error in world.run(refusal, ranks, other, out, adapter, **keys):
+        assert "trained on another base model" in error and "model_name_or_path" in error
+    if resumed == {}:  # in another layout
+        keys = {**SAVE, "resume_from_checkpoint": "auto"}
+    assert world.run(refusal, 1, path, out, adapter, **{**keys, **resumed}) == ["nothing was refused"]
+
+
 def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -207,6 +222,19 @@ def test_the_keys_are_those_of_llama_factory():
 def test_keys_that_do_not_work_are_errors(keys, words):
     with pytest.raises(ValueError, match=words):
         finetuning(**keys)
+
+
+def test_a_given_dropout_counts_for_an_adapter_too(base, tmp_path):
+    from mca_lite.peft_format import spec_of_keys
+
+    dropping = changed(base[1], tmp_path / "dropping", lora_dropout=0.25)
+    found = {}
+    for given in (None, 0.0, 0.5):
+        found[given] = [
+            spec_of_keys(finetuning(finetuning_type="lora", lora_dropout=given, **more)).dropout
+            for more in ({}, dict(adapter_name_or_path=dropping))
+        ]
+    assert found == {None: [0.0, 0.25], 0.0: [0.0, 0.0], 0.5: [0.5, 0.5]}
 
 
 def test_keys_without_effect_are_named():

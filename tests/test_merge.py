@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mca_lite.argument_values import ConfigError
+from mca_lite.arguments import parse_args
 from tests import tiny, tiny_moe, world
 from tests.lora_tools import TARGETS, load, peft_model, train_from_adapter
 from tests.test_checkpoint import SAVE
@@ -120,12 +122,28 @@ def test_a_checkpoint_with_adapters_is_merged_as_training_merges(base, tmp_path,
     assert not (tmp_path / "c").exists()
 
 
+def test_adapters_alone_are_no_model(base, tmp_path):
+    path, adapter = base
+    world.run(train_from_adapter, 1, path, str(tmp_path / "run"), adapter, **{**SAVE, "steps": 2})
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    code, _, error = convert(checkpoint, tmp_path / "out")
+    assert code == 2 and "--merge" in error and "adapters, without the model" in error, error
+    for folder in (checkpoint, adapter):
+        with pytest.raises(ConfigError, match=f"adapter_name_or_path: {folder}"):
+            parse_args([f"model_name_or_path={folder}", "dataset=x.jsonl", "output_dir=out"])
+
+
 def test_what_cannot_be_merged_is_refused(base, tmp_path):
     path, adapter = base
     wider = tiny.save_model(tmp_path / "wider", "llama", intermediate_size=64)
     shallow = tiny.save_model(tmp_path / "shallow", "llama", num_hidden_layers=2)
     tied = tiny.save_model(tmp_path / "tied", "qwen3")
     peft_model(tied, ["embed_tokens"]).save_pretrained(tmp_path / "one_sided")
+    by_default = Path(tiny.save_model(tmp_path / "by_default", "gemma2"))
+    peft_model(str(by_default), ["embed_tokens"]).save_pretrained(tmp_path / "one_sided_too")
+    config = json.loads((by_default / "config.json").read_text())
+    assert config.pop("tie_word_embeddings"), "what gemma2 is without the key"
+    (by_default / "config.json").write_text(json.dumps(config))
     shutil.copytree(adapter, tmp_path / "cut")
     tensors = load_file(tmp_path / "cut" / "adapter_model.safetensors")
     del tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
@@ -136,6 +154,7 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
         (wider, "out1", adapter, "the adapter belongs to another model"),
         (shallow, "out2", adapter, "is an adapter of another model: it is for 30 weights, of which"),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
+        (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
         (path, "out5", tmp_path / "cut", "lacks base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"),
         (path, "full", adapter, "is not empty"),

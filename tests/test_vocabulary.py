@@ -305,7 +305,7 @@ def test_new_tokens_that_would_stay_untrained_or_unknown_are_refused(place, tmp_
         (
             "qwen3",
             f"{NEW} finetuning_type=lora",
-            "modules_to_save: model.embed_tokens of a model whose embedding is its head",
+            "model's embedding is its head: set finetuning_type: full",
         ),
         (
             "mistral",
