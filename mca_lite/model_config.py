@@ -224,6 +224,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             )
         if self.sequence_parallel and tp == 1:
             self.sequence_parallel = False
+        if "layernorm" in (self.recompute_modules or ()) and not transformer_engine_works():
+            raise ValueError(
+                "recompute_modules: layernorm needs Transformer Engine, which does not work here: leave it out of the list"
+            )
         if self.num_moe_experts:
             self._validate_experts(tp)
         if self.mtp_num_layers:
@@ -270,6 +274,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             )
         if self.tie_embeddings_and_output_weights:
             raise ValueError("mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0")
+        if self.hf_config is not None:  # config.json says how many the files hold: a model drawn from a seed may have more
+            there = self.hf_config.get("num_nextn_predict_layers") or 0
+            self.hf_config = {**self.hf_config, "num_nextn_predict_layers": max(there, self.mtp_num_layers)}
         layout = self.pipeline_model_parallel_layout
         if isinstance(layout, str):  # in megatron's syntax m is such a layer: they stand in front of the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)

@@ -249,6 +249,25 @@ def test_fresh_layers_are_the_same_in_every_layout(path, exports):
     assert torch.equal(ours["model.layers.5.embed_tokens.weight"], ours["model.embed_tokens.weight"])
 
 
+def drawn_with_more_layers(path: str, out: str) -> list:
+    """Names of the tensors of a model whose config.json speaks of no extra layers, drawn with two and read again without."""
+    from mca_lite import AutoConfig, AutoModel, TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", mtp_num_layers=2)
+    AutoModel.from_config(AutoConfig.from_pretrained(path, args), args).save_pretrained(out)
+    AutoModel.from_pretrained(out, TrainingArguments(output_dir="unused")).save_pretrained(f"{out}-again")
+    return [sorted(tensors(Path(folder))) for folder in (out, f"{out}-again")]
+
+
+def test_an_exported_config_speaks_of_the_layers_that_the_files_hold(path, tmp_path):
+    config = json.loads((Path(path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    args = str(tmp_path), str(tmp_path / "out")
+    drawn, again = world.run(drawn_with_more_layers, 1, *args)[0]
+    assert drawn == again == sorted(tensors(path))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "num_nextn_predict_layers": 2}
+
+
 def test_a_run_resumes_in_another_layout(path, wanted, tmp_path):
     curve, _ = wanted()
     saves = dict(save_strategy="steps", save_steps=2, export=False)
