@@ -198,7 +198,7 @@ _GREEDY = (
     "expected greedy or group_limited_greedy",
 )
 # keys of DeepSeek's own code that transformers' classes pass over: other values make another model
-_NO_NORM_TOPK = ("norm_topk_prob", bool, "transformers' model leaves the weights of a token's experts as they are: set it to false")
+_NO_NORM_TOPK = ("norm_topk_prob", bool, "transformers does not normalise the weights of this model: set it to false")
 _EVERY_LAYER = ("moe_layer_freq", lambda step: step not in (None, 1), "expected 1: experts in each layer behind the dense ones")
 
 
