@@ -197,6 +197,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         "multi_latent_attention mtp_num_layers"
     ).split()
 
+    # attention that only megatron's own modules know
+    _NOT_LOCAL = "window_size window_attn_skip_freq softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+
     def _resolve_layers(self) -> None:
         """Put what it comes to in place of transformer_impl "auto", and switch fused kernels off that do not suit."""
         if self.activation_func not in (F.silu, F.gelu):
@@ -210,6 +213,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 f"transformer_impl: 'transformer_engine' was set, and {self.hf_model_type} needs {', '.join(special)}, which "
                 "only the local layers have: set transformer_impl: local or auto"
             )
+        ignored = [name for name in self._NOT_LOCAL if getattr(self, name) != default[name]]
+        if self.transformer_impl == "local" and ignored:
+            raise ValueError(f"additional_configs: {', '.join(ignored)}: the local layers have no such thing, leave it out")
 
     def validate(self) -> None:
         """Check the layout against the model; ValueError says what to set. Needs no process group."""

@@ -74,12 +74,14 @@ def in_files(layers, first: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """A deepseek_v3 model whose files hold two more layers, with copies of the embedding and the head."""
+    return save_with_extra_layers(tmp_path_factory.mktemp("models"), "deepseek_v3", num_nextn_predict_layers=COUNT)
+
+
+def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
+    """A model whose files hold two more layers, with copies of the embedding and the head."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("models")
-    keys = dict(num_nextn_predict_layers=COUNT)
-    tiny_moe.save_model(folder / "plain", "deepseek_v3", **keys)
+    tiny_moe.save_model(folder / "plain", name, **keys)
     shutil.copytree(folder / "plain", folder / "full")
     model = AutoModelForCausalLM.from_pretrained(folder / "plain")
     values = load_file(folder / "plain/model.safetensors")
@@ -184,6 +186,14 @@ def test_extra_layers_train_as_in_plain_torch(layout, path, wanted, tmp_path):
 def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted, tmp_path):
     assert wanted(**MEAN)[0] != wanted()[0]
     check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
+
+
+def test_extra_layers_of_glm_train_as_in_plain_torch(tmp_path):
+    path = save_with_extra_layers(tmp_path / "model", "glm4_moe", num_mtp_layers=COUNT)
+    [curve] = world.run(reference, 1, path, str(tmp_path / "torch"))
+    for got in world.run(train_layers, 2, path, str(tmp_path / "ours"), **TP2, **SP):
+        assert_same(got, curve)
+    assert tensors(tmp_path / "ours").keys() == tensors(path).keys()
 
 
 AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
