@@ -143,9 +143,10 @@ def test_models_with_latent_attention_are_balanced_as_on_torch(torch_runs, paths
 
 def test_recomputation_and_overlap_change_no_number(torch_runs, paths, tmp_path):
     full = dict(recompute_granularity="full")
+    block = dict(full, recompute_method="block", recompute_num_layers=1)  # the second layer is not recomputed
     modules = dict(recompute_granularity="selective", recompute_modules=["moe"])
     overlap = dict(moe_shared_expert_overlap=True)
-    own = {"full": full, "moe": modules, "overlap": overlap}
+    own = {"full": full, "block": block, "moe": modules, "overlap": overlap}
     runs = {name: ("qwen2_moe", AUX, keys) for name, keys in own.items()}
     check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2}, runs)
 
