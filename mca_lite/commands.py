@@ -150,10 +150,9 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
 
 
 def _hf_model(folder: str):
-    import torch
-    import transformers
+    from .models import load_torch_model  # knows types that transformers does not
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_torch_model(folder).eval()
 
 
 def _tokens(vocab_size: int):

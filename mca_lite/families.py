@@ -197,6 +197,16 @@ _GREEDY = (
     lambda method: method not in ("greedy", "group_limited_greedy"),
     "expected greedy or group_limited_greedy",
 )
+# keys of DeepSeek's own code that transformers' classes pass over: other values make another model
+_NO_NORM_TOPK = ("norm_topk_prob", bool, "transformers does not normalise the weights of this model: set it to false")
+_EVERY_LAYER = ("moe_layer_freq", lambda step: step not in (None, 1), "expected 1: experts in each layer behind the dense ones")
+
+
+def _scores_are(function: str):
+    return ("scoring_func", lambda name: name not in (None, function), f"expected {function}")
+
+
+_BY_BIAS = ("topk_method", lambda method: method not in (None, "noaux_tc"), "expected noaux_tc")
 _DENSE_LAYERS = tuple(mlp_rows(layers="dense"))
 _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"))
 
@@ -312,14 +322,14 @@ FAMILIES: dict[str, Family] = {
         decoder_rows(latent_attention(), _SPARSE_MLP),
         {**_MOE_CONFIG, **_LATENT_CONFIG},
         {**_MOE, "multi_latent_attention": True, "rope_interleave": True, "moe_router_norm_topk_prob": False},
-        (_ONLY_SILU, _NO_LATENT_BIAS, _NO_MLP_BIAS, _GREEDY),
+        (_ONLY_SILU, _NO_LATENT_BIAS, _NO_MLP_BIAS, _GREEDY, _NO_NORM_TOPK, _EVERY_LAYER, _scores_are("softmax")),
         derived=_deepseek_v2,
     ),
     "deepseek_v3": Family(
         decoder_rows(latent_attention(), _SPARSE_MLP),
         {**_MOE_CONFIG, **_LATENT_CONFIG},
         {**_MOE, "multi_latent_attention": True},
-        (_ONLY_SILU, _NO_LATENT_BIAS),
+        (_ONLY_SILU, _NO_LATENT_BIAS, _BY_BIAS, _EVERY_LAYER, _scores_are("sigmoid")),
         derived=lambda hf: {**sigmoid_router(hf), **_latent_fields(hf)},
         prediction_layers=True,
     ),

@@ -75,13 +75,16 @@ def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path,
 
 
 def write_hf_config(hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype) -> list[str]:
-    """config.json as the source has it but for the dtype and the size of the vocabulary, the source's
+    """config.json as the source has it but for the dtype, the vocabulary and layers for multi-token prediction, the source's
     generation_config.json and its code -> the files."""
     raw = Path(source or "") / HF_CONFIG_NAME
     values = json.loads(raw.read_text()) if source and raw.is_file() else dict(hf_config)
     theirs, ours = (v.get("text_config") or v for v in (values, hf_config))
     if "vocab_size" in ours:
         theirs["vocab_size"] = ours["vocab_size"]
+    ahead = "num_nextn_predict_layers"
+    if (ours.get(ahead) or 0) > (theirs.get(ahead, 1) or 0):  # transformers reads 1 where there is none
+        theirs[ahead] = ours[ahead]
     values.pop("torch_dtype", None)
     values["dtype"] = str(dtype).removeprefix("torch.")
     values.pop("_name_or_path", None)

@@ -127,6 +127,8 @@ def inject(models, spec: LoraSpec, seed: int = 42):
     if config.mtp_num_layers:
         raise ValueError("adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0")
     _refuse_fused(config, spec)
+    if config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
+        _refuse_overlapped(config, spec)
     saved, chosen = saved_rows(config, spec), set(spec.modules)
     models.requires_grad_(False)
     for chunk in models:
@@ -157,6 +159,16 @@ def _refuse_fused(config, spec: LoraSpec) -> None:
         raise ValueError(
             f"lora_target: adapters on {', '.join(meant)} of {config.hf_model_type}, which holds several projections in one "
             f"tensor, are not built: set lora_target: {', '.join(sorted(others))}, or use_mca: false"
+        )
+
+
+def _refuse_overlapped(config, spec: LoraSpec) -> None:
+    """Beside the dispatch the linears of shared experts leave their communication to others, which adapters would miss."""
+    shared = {n.format(i).removesuffix(".weight") for r, i in in_layer_order(config) if ".shared_" in r.mca for n in r.hf}
+    if meant := sorted(shared.intersection(spec.modules)):
+        raise ValueError(
+            f"lora_target: adapters on shared experts ({meant[0]}) that run beside the dispatch are not built under tensor "
+            "parallelism: set moe_shared_expert_overlap: false"
         )
 
 

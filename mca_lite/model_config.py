@@ -197,6 +197,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         "multi_latent_attention mtp_num_layers"
     ).split()
 
+    # attention that only megatron's own modules know
+    _NOT_LOCAL = "window_size window_attn_skip_freq softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+
     def _resolve_layers(self) -> None:
         """Put what it comes to in place of transformer_impl "auto", and switch fused kernels off that do not suit."""
         if self.activation_func not in (F.silu, F.gelu):
@@ -210,6 +213,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 f"transformer_impl: 'transformer_engine' was set, and {self.hf_model_type} needs {', '.join(special)}, which "
                 "only the local layers have: set transformer_impl: local or auto"
             )
+        ignored = [name for name in self._NOT_LOCAL if getattr(self, name) != default[name]]
+        if self.transformer_impl == "local" and ignored:
+            raise ValueError(f"additional_configs: {', '.join(ignored)}: the local layers have no such thing, leave it out")
 
     def validate(self) -> None:
         """Check the layout against the model; ValueError says what to set. Needs no process group."""
@@ -224,6 +230,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             )
         if self.sequence_parallel and tp == 1:
             self.sequence_parallel = False
+        if "layernorm" in (self.recompute_modules or ()) and not transformer_engine_works():
+            raise ValueError(
+                "recompute_modules: layernorm needs Transformer Engine, which does not work here: leave it out of the list"
+            )
         if self.num_moe_experts:
             self._validate_experts(tp)
         if self.mtp_num_layers:
@@ -270,6 +280,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             )
         if self.tie_embeddings_and_output_weights:
             raise ValueError("mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0")
+        if self.hf_config is not None:  # config.json says how many the files hold: a model drawn from a seed may have more
+            there = self.hf_config.get("num_nextn_predict_layers") or 0
+            self.hf_config = {**self.hf_config, "num_nextn_predict_layers": max(there, self.mtp_num_layers)}
         layout = self.pipeline_model_parallel_layout
         if isinstance(layout, str):  # in megatron's syntax m is such a layer: they stand in front of the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import convert, lora, parallel
@@ -66,6 +67,26 @@ class _ScaledEmbedding(LanguageModelEmbedding):
         return out * torch.tensor(self.config.embedding_multiplier, dtype=out.dtype)
 
 
+class _Block(TransformerBlock):
+    """The layers. With recompute_method: block, megatron gives those that it does not recompute no mask of padding, and
+    their routers would count it."""
+
+    _mask = None
+
+    def _checkpointed_forward(self, *args, padding_mask=None, **kwargs):
+        self._mask = padding_mask
+        try:
+            return super()._checkpointed_forward(*args, padding_mask=padding_mask, **kwargs)
+        finally:
+            self._mask = None
+
+    def _get_layer(self, layer_number):
+        layer, mask = super()._get_layer(layer_number), self._mask
+        if mask is None:  # there is none; or a layer runs again, and brings its own
+            return layer
+        return lambda padding_mask=None, **kwargs: layer(padding_mask=mask if padding_mask is None else padding_mask, **kwargs)
+
+
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
@@ -97,6 +118,7 @@ class McaGPTModel(GPTModel):
                 del self.rotary_pos_emb
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
+        self.decoder.__class__ = _Block
         if post_process:
             self.output_layer.__class__ = _OutputLayer
         if hasattr(self, "embedding"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import tiny, world
+from tests import tiny, tiny_moe, world
 from tests.test_checkpoint_safety import flip_bit
 from tests.test_parity import DIST_OPT, PP2, TP2, exported
 from tests.training import train
@@ -37,6 +37,14 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path, family, dtype):
     same(exported(tmp_path / "back"), exported(tmp_path / "hf"))
     for name in ("modeling_own.py", "tokenizer.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_a_type_that_transformers_does_not_know_is_verified_too(tmp_path):
+    source = tiny_moe.save_model(tmp_path / "hf", "deepseek_v3", num_hidden_layers=2)
+    text = (tmp_path / "hf/config.json").read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"')
+    (tmp_path / "hf/config.json").write_text(text)
+    assert world.run(command, 1, ["convert", source, str(tmp_path / "mca"), "--verify"]) == [0]
+    assert "kimi_k2" in text
 
 
 def test_a_checkpoint_of_any_layout_becomes_the_model_that_training_exports(tmp_path):

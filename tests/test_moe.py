@@ -31,6 +31,7 @@ LAYOUTS = {
     "cp2ep2": (2, {**CP2, **EP2}),
 }
 FAMILIES = ("qwen3_moe_dense_layers", "mixtral", "qwen2_moe", "olmoe", "glm4_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")  # test_families.py trains them without balancing losses
 NUMBERS = ("expert_load_max", "expert_load_min", "load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 
 
@@ -52,6 +53,7 @@ def train_all(paths: dict, out: str, runs: dict, **keys) -> dict:
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     made = {name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in FAMILIES}
+    made.update({name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in LATENT})
     made["skewed"] = tiny_moe.save_model(folder / "skewed", "glm4_moe", skew=True, num_hidden_layers=2)
     made["four_layers"] = tiny_moe.save_model(folder / "four", "qwen3_moe_sparse_step")
     return made
@@ -134,11 +136,17 @@ def test_virtual_stages_and_fillers_train_as_on_torch(torch_runs, paths, tmp_pat
     check(torch_runs, paths, tmp_path, 4, {**EP2, **PP2, **VPP2}, runs)
 
 
+def test_models_with_latent_attention_are_balanced_as_on_torch(torch_runs, paths, tmp_path):
+    shared = {"deepseek_v2": SEQ, "deepseek_v3": {**AUX, **BIAS}}
+    check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2}, {name: (name, keys, {}) for name, keys in shared.items()})
+
+
 def test_recomputation_and_overlap_change_no_number(torch_runs, paths, tmp_path):
     full = dict(recompute_granularity="full")
+    block = dict(full, recompute_method="block", recompute_num_layers=1)  # the second layer is not recomputed
     modules = dict(recompute_granularity="selective", recompute_modules=["moe"])
     overlap = dict(moe_shared_expert_overlap=True)
-    own = {"full": full, "moe": modules, "overlap": overlap}
+    own = {"full": full, "block": block, "moe": modules, "overlap": overlap}
     runs = {name: ("qwen2_moe", AUX, keys) for name, keys in own.items()}
     check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2}, runs)
 

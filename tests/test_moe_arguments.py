@@ -97,6 +97,12 @@ recompute_granularity: full
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise"),
         ("olmoe", dict(clip_qkv=8.0), "clip_qkv"),
         ("qwen3_moe", dict(attention_bias=True), "attention_bias"),
+        ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob"),
+        ("deepseek_v2", dict(scoring_func="sigmoid"), "scoring_func.*softmax"),
+        ("deepseek_v2", dict(moe_layer_freq=2), "moe_layer_freq"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func.*sigmoid"),
+        ("deepseek_v3", dict(topk_method="greedy"), "topk_method.*noaux_tc"),
+        ("deepseek_v3", dict(moe_layer_freq=2), "moe_layer_freq"),
         ("qwen3_moe", dict(hidden_act="gelu"), "hidden_act"),
         ("qwen3_moe", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), "partial"),
     ],
@@ -114,6 +120,7 @@ def test_what_a_model_asks_for_and_is_not_built_is_refused(name, changes, text):
         (dict(expert_tensor_parallel_size=3), "expert_tensor_parallel_size: 1"),
         (BIAS, "no bias to update"),
         (dict(moe_permute_fusion=True), "Transformer Engine"),
+        (dict(recompute_granularity="selective", recompute_modules=["layernorm"]), "layernorm needs Transformer Engine"),
     ],
 )
 def test_a_config_that_does_not_fit_says_what_to_set(keys, text):

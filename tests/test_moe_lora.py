@@ -227,3 +227,22 @@ def test_checkpoints_of_adapters_go_on_in_other_expert_layouts(before, after, ma
     assert_same_curve(got[name], wanted[name], 5e-6)
     for key, value in end.items():
         torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def beside_the_dispatch(path: str) -> list:
+    from mca_lite import AutoModel, TrainingArguments, lora
+
+    answers = []
+    for targets in (("all",), ("q_proj", "gate")):  # with shared experts, and without
+        args = TrainingArguments(output_dir="unused", moe_shared_expert_overlap=True, **TP2)
+        try:
+            lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec(targets=targets))
+            answers.append("taken")
+        except ValueError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_tensor_parallelism_cuts_them(made):
+    for refused, taken in world.run(beside_the_dispatch, 2, made["qwen2_moe"][0]):
+        assert "set moe_shared_expert_overlap: false" in refused and taken == "taken"

@@ -74,12 +74,14 @@ def in_files(layers, first: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """A deepseek_v3 model whose files hold two more layers, with copies of the embedding and the head."""
+    return save_with_extra_layers(tmp_path_factory.mktemp("models"), "deepseek_v3", num_nextn_predict_layers=COUNT)
+
+
+def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
+    """A model whose files hold two more layers, with copies of the embedding and the head."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("models")
-    keys = dict(num_nextn_predict_layers=COUNT)
-    tiny_moe.save_model(folder / "plain", "deepseek_v3", **keys)
+    tiny_moe.save_model(folder / "plain", name, **keys)
     shutil.copytree(folder / "plain", folder / "full")
     model = AutoModelForCausalLM.from_pretrained(folder / "plain")
     values = load_file(folder / "plain/model.safetensors")
@@ -186,6 +188,14 @@ def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted
     check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
 
 
+def test_extra_layers_of_glm_train_as_in_plain_torch(tmp_path):
+    path = save_with_extra_layers(tmp_path / "model", "glm4_moe", num_mtp_layers=COUNT)
+    [curve] = world.run(reference, 1, path, str(tmp_path / "torch"))
+    for got in world.run(train_layers, 2, path, str(tmp_path / "ours"), **TP2, **SP):
+        assert_same(got, curve)
+    assert tensors(tmp_path / "ours").keys() == tensors(path).keys()
+
+
 AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
 
 
@@ -247,6 +257,25 @@ def test_fresh_layers_are_the_same_in_every_layout(path, exports):
     assert_same_bytes(ours, tensors(exports / "one/drawn"))
     assert ours.keys() == tensors(path).keys()
     assert torch.equal(ours["model.layers.5.embed_tokens.weight"], ours["model.embed_tokens.weight"])
+
+
+def drawn_with_more_layers(path: str, out: str) -> list:
+    """Names of the tensors of a model whose config.json speaks of no extra layers, drawn with two and read again without."""
+    from mca_lite import AutoConfig, AutoModel, TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", mtp_num_layers=2)
+    AutoModel.from_config(AutoConfig.from_pretrained(path, args), args).save_pretrained(out)
+    AutoModel.from_pretrained(out, TrainingArguments(output_dir="unused")).save_pretrained(f"{out}-again")
+    return [sorted(tensors(Path(folder))) for folder in (out, f"{out}-again")]
+
+
+def test_an_exported_config_speaks_of_the_layers_that_the_files_hold(path, tmp_path):
+    config = json.loads((Path(path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    args = str(tmp_path), str(tmp_path / "out")
+    drawn, again = world.run(drawn_with_more_layers, 1, *args)[0]
+    assert drawn == again == sorted(tensors(path))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "num_nextn_predict_layers": 2}
 
 
 def test_a_run_resumes_in_another_layout(path, wanted, tmp_path):
