@@ -119,6 +119,11 @@ class McaGPTModel(GPTModel):
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
         self.decoder.__class__ = _Block
+        unit, count = config.recompute_num_layers, len(self.decoder.layers)
+        if config.recompute_method == "uniform" and count % unit:  # megatron would look for layers behind the last
+            raise ValueError(
+                f"recompute_num_layers {unit} does not divide the {count} layers of a pipeline stage: set it to 1"
+            )
         if post_process:
             self.output_layer.__class__ = _OutputLayer
         if hasattr(self, "embedding"):

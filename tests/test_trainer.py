@@ -333,3 +333,17 @@ def test_early_stopping_and_the_best_checkpoint_at_the_end(model_path, tmp_path)
     assert got["final"] == pytest.approx(state["best_metric"], abs=1e-6)
     left = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
     assert left == sorted(f"checkpoint-{n}" for n in (state["best_step"], state["global_step"]))
+
+
+def refused_units(path: str) -> str:
+    from mca_lite import AutoModel, TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", recompute_granularity="full", recompute_num_layers=3)
+    with pytest.raises(ValueError) as error:
+        AutoModel.from_pretrained(path, args)
+    return str(error.value)
+
+
+def test_units_of_recomputation_that_do_not_divide_a_stage_are_refused(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
+    assert "3 does not divide the 4 layers" in world.run(refused_units, 1, path)[0]
