@@ -20,6 +20,7 @@ _TRACKERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "
 # Keys that the progress line shows in its own way, or not at all: the log file has them.
 _NOT_IN_LINE = {
     "step",
+    "expert_load",
     "epoch",
     "loss",
     "grad_norm",

@@ -134,11 +134,12 @@ class RouterStatistics:
         """This rank's part of a micro-batch's losses; share: its part of the micro-batch, 0 where that is empty."""
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
 
-    def take(self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+    def take(self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float | list]:
         """Numbers for the log, and a new start. reduce: the sum over all ranks; every rank must call it.
 
-        expert_load_max and _min: choices of the busiest and of the idlest expert of a layer over the mean, averaged over the
-        layers that are mixtures; the losses, without their coefficients, averaged over these layers and the micro-batches.
+        expert_load: for each layer that is a mixture the choices of each of its experts over their mean. expert_load_max and
+        _min: those of the busiest and of the idlest expert of a layer, averaged over these layers; the losses, without their
+        coefficients, averaged over these layers and the micro-batches.
         """
         rows = reduce(self.rows.clone())
         self.rows.zero_()
@@ -153,7 +154,8 @@ class RouterStatistics:
             out["load_balancing_loss" if losses.kind == "aux_loss" else "seq_load_balancing_loss"] = balance / batches
         if losses.z:
             out["z_loss"] = z / batches
-        return {key: float(value) for key, value in out.items()}
+        shares = [[round(share, 3) for share in layer] for layer in load.tolist()]
+        return {**{key: float(value) for key, value in out.items()}, "expert_load": shares}
 
 
 def choices_of(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -371,7 +371,7 @@ class McaTrainer:
         logs = {"step": state.global_step, "epoch": state.epoch, **numbers}
         logs.update(learning_rate=self.lr_scheduler.get_last_lr()[0], consumed_samples=state.consumed_samples)
         logs.update(consumed_tokens=state.consumed_tokens, peak_memory_gib=peak_memory_gib())
-        state.log_history.append(logs)
+        state.log_history.append({key: value for key, value in logs.items() if not isinstance(value, list)})
         self._notify("on_log", logs=logs)
 
     def _notify(self, event: str, **kwargs) -> None:

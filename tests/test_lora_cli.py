@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests import world
 from tests.lora_tools import adapter_of
 from tests.test_cli import SHORT, run
 from tests.training import read_log
@@ -53,3 +54,24 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
         assert cli.main(argv) == cli.USER_ERROR
         assert wanted in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def pretrain(backend: str, out: str) -> int:
+    from mca_lite import cli
+
+    words = (
+        "configs/pt.yaml finetuning_type=lora lora_rank=4 max_steps=2 logging_steps=1 global_batch_size=2 cutoff_len=64"
+    )
+    words += (
+        " warmup_steps=0 per_device_train_batch_size=1 eval_strategy=no val_size=0 save_strategy=no disable_tqdm=true"
+    )
+    return cli.main([*words.split(), backend, f"output_dir={out}/{backend}", f"cache_dir={out}/cache"])
+
+
+def test_pretraining_takes_adapters_too_with_the_same_numbers_on_both_backends(tmp_path):
+    for backend in ("use_mca=true", "use_mca=false"):
+        assert world.run(pretrain, 1, backend, str(tmp_path)) == [0]
+    ours, theirs = (read_log(tmp_path / f"use_mca={value}") for value in ("true", "false"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)
+    assert adapter_of(tmp_path / "use_mca=true").keys() == adapter_of(tmp_path / "use_mca=false").keys()

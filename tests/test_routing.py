@@ -145,5 +145,6 @@ def test_statistics_average_over_mixtures_and_micro_batches_of_the_whole_window(
             statistics.add_losses(layer, torch.tensor(balance) * layer, one, one)
     losses = BalancingLosses("aux_loss", 0.1, 0.1)
     got = statistics.take(losses, lambda rows: rows)
+    assert got.pop("expert_load") == [[0.667, 1.333]] * 2, "a layer each, an expert each"
     assert got == {"expert_load_max": 8 / 6, "expert_load_min": 4 / 6, "load_balancing_loss": 18 / 4, "z_loss": 1.0}
     assert statistics.take(losses, lambda rows: rows) == {}, "a new window starts"

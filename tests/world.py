@@ -49,6 +49,7 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
         dist.init_process_group(
             backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
         )
+        dist.barrier()  # a rank that is done at once would leave while others still connect to it
         answers.put((rank, None, function(*args, **kwargs)))
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
