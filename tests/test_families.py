@@ -191,6 +191,11 @@ ADAPTED = {
     "gemma2": ("v_proj", "up_proj", "lm_head", "embed_tokens"),
     "granite": ("v_proj", "down_proj", "lm_head", "embed_tokens"),
     "olmo2": ("q_proj", "o_proj"),
+    "deepseek_v2": ("q_proj", *LATENT[2:]),
+    "gemma3_text": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    "phi3": ("o_proj", "down_proj"),
+    "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 ADAPTER_LAYOUTS = {"one": (1, {}), "tp2": (2, TP2), "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}), "pp2": (2, PP2)}
 
