@@ -4,6 +4,7 @@ Both backends answer the same few calls; the trainer knows no parallelism.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -96,10 +97,8 @@ class MegatronBackend:
     def length_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens: sequence parallelism cuts what context parallelism leaves."""
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        cp, fp8 = (
-            self.config.context_parallel_size,
-            16 if self.config.fp8 else 1,
-        )  # FP8 kernels want local multiples of 16
+        cp = self.config.context_parallel_size
+        fp8 = 16 if self.config.fp8 else 1  # its kernels want local multiples of 16
         return cp * math.lcm(2, tp, fp8) if cp > 1 else math.lcm(tp, fp8)
 
     def common_length(self, longest: int) -> int:
@@ -215,15 +214,16 @@ class MegatronBackend:
             forward_only=forward_only,
         )
 
-    def weigh_router_losses(self, micro_batches: list, loss_count: int) -> None:
+    def weigh_router_losses(self, micro_batches: list, count_of_loss: Callable[[dict], int]) -> None:
         """Say what the balancing losses of a micro-batch weigh in the coming step: the objective adds their mean over all real
-        micro-batches. loss_count: what the losses of this rank's micro-batches are sums over. Collective where there are any.
+        micro-batches. count_of_loss: what a micro-batch's loss is a sum over. Collective where there are such losses.
 
         megatron divides by the counts of all ranks, or averages over micro-batches and ranks: the weight undoes that.
         """
         if self._statistics is None or not BalancingLosses.of(self.config).on:
             return
-        numbers = torch.tensor([count_real_micro_batches(micro_batches), loss_count], dtype=torch.float32)
+        counts = sum(map(count_of_loss, micro_batches))
+        numbers = torch.tensor([count_real_micro_batches(micro_batches), counts], dtype=torch.float32)
         numbers = numbers.to(parallel.device())
         dist.all_reduce(numbers, group=mpu.get_data_parallel_group())
         real, counts = numbers

@@ -213,9 +213,9 @@ class TorchBackend:
         """Each micro-batch has its own length."""
         return 0
 
-    def weigh_router_losses(self, micro_batches: list, loss_count: int) -> None:
+    def weigh_router_losses(self, micro_batches: list, count_of_loss) -> None:
         """As MegatronBackend.weigh_router_losses."""
-        self.routers.weigh(micro_batches, loss_count, self.world)
+        self.routers.weigh(micro_batches, count_of_loss, self.world)
 
     def router_statistics(self) -> dict[str, float]:
         """As MegatronBackend.router_statistics."""

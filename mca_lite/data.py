@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
 from .encoding import Encoder, PairEncoder
-from .packing import best_fit
+from .packing import Packs
 from .pairs import PackedPairs
 from .records import Source, resolve
 from .token_cache import TokenShard, default_cache_dir, load_shard
@@ -131,21 +131,13 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     return dataset.subset(np.concatenate(rows)[order]), lines
 
 
-class PackedDataset(Dataset):
+class PackedDataset(Packs):
     """Packs of a TokenDataset: `packed[i]` has the samples of pack i one after another, and in "attention_mask" the number
     of each token's document, from 1. `costs` is what attention costs in each pack: the sum of squared lengths.
     """
 
     def __init__(self, dataset: TokenDataset, capacity: int):
-        self.dataset, self.packs = dataset, best_fit(dataset.lengths, capacity)
-        squares = dataset.lengths.astype(np.float64) ** 2
-        self.costs = np.array([squares[pack].sum() for pack in self.packs])
-        self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
-        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
-        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
-
-    def __len__(self) -> int:
-        return len(self.packs)
+        super().__init__(dataset, dataset.lengths, dataset.lengths.astype(np.float64) ** 2, capacity)
 
     def __getitem__(self, i: int) -> dict:
         samples = [self.dataset[int(j)] for j in self.packs[i]]

@@ -13,11 +13,12 @@ gradients of its latent norms twice without sequence parallelism. Names of modul
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+
+from . import parallel
 
 LATENT_EPSILON = 1e-6  # of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
 
@@ -35,22 +36,6 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, x):
         return F.linear(x, self.weight)
-
-
-class _SumGradients(torch.autograd.Function):
-    """x as it is; its gradient summed over the group: each rank's heads give a part. megatron's own copy_to leaves a gradient
-    that is not contiguous, such as that of a split, as it came."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class LatentAttention(MegatronModule):
@@ -127,7 +112,7 @@ class LatentAttention(MegatronModule):
                 k_turning.contiguous(), tensor_parallel_output_grad=True, group=self.tp_group
             )
         elif self.tp_group.size() > 1:
-            k_turning = _SumGradients.apply(k_turning, self.tp_group)
+            k_turning = parallel.sum_gradients(k_turning, self.tp_group)
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         q_still, q_turning = query.unflatten(-1, (self.num_heads, -1)).split(self.query_sizes, -1)
         k_still, value = kv.unflatten(-1, (self.num_heads, -1)).split(self.kv_sizes, -1)

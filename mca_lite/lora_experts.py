@@ -12,27 +12,12 @@ The dispatcher sums activations over the etp ranks, so a whole matrix has a part
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from .lora_layers import Adapter, Piece
+from .parallel import sum_gradients
 
 PROJECTIONS = ("gate", "up", "down")
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """A matrix that all ranks of a group hold; backward: the sum of what they found."""
-
-    @staticmethod
-    def forward(ctx, matrix, group):
-        ctx.group = group
-        return matrix.view_as(matrix)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class LoraExperts(Adapter):
@@ -70,7 +55,7 @@ class LoraExperts(Adapter):
         parameter = getattr(self, name)
         if self.tp == 1 or self.axes[name] is not None:
             return parameter
-        return _SumOfGradients.apply(parameter, self.group)
+        return sum_gradients(parameter, self.group)
 
     def _one(self, projection: str, x, multiply):
         low = multiply(x, self._matrix(f"{projection}_A"))

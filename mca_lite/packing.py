@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
 
@@ -216,6 +217,23 @@ def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tens
 
 
 # -- the packer ---------------------------------------------------------------------------------------------------------
+
+
+class Packs(Dataset):
+    """`dataset` in packs of at most `capacity` tokens, with the numbers of both.
+
+    lengths [n]: tokens of each sample. squares [n]: the squared lengths of its documents, summed: what attention costs.
+    """
+
+    def __init__(self, dataset, lengths: np.ndarray, squares: np.ndarray, capacity: int):
+        self.dataset, self.capacity, self.packs = dataset, capacity, best_fit(lengths, capacity)
+        self.costs = np.array([squares[pack].sum() for pack in self.packs])
+        self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
+        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
+        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
+
+    def __len__(self) -> int:
+        return len(self.packs)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from .batches import Collator
 from .constants import IGNORE_INDEX
-from .packing import best_fit, pack_batch
+from .packing import Packs, pack_batch
 
 SIDES = ("chosen", "rejected")
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
@@ -146,7 +146,7 @@ class PairSlice(_OverPairs):
         return self.dataset[self.start + i]
 
 
-class PackedPairs(Dataset):
+class PackedPairs(Packs):
     """Packs of a dataset of pairs: `packed[i]` is a list of them, whose tokens, of both sides, are at most `capacity`.
 
     dataset.pair_lengths has the tokens of each side, [pairs, 2]. `costs` is what attention costs in each pack: the sum of
@@ -155,15 +155,7 @@ class PackedPairs(Dataset):
 
     def __init__(self, dataset, capacity: int):
         lengths = dataset.pair_lengths
-        self.dataset, self.capacity, self.packs = dataset, capacity, best_fit(lengths.sum(1), capacity)
-        squares = (lengths.astype(np.float64) ** 2).sum(1)
-        self.costs = np.array([squares[pack].sum() for pack in self.packs])
-        self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
-        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
-        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
-
-    def __len__(self) -> int:
-        return len(self.packs)
+        super().__init__(dataset, lengths.sum(1), (lengths.astype(np.float64) ** 2).sum(1), capacity)
 
     def __getitem__(self, i: int) -> list[dict]:
         return [self.dataset[int(j)] for j in self.packs[i]]

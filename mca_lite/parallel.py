@@ -180,6 +180,27 @@ def largest(*numbers: int) -> list[int]:
     return vector.tolist()
 
 
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_gradients(x: torch.Tensor, group) -> torch.Tensor:
+    """x, which all ranks of the group hold; its gradient is the sum of what each found. Collective in the backward pass.
+
+    megatron's own copy_to leaves a gradient that is not contiguous, such as that of a split, as it came.
+    """
+    return _SumGradients.apply(x, group)
+
+
 def shutdown() -> None:
     """Close what `initialize` opened, on every rank. For a clean end only: after a failure of a rank it would wait."""
     from megatron.core import parallel_state as mpu

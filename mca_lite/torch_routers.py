@@ -78,11 +78,12 @@ class TorchRouters:
         self._outputs = []
         return total
 
-    def weigh(self, micro_batches: list, loss_count: int, world: int) -> None:
+    def weigh(self, micro_batches: list, count_of_loss, world: int) -> None:
         """As MegatronBackend.weigh_router_losses."""
         if not self._modules or not self.losses.on:
             return
-        numbers = torch.tensor([count_real_micro_batches(micro_batches), loss_count], dtype=torch.float32)
+        counts = sum(map(count_of_loss, micro_batches))
+        numbers = torch.tensor([count_real_micro_batches(micro_batches), counts], dtype=torch.float32)
         numbers = _over_all(numbers.to(parallel.device()))
         scale = numbers[1] if self.per_token else len(micro_batches) * world
         self.statistics.loss_weight = scale / numbers[0].clamp(min=1)

@@ -145,7 +145,7 @@ class McaTrainer:
         """
         micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
         self.backend.train_mode(True)
-        self.backend.weigh_router_losses(micro_batches, sum(map(self._count_of_loss, micro_batches)))
+        self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
         updated, grad_norm, num_zeros = self.backend.step()
         if updated:

@@ -34,14 +34,11 @@ def peft_model(path: str, targets=TARGETS, seed: int = 3, **config):
     return model
 
 
-def train_with_peft(path: str, folder: str, changes: dict | None = None, **config) -> list:
-    """The curve of a peft-wrapped model on plain torch; folder/start and folder/end are its adapters, as peft saves them."""
-    from mca_lite.arguments import TrainingArguments
+def whole_logits_trainer():
+    """McaTrainer with whole logits from the wrapped model, and torch's cross entropy."""
     from mca_lite.trainer import McaTrainer
 
     class Oracle(McaTrainer):
-        """Whole logits from the wrapped model, and torch's cross entropy."""
-
         def forward_step(self, data_iterator, model):
             inputs = self._prepare_train_inputs(data_iterator)
             labels = inputs["labels"]
@@ -49,10 +46,17 @@ def train_with_peft(path: str, folder: str, changes: dict | None = None, **confi
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
             return losses.view_as(labels), functools.partial(self._post_compute_loss, labels)
 
+    return Oracle
+
+
+def train_with_peft(path: str, folder: str, changes: dict | None = None, **config) -> list:
+    """The curve of a peft-wrapped model on plain torch; folder/start and folder/end are its adapters, as peft saves them."""
+    from mca_lite.arguments import TrainingArguments
+
     wrapped = peft_model(path, **config)
     wrapped.save_pretrained(f"{folder}/start")
     keys = {**run_keys(f"{folder}/run"), **(changes or {})}
-    trainer = Oracle(wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples())
+    trainer = whole_logits_trainer()(wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples())
     trainer.train()
     wrapped.save_pretrained(f"{folder}/end")
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]

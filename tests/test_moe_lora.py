@@ -4,11 +4,10 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests import tiny, tiny_moe, world
-from tests.lora_tools import ALPHA, RANK, adapter_of, load, run_keys
+from tests.lora_tools import ALPHA, RANK, adapter_of, load, run_keys, whole_logits_trainer
 from tests.test_moe import CP2, DIST_OPT, EP2, ETP1, LOOP, TP2
 from tests.test_parity import OVERLAP, PP2, assert_same_curve
 from tests.training import train
@@ -76,15 +75,6 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
     from transformers import AutoModelForCausalLM
 
     from mca_lite.arguments import TrainingArguments
-    from mca_lite.trainer import McaTrainer
-
-    class Oracle(McaTrainer):
-        def forward_step(self, data_iterator, model):
-            inputs = self._prepare_train_inputs(data_iterator)
-            labels = inputs["labels"]
-            logits = model.model(inputs["input_ids"], position_ids=inputs["position_ids"]).logits
-            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
-            return losses.view_as(labels), functools.partial(self._post_compute_loss, labels)
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
     tensors, places, trained = adapter_of(start), {}, {}
@@ -99,7 +89,7 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
     for (module, parameter), parts in places.items():
         parametrize.register_parametrization(module, parameter, Merged(parts), unsafe=True)
     keys = {**run_keys(f"{folder}/run"), "max_steps": 3, "per_device_train_batch_size": 2}
-    trainer = Oracle(model, TrainingArguments(**keys), train_dataset=tiny.samples(12))
+    trainer = whole_logits_trainer()(model, TrainingArguments(**keys), train_dataset=tiny.samples(12))
     trainer.train()
     save_file({k: v.detach().contiguous() for k, v in trained.items()}, f"{folder}/adapter_model.safetensors")
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]

@@ -12,10 +12,25 @@ FAMILY_KEYS = {
     "qwen3": dict(head_dim=8, tie_word_embeddings=True),
 }  # fmt: skip
 
-LATENT = dict(q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7,
-              num_key_value_heads=4, first_k_dense_replace=2)
-YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=1.0,
-            original_max_position_embeddings=32)
+LATENT = dict(
+    q_lora_rank=10,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    num_key_value_heads=4,
+    first_k_dense_replace=2,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=0.7,
+    mscale_all_dim=1.0,
+    original_max_position_embeddings=32,
+)
 # Families whose layouts are all run in one world each (test_families.py), some of them twice. `model_type` where
 # it is not the name.
 MORE_KEYS = {
@@ -40,26 +55,29 @@ MORE_KEYS = {
 }  # fmt: skip
 
 
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=0,
+)
+
+
 def hf_config(family: str, **changes):
     """A transformers config of 4 layers (2 of MORE_KEYS), 4 heads in 2 query groups, hidden 32, with what is special about the
     family."""
     from transformers import AutoConfig
 
-    keys = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4 if family in FAMILY_KEYS else 2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    layers = 4 if family in FAMILY_KEYS else 2
     special = dict(FAMILY_KEYS.get(family) or MORE_KEYS.get(family))
-    return AutoConfig.for_model(special.pop("model_type", family), **{**keys, **special, **changes})
+    keys = {**SIZES, "vocab_size": VOCAB, "num_hidden_layers": layers, **special, **changes}
+    return AutoConfig.for_model(keys.pop("model_type", family), **keys)
 
 
 def save_model(folder, family: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", **changes) -> str:

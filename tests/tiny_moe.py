@@ -35,20 +35,7 @@ def hf_config(name: str, **changes):
     from transformers import AutoConfig
 
     family, keys = MODELS[name]
-    shared = dict(
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    return AutoConfig.for_model(family, **{**shared, **keys, **changes})
+    return AutoConfig.for_model(family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes})
 
 
 def save_model(
