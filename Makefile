@@ -7,7 +7,6 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-RUFF := --isolated --line-length 128 --target-version py310 --select E,F,W,I,B,UP
 
 # Without a GPU, ranks share the cores: a thread pool per rank would fight over them.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
@@ -42,8 +41,8 @@ dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the em
 test: $(STAMP)  ## run the tests (CPU, no network)
 	$(BIN)/python -m pytest -q
 
-lint: $(STAMP)  ## ruff
-	$(BIN)/ruff check $(RUFF) .
+lint: $(STAMP)  ## ruff: lint and format
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/bench.py
 	$(BIN)/python -m tests.bench $(ARGS)

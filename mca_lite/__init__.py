@@ -10,27 +10,28 @@ __version__ = "0.1.0"
 
 # megatron-core says at import what it would do with packages that the local layers do not need
 warnings.filterwarnings(
-    "ignore", message=".*(Apex is not installed|Transformer Engine and Apex|full scope is deprecated)"
+    "ignore",
+    message=".*(Apex is not installed|Transformer Engine and Apex|full scope is deprecated)",
 )
 
 _HOME = {
     "AutoConfig": "model_config",
-    "AutoModel": "models",
-    "DPOConfig": "dpo_trainer",
-    "DPOTrainer": "dpo_trainer",
-    "McaGPTModel": "models",
+    "AutoModel": "model",
+    "DPOConfig": "trainer_dpo",
+    "DPOTrainer": "trainer_dpo",
+    "McaGPTModel": "model",
     "McaModelConfig": "model_config",
     "McaTrainer": "trainer",
     "MegatronLRScheduler": "optim",
     "MLAMcaModelConfig": "model_config",
-    "Seq2SeqTrainingArguments": "arguments",
-    "TrainerCallback": "callbacks",
-    "TrainingArguments": "arguments",
-    "VirtualModels": "models",
-    "check_pack_seq_aligned": "packing",
-    "get_ltor_masks_and_position_ids": "packing",
+    "Seq2SeqTrainingArguments": "args",
+    "TrainerCallback": "trainer_callbacks",
+    "TrainingArguments": "args",
+    "VirtualModels": "model",
+    "check_pack_seq_aligned": "packed_rows",
+    "get_ltor_masks_and_position_ids": "packed_rows",
     "get_megatron_lr_scheduler": "optim",
-    "get_seqlens_in_batch": "packing",
+    "get_seqlens_in_batch": "packed_rows",
 }
 __all__ = sorted(_HOME)
 

@@ -9,17 +9,21 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
-from . import convert, parallel, peft_format
-from .dist_checkpoint import MegatronSnapshot, load_megatron
-from .models import VirtualModels
-from .moe import routers_of
+from . import lora_files, parallel, weights_convert
+from .ckpt_megatron import MegatronSnapshot, load_megatron
+from .model import VirtualModels
+from .model_moe import routers_of
+from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
 from .optim import create_megatron_optimizer
-from .packing import Targets, row_layout
-from .routing import BalancingLosses, RouterStatistics, count_real_micro_batches
+from .packed_rows import Targets, row_layout
 
 
 def _to_rank(tokens, device, index):
@@ -44,7 +48,9 @@ class MegatronBackend:
         self._statistics = None
         if self.config.num_moe_experts:
             self._statistics = RouterStatistics(
-                self.config.num_layers + (self.config.mtp_num_layers or 0), self.config.num_moe_experts, parallel.device()
+                self.config.num_layers + (self.config.mtp_num_layers or 0),
+                self.config.num_moe_experts,
+                parallel.device(),
             )
             for router in routers_of(models):
                 router.statistics = self._statistics
@@ -53,7 +59,9 @@ class MegatronBackend:
     def grad_scalers(self) -> list:
         """The loss scalers of fp16, one of each part of the optimizer, which checkpoints keep."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
+        return [
+            part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None
+        ]
 
     @property
     def hf_config(self) -> dict:
@@ -108,13 +116,17 @@ class MegatronBackend:
         """
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             return parallel.largest(longest)[0]
-        equal = self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
+        equal = (
+            self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
+        )
         return longest if equal else 0
 
     @property
     def counts_tokens(self) -> bool:
         """Whether this rank adds a step's tokens to the totals: one rank of those that read the same batch."""
-        return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_context_parallel_rank() == 0
+        return (
+            mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_context_parallel_rank() == 0
+        )
 
     def model_inputs(self, batch: dict) -> dict:
         """This rank's part of a batch, on its device: tokens and labels cut alike, and the borders of packed documents."""
@@ -125,16 +137,28 @@ class MegatronBackend:
         ids, labels = batch["input_ids"], batch["labels"]
         if self.config.mtp_num_layers:
             labels = Targets.ahead(batch, self.config.mtp_num_layers)
-        ids, labels = (_to_rank(x, device, layout.index if size > 1 else None) for x in (ids, labels))
+        ids, labels = (
+            _to_rank(x, device, layout.index if size > 1 else None) for x in (ids, labels)
+        )
         positions = layout.positions.expand(ids.shape)
         inputs = dict(
-            input_ids=ids, labels=labels, position_ids=positions, attention_mask=None, packed_seq_params=params
+            input_ids=ids,
+            labels=labels,
+            position_ids=positions,
+            attention_mask=None,
+            packed_seq_params=params,
         )
-        if self.config.num_moe_experts and "padding_mask" in batch:  # padding does not count where experts are balanced
-            inputs["padding_mask"] = batch["padding_mask"].to(device, non_blocking=True)[:, layout.index]
+        if (
+            self.config.num_moe_experts and "padding_mask" in batch
+        ):  # padding does not count where experts are balanced
+            inputs["padding_mask"] = batch["padding_mask"].to(device, non_blocking=True)[
+                :, layout.index
+            ]
         return inputs
 
-    def over_context_parallel(self, total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_context_parallel(
+        self, total: torch.Tensor, count: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss sum, tokens) as megatron's schedule wants them from a rank that holds a part of each row.
 
         Per token it sums both over all ranks itself. Otherwise it divides here, by the row's tokens, and averages over
@@ -150,7 +174,9 @@ class MegatronBackend:
         make of the same sum is one loss, and megatron sums their gradients. Changes `values`."""
         if self.config.context_parallel_size == 1:
             return values
-        return reduce_from_tensor_model_parallel_region(values, group=mpu.get_context_parallel_group())
+        return reduce_from_tensor_model_parallel_region(
+            values, group=mpu.get_context_parallel_group()
+        )
 
     # -- training
 
@@ -179,7 +205,9 @@ class MegatronBackend:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
-            config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+            config.no_sync_func = (
+                [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+            )
         if self.args.overlap_param_gather:
             sync = [c.start_param_sync for c in chunks]
             config.param_sync_func = sync if len(chunks) > 1 else sync[0]
@@ -214,7 +242,9 @@ class MegatronBackend:
             forward_only=forward_only,
         )
 
-    def weigh_router_losses(self, micro_batches: list, count_of_loss: Callable[[dict], int]) -> None:
+    def weigh_router_losses(
+        self, micro_batches: list, count_of_loss: Callable[[dict], int]
+    ) -> None:
         """Say what the balancing losses of a micro-batch weigh in the coming step: the objective adds their mean over all real
         micro-batches. count_of_loss: what a micro-batch's loss is a sum over. Collective where there are such losses.
 
@@ -223,11 +253,15 @@ class MegatronBackend:
         if self._statistics is None or not BalancingLosses.of(self.config).on:
             return
         counts = sum(map(count_of_loss, micro_batches))
-        numbers = torch.tensor([count_real_micro_batches(micro_batches), counts], dtype=torch.float32)
+        numbers = torch.tensor(
+            [count_real_micro_batches(micro_batches), counts], dtype=torch.float32
+        )
         numbers = numbers.to(parallel.device())
         dist.all_reduce(numbers, group=mpu.get_data_parallel_group())
         real, counts = numbers
-        scale = counts if self.config.calculate_per_token_loss else len(micro_batches) * self.dp_size
+        scale = (
+            counts if self.config.calculate_per_token_loss else len(micro_batches) * self.dp_size
+        )
         self._statistics.loss_weight = scale / real.clamp(min=1)
 
     def router_statistics(self) -> dict[str, float]:
@@ -261,7 +295,9 @@ class MegatronBackend:
     def num_parameters(self) -> tuple[int, int]:
         """(parameters of this rank, those among them that are trained)"""
         parameters = list(self.models.parameters())
-        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+        return sum(p.numel() for p in parameters), sum(
+            p.numel() for p in parameters if p.requires_grad
+        )
 
     # -- Hugging Face out
 
@@ -272,18 +308,20 @@ class MegatronBackend:
         self.finish_param_sync()
         if self.models.lora is not None:
             return self.export_adapters(folder)
-        return convert.export_hf(self.models, folder, max_shard_size)
+        return weights_convert.export_hf(self.models, folder, max_shard_size)
 
     def export_adapters(self, folder) -> list[str]:
         """The adapters in PEFT's format, where there are any -> the files that this rank wrote. All ranks must call it."""
         if self.models.lora is None:
             return []
-        return peft_format.save_adapter(self.models, folder)
+        return lora_files.save_adapter(self.models, folder)
 
     def export_merged(self, folder, max_shard_size) -> None:
         """The model with its adapters in its weights, in Hugging Face's format. All ranks must call it."""
         self.finish_param_sync()
-        convert.export_hf(self.models, folder, max_shard_size, peft_format.merger(self.models))
+        weights_convert.export_hf(
+            self.models, folder, max_shard_size, lora_files.merger(self.models)
+        )
 
     def finish_param_sync(self) -> None:
         """With overlap_param_gather the weights of the last update arrive during the next forward pass: fetch them now."""
@@ -299,7 +337,7 @@ class MegatronBackend:
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Weights, and the optimizer's state, of a checkpoint of any layout. All ranks must call it."""
-        peft_format.check_checkpoint(self.models, folder)
+        lora_files.check_checkpoint(self.models, folder)
         load_megatron(folder, self.models, self.optimizer if with_optimizer else None)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import checkpoint, convert, cpu, lora, parallel, peft_format
+from . import ckpt, cpu, lora, lora_files, parallel, weights_convert
+from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
-from .hf_experts import file_parts, named_tensors
-from .losses import token_losses
+from .loss_tokens import token_losses
 from .optim import create_grad_scaler, create_torch_optimizer
-from .packing import block_diagonal_mask, packed_row
-from .torch_routers import TorchRouters
+from .packed_rows import block_diagonal_mask, packed_row
+from .weights_experts import file_parts, named_tensors
 
 
 class TokenLossModel(torch.nn.Module):
@@ -35,7 +35,10 @@ class TokenLossModel(torch.nn.Module):
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
         training = self.model.training
-        ids = torch.arange(4, device=parallel.device())[None] % self.model.config.get_text_config().vocab_size
+        ids = (
+            torch.arange(4, device=parallel.device())[None]
+            % self.model.config.get_text_config().vocab_size
+        )
         self.model.eval()
         logits = self.model(ids, use_cache=False).logits.float()
         hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
@@ -56,13 +59,15 @@ class TokenLossModel(torch.nn.Module):
             return self.model(input_ids, **kwargs).logits
         if not self.head_is_plain:
             logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
-            return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(
-                labels.shape
-            )
+            return F.cross_entropy(
+                logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+            ).view(labels.shape)
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
         head = self.model.get_output_embeddings()
         extra = lora.extra_factors(head, hidden)
-        return token_losses(hidden, head.weight, labels, chunk_size=self.loss_chunk_size, extra=extra)
+        return token_losses(
+            hidden, head.weight, labels, chunk_size=self.loss_chunk_size, extra=extra
+        )
 
     @torch.no_grad()
     def refuse_packing_if_documents_mix(self) -> None:
@@ -80,10 +85,18 @@ class TokenLossModel(torch.nn.Module):
         self.model.eval()
         params = packed_row(cu, 1, 0, device)
         packed = self(ids, params.layout.positions[None], block_diagonal_mask(cu, device))
-        alone = torch.cat([self(ids[:, a:b], torch.arange(b - a, device=device)[None]) for a, b in ((0, 5), (5, 8))], 1)
+        alone = torch.cat(
+            [
+                self(ids[:, a:b], torch.arange(b - a, device=device)[None])
+                for a, b in ((0, 5), (5, 8))
+            ],
+            1,
+        )
         self.model.train(training)
         if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
-            raise ValueError(f"{config.model_type} lets packed documents see each other: set packing: false")
+            raise ValueError(
+                f"{config.model_type} lets packed documents see each other: set packing: false"
+            )
 
 
 class TorchBackend:
@@ -119,7 +132,9 @@ class TorchBackend:
         self.optimizer = None
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         device = parallel.device().type
-        self._autocast = lambda: torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
+        self._autocast = lambda: (
+            torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
+        )
         self._scaler = None
         if args.fp16:
             self._scaler = create_grad_scaler(args)
@@ -155,7 +170,9 @@ class TorchBackend:
         positions = params.layout.positions[None]
         return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
 
-    def over_context_parallel(self, total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_context_parallel(
+        self, total: torch.Tensor, count: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return total, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
@@ -233,7 +250,9 @@ class TorchBackend:
             self._scaler.update(overflow)
             if overflow:  # the update is left out, and has no norm: as megatron's optimizer answers
                 return False, 0.0, None
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm or float("inf"), grad_norm)
+        torch.nn.utils.clip_grads_with_norm_(
+            parameters, self.args.max_grad_norm or float("inf"), grad_norm
+        )
         zeros = sum(int((g == 0).sum()) for g in grads) if self.args.log_num_zeros_in_grad else None
         self.optimizer.step()
         return True, float(grad_norm), zeros
@@ -246,7 +265,9 @@ class TorchBackend:
 
     def num_parameters(self) -> tuple[int, int]:
         parameters = list(self.hf_model.parameters())
-        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+        return sum(p.numel() for p in parameters), sum(
+            p.numel() for p in parameters if p.requires_grad
+        )
 
     def export_hf(self, folder, max_shard_size) -> list[str]:
         """The trained model in Hugging Face's format, its weights in the dtype that they were trained for; or its adapters in
@@ -259,39 +280,52 @@ class TorchBackend:
         """The adapters in PEFT's format, where there are any -> the files that this rank wrote."""
         if lora.spec_of(self.hf_model) is None:
             return []
-        return peft_format.save_adapter(self.hf_model, folder)
+        return lora_files.save_adapter(self.hf_model, folder)
 
     def export_merged(self, folder, max_shard_size) -> None:
         """The model with its adapters in its weights, in Hugging Face's format."""
-        self._export(folder, max_shard_size, peft_format.merger(self.hf_model))
+        self._export(folder, max_shard_size, lora_files.merger(self.hf_model))
 
     def _export(self, folder, max_shard_size, change) -> list[str]:
         written = []
         if parallel.is_main():
-            dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+            dtype = (
+                torch.bfloat16
+                if self.args.bf16
+                else torch.float16
+                if self.args.fp16
+                else torch.float32
+            )
             config = self.hf_model.config
             tensors = (
                 # a router's bias keeps its precision, as in transformers
-                (file_name, change(file_name, part).to(dtype if tensor.requires_grad else part.dtype))
+                (
+                    file_name,
+                    change(file_name, part).to(dtype if tensor.requires_grad else part.dtype),
+                )
                 for name, tensor in named_tensors(self.hf_model)
                 if ".lora." not in name
                 for file_name, index in file_parts(config.model_type, name, tuple(tensor.shape))
                 for part in [tensor.detach()[index].to("cpu", copy=bool(index))]
             )
-            carried = convert.carried_tensors(self.hf_model.name_or_path, config.to_dict())
-            written = convert.write_safetensors(itertools.chain(tensors, carried), Path(folder), max_shard_size)
-            written += convert.write_hf_config(config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype)
+            carried = weights_convert.carried_tensors(self.hf_model.name_or_path, config.to_dict())
+            written = weights_convert.write_safetensors(
+                itertools.chain(tensors, carried), Path(folder), max_shard_size
+            )
+            written += weights_convert.write_hf_config(
+                config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype
+            )
         parallel.barrier()
         return written
 
     def finish_param_sync(self) -> None:
         """Nothing is on its way: DDP has the weights of every update at once."""
 
-    def snapshot(self, with_optimizer: bool, copy: bool) -> checkpoint.TorchSnapshot:
+    def snapshot(self, with_optimizer: bool, copy: bool) -> ckpt.TorchSnapshot:
         """The checkpoint's weights and optimizer state, ready to be written by the main rank."""
-        return checkpoint.TorchSnapshot(self.hf_model, self.optimizer if with_optimizer else None, copy)
+        return ckpt.TorchSnapshot(self.hf_model, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """What a snapshot wrote, on every rank."""
-        peft_format.check_checkpoint(self.hf_model, folder)
-        checkpoint.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)
+        lora_files.check_checkpoint(self.hf_model, folder)
+        ckpt.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .arguments import RunArguments, parse_args
+from .args import RunArguments, parse_args
 from .constants import RUN_CONFIG_NAME
 
 USER_ERROR = 2  # exit code for input that cannot be trained on, and for checkpoints that cannot be read or written
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             time.sleep(1)  # the first rank to leave ends the others
         return USER_ERROR
-    from .manifest import CheckpointError
+    from .ckpt_manifest import CheckpointError
 
     try:
         train(run, prepared)
@@ -68,16 +68,20 @@ def prepare(run: RunArguments) -> Prepared:
     token cache poll for it."""
     import transformers
 
-    from . import model_config, sources
+    from . import model_config, weights_sources
     from .data import load_datasets
 
     transformers.utils.logging.disable_progress_bar()
-    folder = sources.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
+    folder = weights_sources.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
     remote = run.model.trust_remote_code
     if run.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), run.training, remote)
         vocab_size, window = config.vocab_size, config.sliding_window
-        if window is not None and run.data.cutoff_len > window and config.transformer_impl != "local":
+        if (
+            window is not None
+            and run.data.cutoff_len > window
+            and config.transformer_impl != "local"
+        ):
             raise ValueError(
                 f"cutoff_len {run.data.cutoff_len} is longer than the model's sliding window of {window} tokens, which is not "
                 f"built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
@@ -86,11 +90,17 @@ def prepare(run: RunArguments) -> Prepared:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
     if not run.model.train_from_scratch and not (folder / "dist").is_dir():
-        sources.SafetensorsSource(str(folder))  # says what is missing, before anything is started
+        weights_sources.SafetensorsSource(
+            str(folder)
+        )  # says what is missing, before anything is started
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=remote)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=remote
+        )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: no tokenizer could be loaded from this folder: {error}") from None
+        raise ValueError(
+            f"{folder}: no tokenizer could be loaded from this folder: {error}"
+        ) from None
     lines = add_new_tokens(run, tokenizer, config, vocab_size)
     if run.finetuning.finetuning_type == "lora":
         check_adapters(run, config)
@@ -108,12 +118,12 @@ def add_new_tokens(run: RunArguments, tokenizer, config, old_size: int) -> list[
 
     With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: what is not trained stays as it began.
     """
-    from . import model_config, peft_format, vocabulary
+    from . import lora_files, model_config, weights_vocabulary
 
     keys = run.model
-    added = vocabulary.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
+    added = weights_vocabulary.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
     resize = keys.resize_vocab or bool(keys.add_tokens or keys.add_special_tokens)
-    size = vocabulary.grown_size(tokenizer, old_size, resize)
+    size = weights_vocabulary.grown_size(tokenizer, old_size, resize)
     new = max(added, size - old_size)
     if not new:
         return (
@@ -126,16 +136,22 @@ def add_new_tokens(run: RunArguments, tokenizer, config, old_size: int) -> list[
     if size > old_size:
         line += f", {old_size:,} -> {size:,} rows; a new row begins as the mean of the old ones"
     if run.finetuning.finetuning_type == "lora":
-        tied = getattr(config, "tie_embeddings_and_output_weights", getattr(config, "tie_word_embeddings", False))
+        tied = getattr(
+            config,
+            "tie_embeddings_and_output_weights",
+            getattr(config, "tie_word_embeddings", False),
+        )
         if tied:
             raise ValueError(
                 f"the rows of {new} new tokens are trained through modules_to_save, which needs a head of its own, and this "
                 "model's embedding is its head: set finetuning_type: full, or leave the new tokens out"
             )
         if not run.finetuning.modules_to_save and not run.finetuning.adapter_name_or_path:
-            run.finetuning.modules_to_save = list(vocabulary.EMBEDDING_AND_HEAD)
+            run.finetuning.modules_to_save = list(weights_vocabulary.EMBEDDING_AND_HEAD)
             line += "; modules_to_save is embed_tokens, lm_head, which trains them"
-        vocabulary.check_trained(peft_format.spec_of_keys(run.finetuning).modules_to_save, new)
+        weights_vocabulary.check_trained(
+            lora_files.spec_of_keys(run.finetuning).modules_to_save, new
+        )
     return [line]
 
 
@@ -143,9 +159,9 @@ def _check_before_start(args, num_samples: int) -> None:
     """ValueError for what would otherwise show only when the model is there: trackers, the schedule, the output folder."""
     import torch
 
-    from .batches import steps_of_run
+    from .data_batches import steps_of_run
+    from .log import check_trackers
     from .optim import get_megatron_lr_scheduler
-    from .report import check_trackers
 
     check_trackers(args.report_to, args.plot_loss)
     steps = steps_of_run(args, math.ceil(num_samples / args.train_global_batch_size))
@@ -180,7 +196,8 @@ def train(run: RunArguments, prepared: Prepared):
         trainer.save_merged_model()
     trainer.report.print(
         f"trained {result.global_step} steps in {result.metrics['train_runtime']:.1f} s, mean loss "
-        f"{result.training_loss:.4f}" + (f"; the model is in {args.output_dir}" if args.save_hf_model else "")
+        f"{result.training_loss:.4f}"
+        + (f"; the model is in {args.output_dir}" if args.save_hf_model else "")
     )
     parallel.shutdown()
     return trainer
@@ -192,8 +209,8 @@ def trainer_of(run: RunArguments, prepared: Prepared):
 
     if run.finetuning.stage != "dpo":
         return McaTrainer, {}
-    from .dpo_trainer import DPOConfig, DPOTrainer
-    from .token_cache import default_cache_dir
+    from .data_cache import default_cache_dir
+    from .trainer_dpo import DPOConfig, DPOTrainer
 
     keys, model = run.finetuning, run.model
     config = DPOConfig(
@@ -212,20 +229,26 @@ def trainer_of(run: RunArguments, prepared: Prepared):
 def reference_folder(run: RunArguments, folder: Path, vocab_size: int) -> Path | None:
     """The folder of a reference that is a second model; None without one. ValueError for a model of other tokens, and for
     a reference that the finetuning keys do not leave as it was."""
+    from .args_rules_preference import REFERENCES
     from .model_config import load_hf_config
-    from .preference_checks import REFERENCES
-    from .sources import resolve_folder
+    from .weights_sources import resolve_folder
 
     keys = run.finetuning
     if keys.stage != "dpo" or keys.pref_loss == "orpo":
         return None
     if keys.ref_model in (None, *REFERENCES):
-        if keys.ref_model == "adapter" and keys.modules_to_save:  # new tokens bring some that the keys do not name
+        if (
+            keys.ref_model == "adapter" and keys.modules_to_save
+        ):  # new tokens bring some that the keys do not name
             raise ValueError(
                 f"ref_model adapter: {', '.join(keys.modules_to_save)} (modules_to_save) change beside the adapters: "
                 "set ref_model: cached"
             )
-        if keys.ref_model != "model" and keys.adapter_name_or_path and _saves_modules(keys.adapter_name_or_path):
+        if (
+            keys.ref_model != "model"
+            and keys.adapter_name_or_path
+            and _saves_modules(keys.adapter_name_or_path)
+        ):
             raise ValueError(
                 f"{keys.adapter_name_or_path} has modules of its own (modules_to_save), and without its adapters the model is "
                 "not the one that it began with: set ref_model: model"
@@ -251,7 +274,7 @@ def _saves_modules(adapter: str) -> bool:
 def _save_config_at_start(run: RunArguments):
     """A callback that writes config.yaml once the run is accepted: a refused one must leave an earlier run's alone."""
     from . import parallel
-    from .callbacks import TrainerCallback
+    from .trainer_callbacks import TrainerCallback
 
     class SaveConfig(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
@@ -269,28 +292,30 @@ def build_model(run: RunArguments, prepared: Prepared):
 
 def build_base(run: RunArguments, prepared: Prepared, folder: Path):
     """The same without adapters, from `folder`: the run's own, or that of another reference."""
-    from . import models
+    from . import model
 
     remote, seed = run.model.trust_remote_code, run.training.seed
     from_scratch = run.model.train_from_scratch and folder == prepared.folder
     if not run.backend.use_mca:
-        return models.load_torch_model(str(folder), from_scratch, seed, remote, prepared.vocab_size)
+        return model.load_torch_model(str(folder), from_scratch, seed, remote, prepared.vocab_size)
     if from_scratch:  # a config of its own: megatron keeps functions of the optimizer's in it
-        return models.AutoModel.from_config(copy.deepcopy(prepared.config), seed=seed)
-    return models.AutoModel.from_pretrained(str(folder), run.training, remote, prepared.vocab_size)
+        return model.AutoModel.from_config(copy.deepcopy(prepared.config), seed=seed)
+    return model.AutoModel.from_pretrained(str(folder), run.training, remote, prepared.vocab_size)
 
 
 def add_adapters(model, run: RunArguments):
     """The model with the adapters that the finetuning keys ask for: fresh ones, or those of adapter_name_or_path."""
     import torch
 
-    from . import lora, peft_format
+    from . import lora, lora_files
 
     keys, args = run.finetuning, run.training
-    spec = peft_format.spec_of_keys(keys)
-    dtype = torch.bfloat16 if args.bf16 else torch.float32  # of frozen weights; fp16 would lose too much of them
+    spec = lora_files.spec_of_keys(keys)
+    dtype = (
+        torch.bfloat16 if args.bf16 else torch.float32
+    )  # of frozen weights; fp16 would lose too much of them
     if keys.adapter_name_or_path:
-        return peft_format.load_adapter(model, keys.adapter_name_or_path, spec.dropout, dtype)
+        return lora_files.load_adapter(model, keys.adapter_name_or_path, spec.dropout, dtype)
     if run.backend.use_mca:
         return lora.inject(model, spec, args.seed)
     return lora.inject_torch(model, spec, args.seed, dtype)
@@ -301,9 +326,9 @@ def check_adapters(run: RunArguments, config) -> None:
     import torch
     import transformers
 
-    from . import lora, peft_format
+    from . import lora, lora_files
 
-    keys, spec = run.finetuning, peft_format.spec_of_keys(run.finetuning)
+    keys, spec = run.finetuning, lora_files.spec_of_keys(run.finetuning)
     model = None
     if not run.backend.use_mca:
         with torch.device("meta"):
@@ -311,14 +336,14 @@ def check_adapters(run: RunArguments, config) -> None:
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
     found = lora.candidates(config) if model is None else lora.torch_candidates(model)
     if keys.adapter_name_or_path:
-        peft_format.check_modules(keys.adapter_name_or_path, spec, found)
+        lora_files.check_modules(keys.adapter_name_or_path, spec, found)
     if model is None:
         spec = dataclasses.replace(spec, modules=lora.resolve_targets(spec.targets, found))
         lora.saved_rows(config, spec)
     else:
         spec, _ = lora.plan_torch(model, spec)
     if keys.save_merged_model:
-        peft_format.check_mergeable(spec, config)
+        lora_files.check_mergeable(spec, config)
 
 
 def _stage_words(run: RunArguments) -> str:
@@ -341,7 +366,11 @@ def data_summary(run: RunArguments, prepared: Prepared, model) -> dict[str, str]
 
     data, train_set = run.data, prepared.data.train
     unit = (
-        "samples" if run.finetuning.stage != "dpo" else "packs of pairs" if run.training.sequence_packing else "pairs"
+        "samples"
+        if run.finetuning.stage != "dpo"
+        else "packs of pairs"
+        if run.training.sequence_packing
+        else "pairs"
     )
     summary = {
         "stage": _stage_words(run),
@@ -350,7 +379,9 @@ def data_summary(run: RunArguments, prepared: Prepared, model) -> dict[str, str]
         "cutoff_len": f"{data.cutoff_len} tokens" + _packing_words(run),
     }
     if spec := spec_of(model):
-        summary["finetuning"] = f"LoRA of rank {spec.rank} on {len(spec.modules)} modules, scale {spec.scale:g}"
+        summary["finetuning"] = (
+            f"LoRA of rank {spec.rank} on {len(spec.modules)} modules, scale {spec.scale:g}"
+        )
     if prepared.data.eval is not None:
         summary["evaluation"] = (
             f"{len(prepared.data.eval):,} {unit}, {prepared.data.eval.num_trained_tokens:,} trained tokens"

@@ -83,7 +83,10 @@ def _tensor_type(original):
 
 def _all_to_all_single(original):
     def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
-        as_list = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
+        as_list = [
+            s.tolist() if isinstance(s, torch.Tensor) else s
+            for s in (output_split_sizes, input_split_sizes)
+        ]
         return original(output, input, *as_list, **kwargs)
 
     return all_to_all_single
@@ -128,8 +131,13 @@ def _table():
     import torch.distributed as dist
 
     cuda = torch.cuda
-    rng_get, rng_set = (lambda *a, **k: torch.get_rng_state()), (lambda state, *a, **k: torch.set_rng_state(state))
-    no_streams = "megatron orders its collectives with CUDA streams and events; a CPU has no second queue"
+    rng_get, rng_set = (
+        (lambda *a, **k: torch.get_rng_state()),
+        (lambda state, *a, **k: torch.set_rng_state(state)),
+    )
+    no_streams = (
+        "megatron orders its collectives with CUDA streams and events; a CPU has no second queue"
+    )
     one_rng = "megatron keeps its dropout states in the CUDA generator; here the CPU generator takes its place"
     yield cuda, "current_device", lambda: _DEVICE, "megatron places buffers on the current device"
     yield cuda, "synchronize", _nothing, no_streams
@@ -144,18 +152,48 @@ def _table():
         yield place, "get_rng_state", rng_get, one_rng
         yield place, "set_rng_state", rng_set, one_rng
     yield cuda, "manual_seed", torch.manual_seed, one_rng
-    yield cuda, "_lazy_call", lambda f, **k: f(), "deferred until CUDA starts, which it never does here"
+    yield (
+        cuda,
+        "_lazy_call",
+        lambda f, **k: f(),
+        "deferred until CUDA starts, which it never does here",
+    )
     yield megatron_random, "_get_cuda_rng_state", rng_get, one_rng
     yield megatron_random, "_set_cuda_rng_state", rng_set, one_rng
     for name in "tensor zeros ones empty full zeros_like ones_like empty_like full_like arange rand randn".split():
         construct = getattr(torch, name)
-        yield torch, name, _constructor_on_cpu(construct), 'the schedules, clipping and p2p name device="cuda"'
+        yield (
+            torch,
+            name,
+            _constructor_on_cpu(construct),
+            'the schedules, clipping and p2p name device="cuda"',
+        )
     yield torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron moves tensors with .cuda()"
     yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
-    yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), "clipping asks for 'torch.cuda.FloatTensor' by name"
-    yield clip_grads, "l2_norm_impl", _multi_tensor_l2_norm, "float32 norms of large tensors are 1e-4 off on a CPU"
-    yield dist, "all_gather", _all_gather(dist.all_gather), "gloo wants equal pieces; experts have unequal ones"
-    yield dist, "all_to_all_single", _all_to_all_single(dist.all_to_all_single), "gloo wants split sizes as lists"
+    yield (
+        torch.Tensor,
+        "type",
+        _tensor_type(torch.Tensor.type),
+        "clipping asks for 'torch.cuda.FloatTensor' by name",
+    )
+    yield (
+        clip_grads,
+        "l2_norm_impl",
+        _multi_tensor_l2_norm,
+        "float32 norms of large tensors are 1e-4 off on a CPU",
+    )
+    yield (
+        dist,
+        "all_gather",
+        _all_gather(dist.all_gather),
+        "gloo wants equal pieces; experts have unequal ones",
+    )
+    yield (
+        dist,
+        "all_to_all_single",
+        _all_to_all_single(dist.all_to_all_single),
+        "gloo wants split sizes as lists",
+    )
 
 
 _applied: list[tuple[object, str, object, str]] = []

@@ -12,11 +12,11 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
-from .encoding import Encoder, PairEncoder
-from .packing import Packs
-from .pairs import PackedPairs
-from .records import Source, resolve
-from .token_cache import TokenShard, default_cache_dir, load_shard
+from .data_cache import TokenShard, default_cache_dir, load_shard
+from .data_encode import Encoder, PairEncoder
+from .data_pairs import PackedPairs
+from .data_records import Source, resolve
+from .packed_rows import Packs
 
 # --------------------------------------------------------------------------------------------------------- the dataset
 
@@ -30,7 +30,9 @@ class TokenDataset(Dataset):
     def __init__(self, shards: list[TokenShard], index: np.ndarray | None = None):
         self.shards = list(shards)
         self._starts = np.cumsum([0, *(len(shard) for shard in self.shards)])
-        self.index = np.arange(self._starts[-1]) if index is None else np.asarray(index, dtype=np.int64)
+        self.index = (
+            np.arange(self._starts[-1]) if index is None else np.asarray(index, dtype=np.int64)
+        )
 
     def __len__(self) -> int:
         return len(self.index)
@@ -71,7 +73,10 @@ class TokenDataset(Dataset):
         """The datasets one after another."""
         shards = [shard for dataset in datasets for shard in dataset.shards]
         starts = np.cumsum([0, *(dataset._starts[-1] for dataset in datasets)])
-        return cls(shards, np.concatenate([d.index + start for d, start in zip(datasets, starts, strict=False)]))
+        return cls(
+            shards,
+            np.concatenate([d.index + start for d, start in zip(datasets, starts, strict=False)]),
+        )
 
 
 class PairDataset(TokenDataset):
@@ -90,7 +95,9 @@ class PairDataset(TokenDataset):
         return self.lengths.astype(np.float64)
 
 
-def split_off(dataset: TokenDataset, val_size: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
+def split_off(
+    dataset: TokenDataset, val_size: float, seed: int
+) -> tuple[TokenDataset, TokenDataset]:
     """(train, eval): val_size samples (a fraction below 1, else a count), a seeded choice; both keep their order."""
     count = round(len(dataset) * val_size) if val_size < 1 else int(val_size)
     count = max(count, 1)
@@ -115,18 +122,24 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
         )
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * len(dataset)
     counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]] += 1  # largest remainders
+    counts[np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]] += (
+        1  # largest remainders
+    )
     rows, places, lines = [], [], []
     shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
     for number, count in enumerate(counts.tolist()):
         own = np.flatnonzero(shard_of == number)
         if not len(own):
-            raise ValueError(f"dataset {number + 1} of {len(weights)} has no sample left to mix: lower val_size")
+            raise ValueError(
+                f"dataset {number + 1} of {len(weights)} has no sample left to mix: lower val_size"
+            )
         repeats, rest = divmod(count, len(own))
         extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
         rows += [np.tile(own, repeats), own[extra]]
         places.append((np.arange(count) + 0.5) / max(count, 1))
-        lines.append(f"mix: {count:,} samples an epoch from the {len(own):,} of dataset {number + 1}")
+        lines.append(
+            f"mix: {count:,} samples an epoch from the {len(own):,} of dataset {number + 1}"
+        )
     order = np.argsort(np.concatenate(places), kind="stable")
     return dataset.subset(np.concatenate(rows)[order]), lines
 
@@ -137,7 +150,9 @@ class PackedDataset(Packs):
     """
 
     def __init__(self, dataset: TokenDataset, capacity: int):
-        super().__init__(dataset, dataset.lengths, dataset.lengths.astype(np.float64) ** 2, capacity)
+        super().__init__(
+            dataset, dataset.lengths, dataset.lengths.astype(np.float64) ** 2, capacity
+        )
 
     def __getitem__(self, i: int) -> dict:
         samples = [self.dataset[int(j)] for j in self.packs[i]]
@@ -167,7 +182,9 @@ class _Loader:
     def __init__(self, data_args, stage: str, tokenizer):
         self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
         self.cache_dir = Path(data_args.cache_dir or default_cache_dir()).expanduser()
-        self.dataset_type, self.unit = (PairDataset, "pair") if stage == "dpo" else (TokenDataset, "sample")
+        self.dataset_type, self.unit = (
+            (PairDataset, "pair") if stage == "dpo" else (TokenDataset, "sample")
+        )
         self.report: list[str] = []
 
     def load(self, entries) -> list[TokenDataset]:
@@ -177,14 +194,22 @@ class _Loader:
 
     def _load_source(self, source: Source) -> TokenDataset:
         args = self.args
-        limit = min((n for n in (args.max_samples, source.num_samples) if n is not None), default=None)
+        limit = min(
+            (n for n in (args.max_samples, source.num_samples) if n is not None), default=None
+        )
         shard = load_shard(
-            self._encoder(source), limit, args.preprocessing_num_workers, self.cache_dir, args.overwrite_cache
+            self._encoder(source),
+            limit,
+            args.preprocessing_num_workers,
+            self.cache_dir,
+            args.overwrite_cache,
         )
         dataset = self.dataset_type([shard])
         self._describe(source, shard, dataset)
         if not len(dataset):
-            raise ValueError("\n".join([f"{source.name}: no {self.unit} is left to train on", *self.report]))
+            raise ValueError(
+                "\n".join([f"{source.name}: no {self.unit} is left to train on", *self.report])
+            )
         return dataset
 
     def _encoder(self, source: Source) -> Encoder:
@@ -215,12 +240,16 @@ class _Loader:
         self.report += [f"  note: {note}" for note in source.notes + meta["notes"]]
         for what, (count, first) in meta["tallies"].items():
             file, _, number = first.rpartition(":")
-            self.report.append(f"  warning: {count:,} {what}, the first at {names.get(file, file)}:{number}")
+            self.report.append(
+                f"  warning: {count:,} {what}, the first at {names.get(file, file)}:{number}"
+            )
         if len(dataset):
             first = dataset[0]
             parts = first.items() if self.stage == "dpo" else [("sample", first)]
             for part, sample in parts:
-                self.report.append(f"  first {part}, trained tokens in «»: {show_sample(sample, self.tokenizer)}")
+                self.report.append(
+                    f"  first {part}, trained tokens in «»: {show_sample(sample, self.tokenizer)}"
+                )
 
 
 def data_args_join(data_args) -> bool:
@@ -238,7 +267,10 @@ def show_sample(sample: dict, tokenizer, max_chars: int = 600) -> str:
     tokens = np.append(sample["input_ids"], sample["labels"][-1])
     trained = np.append(False, sample["labels"] != IGNORE_INDEX)
     if not trained[-1]:
-        tokens, trained = tokens[:-1], trained[:-1]  # nothing predicts the last token: the sample does not hold it
+        tokens, trained = (
+            tokens[:-1],
+            trained[:-1],
+        )  # nothing predicts the last token: the sample does not hold it
     borders = np.flatnonzero(np.diff(trained)) + 1
     runs = np.split(np.arange(len(tokens)), borders)
     texts = [(tokenizer.decode(tokens[run].tolist()), trained[run[0]]) for run in runs]
@@ -258,9 +290,13 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     if stage not in ("pt", "sft", "dpo"):
         raise ValueError(f"stage {stage!r}: expected pt, sft or dpo")
     if stage == "dpo" and data_args.train_on_prompt:
-        raise ValueError("train_on_prompt: true trains on prompts, which stage: dpo compares answers to: leave it out")
+        raise ValueError(
+            "train_on_prompt: true trains on prompts, which stage: dpo compares answers to: leave it out"
+        )
     if not data_args.dataset and not data_args.eval_dataset:
-        raise ValueError("no data: set dataset to a file, several files, or names in dataset_dir/dataset_info.json")
+        raise ValueError(
+            "no data: set dataset to a file, several files, or names in dataset_dir/dataset_info.json"
+        )
     loader = _Loader(data_args, stage, tokenizer)
     train = evaluation = None
     if data_args.dataset:
@@ -274,11 +310,15 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         evaluation = loader.dataset_type.concat(loader.load(data_args.eval_dataset))
     for name, dataset in (("train", train), ("eval", evaluation)):
         if dataset is not None:
-            loader.report.append(f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch")
+            loader.report.append(
+                f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch"
+            )
     if data_args_pack(data_args, stage):
         # each side of a pair may have cutoff_len tokens, and both go into one row
         packer, capacity = (
-            (PackedPairs, 2 * data_args.cutoff_len) if stage == "dpo" else (PackedDataset, data_args.cutoff_len)
+            (PackedPairs, 2 * data_args.cutoff_len)
+            if stage == "dpo"
+            else (PackedDataset, data_args.cutoff_len)
         )
         train, evaluation = (d and packer(d, capacity) for d in (train, evaluation))
         for name, dataset in (("train", train), ("eval", evaluation)):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import parallel
-from .convert import VOCABULARY, in_layer_order, iter_hf_tensors, qkv_sizes
-from .families import FAMILIES, TE_ALIASES, Row, rows_of
 from .lora_experts import PROJECTIONS, LoraExperts, attach_merged, merged_experts, merged_router
 from .lora_layers import Adapter, LoraAdapter, LoraEmbedding, LoraSpec, Piece, attach
+from .model_families import FAMILIES, TE_ALIASES, Row, rows_of
+from .weights_convert import VOCABULARY, in_layer_order, iter_hf_tensors, qkv_sizes
 
 ALL_LINEAR, ALL_ROUTERS = ("all", "all-linear"), "all-router"
 
@@ -40,7 +40,10 @@ def candidates(config) -> list[Candidate]:
         if row.is_linear:
             mca = row.mca.format(layer).removesuffix(".weight")
             in_all = row.mca not in VOCABULARY and not is_router(row)
-            found += [Candidate(name.format(layer).removesuffix(".weight"), mca, in_all) for name in row.hf]
+            found += [
+                Candidate(name.format(layer).removesuffix(".weight"), mca, in_all)
+                for name in row.hf
+            ]
     return found
 
 
@@ -96,7 +99,11 @@ def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str
             continue
         meant = {c.hf for c in found if _is_meant(target, c)}
         if not meant:
-            known = list(dict.fromkeys(name.rsplit(".", 1)[-1] for c in found for name in (c.hf, c.mca) if name))
+            known = list(
+                dict.fromkeys(
+                    name.rsplit(".", 1)[-1] for c in found for name in (c.hf, c.mca) if name
+                )
+            )
             near = difflib.get_close_matches(target, known, n=1)
             raise ValueError(
                 f"lora_target: {target!r} means no layer of this model{f', did you mean {near[0]}?' if near else ''} Set "
@@ -123,9 +130,15 @@ def inject(models, spec: LoraSpec, seed: int = 42):
     if models.lora is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")
     config = models.config
-    spec = replace(spec, modules=resolve_targets(spec.targets, candidates(config)), base_model=config.name_or_path)
+    spec = replace(
+        spec,
+        modules=resolve_targets(spec.targets, candidates(config)),
+        base_model=config.name_or_path,
+    )
     if config.mtp_num_layers:
-        raise ValueError("adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0")
+        raise ValueError(
+            "adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0"
+        )
     _refuse_fused(config, spec)
     if config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
         _refuse_overlapped(config, spec)
@@ -153,7 +166,12 @@ def inject(models, spec: LoraSpec, seed: int = 42):
 def _refuse_fused(config, spec: LoraSpec) -> None:
     """One A and one B of PEFT would stand for all projections of a fused tensor, which tensor parallelism cuts one by one."""
     rows = rows_of(config.hf_model_type, config)
-    fused = {name.removesuffix(".weight").rsplit(".", 1)[-1] for row in rows if row.fused for name in row.hf}
+    fused = {
+        name.removesuffix(".weight").rsplit(".", 1)[-1]
+        for row in rows
+        if row.fused
+        for name in row.hf
+    }
     if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
         others = {c.hf.rsplit(".", 1)[-1] for c in candidates(config) if c.in_all} - fused
         raise ValueError(
@@ -164,7 +182,12 @@ def _refuse_fused(config, spec: LoraSpec) -> None:
 
 def _refuse_overlapped(config, spec: LoraSpec) -> None:
     """Beside the dispatch the linears of shared experts leave their communication to others, which adapters would miss."""
-    shared = {n.format(i).removesuffix(".weight") for r, i in in_layer_order(config) if ".shared_" in r.mca for n in r.hf}
+    shared = {
+        n.format(i).removesuffix(".weight")
+        for r, i in in_layer_order(config)
+        if ".shared_" in r.mca
+        for n in r.hf
+    }
     if meant := sorted(shared.intersection(spec.modules)):
         raise ValueError(
             f"lora_target: adapters on shared experts ({meant[0]}) that run beside the dispatch are not built under tensor "
@@ -205,7 +228,11 @@ def _adapter(spec, module, row: Row, layer, names, config) -> Adapter:
         return LoraEmbedding(spec, mca, names[0], *sizes, scatters=scatters, **shared)
     groups = vocab_size = None
     if row.mca == VOCABULARY[1]:
-        in_size, vocab_size, widths = config.hidden_size, config.vocab_size, [config.padded_vocab_size // tp]
+        in_size, vocab_size, widths = (
+            config.hidden_size,
+            config.vocab_size,
+            [config.padded_vocab_size // tp],
+        )
     else:
         out_size, in_size = module.weight.shape
         widths = [out_size // len(names)] * len(names)
@@ -214,7 +241,9 @@ def _adapter(spec, module, row: Row, layer, names, config) -> Adapter:
         widths = [groups * size for size in qkv_sizes(config)]
     on = [name if name in spec.modules else None for name in names]
     cut = None if row.kind == "copy" else "row" if row.kind == "row" else "column"
-    return LoraAdapter(spec, mca, on, in_size, widths, cut, groups=groups, vocab_size=vocab_size, **shared)
+    return LoraAdapter(
+        spec, mca, on, in_size, widths, cut, groups=groups, vocab_size=vocab_size, **shared
+    )
 
 
 def _adapt_experts(experts, layer: int, spec: LoraSpec, chosen: set[str], config) -> None:
@@ -259,7 +288,11 @@ def expert_names(rows, layer: int, chosen: set[str]) -> dict[str, list[str]]:
             raise ValueError(
                 f"lora_target means {min(meant)} and not {min(set(modules) - meant)}: name all experts of a layer, or none"
             )
-    return {projection: modules for projection, modules in found.items() if chosen.issuperset(modules) and modules}
+    return {
+        projection: modules
+        for projection, modules in found.items()
+        if chosen.issuperset(modules) and modules
+    }
 
 
 def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
@@ -272,7 +305,9 @@ def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
         if not meant:
             continue
         if row.expert is not None:
-            raise ValueError(f"modules_to_save: {meant[0]}: experts are not trained whole, add them to lora_target")
+            raise ValueError(
+                f"modules_to_save: {meant[0]}: experts are not trained whole, add them to lora_target"
+            )
         if row.mca in VOCABULARY and config.tie_embeddings_and_output_weights:
             raise ValueError(
                 f"modules_to_save: {meant[0]} of a model whose embedding is its head: PEFT would train a copy for one of "
@@ -284,7 +319,9 @@ def saved_rows(config, spec: LoraSpec) -> dict[tuple[str, int | None], Row]:
                 "all of them or none"
             )
         if set(meant) & set(spec.modules):
-            raise ValueError(f"{meant[0]} is in lora_target and in modules_to_save: take it out of one of them")
+            raise ValueError(
+                f"{meant[0]} is in lora_target and in modules_to_save: take it out of one of them"
+            )
         found[row.mca, layer] = row
     if missing := sorted(set(spec.modules_to_save) - used):
         raise ValueError(
@@ -299,15 +336,27 @@ def plan_torch(model, spec: LoraSpec) -> tuple[LoraSpec, list[str]]:
     ValueError for targets and modules that cannot be."""
     spec = replace(spec, modules=resolve_targets(spec.targets, torch_candidates(model)))
     modules = dict(model.named_modules())
-    saved = [n for n, m in modules.items() if is_saved(n, spec) and any(True for _ in m.parameters(recurse=False))]
+    saved = [
+        n
+        for n, m in modules.items()
+        if is_saved(n, spec) and any(True for _ in m.parameters(recurse=False))
+    ]
     for name in spec.modules_to_save:
         if not any(module.endswith(name) for module in saved):
-            raise ValueError(f"modules_to_save: {name!r} is the end of no module's name in this model")
+            raise ValueError(
+                f"modules_to_save: {name!r} is the end of no module's name in this model"
+            )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is head.weight and any(modules[name] in (embedding, head) for name in saved):
-        raise ValueError("modules_to_save: the embedding is the head in this model, and cannot be trained as a module")
+    if embedding.weight is head.weight and any(
+        modules[name] in (embedding, head) for name in saved
+    ):
+        raise ValueError(
+            "modules_to_save: the embedding is the head in this model, and cannot be trained as a module"
+        )
     if clash := set(saved) & set(spec.modules):
-        raise ValueError(f"{min(clash)} is in lora_target and in modules_to_save: take it out of one of them")
+        raise ValueError(
+            f"{min(clash)} is in lora_target and in modules_to_save: take it out of one of them"
+        )
     return spec, saved
 
 
@@ -315,7 +364,9 @@ def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = tor
     """The same for a transformers model, whose frozen weights become `dtype` -> model."""
     spec, saved = plan_torch(model, replace(spec, base_model=model.name_or_path or None))
     modules = dict(model.named_modules())
-    for parameter in model.requires_grad_(False).parameters():  # not the buffers: rotary frequencies stay exact
+    for parameter in model.requires_grad_(
+        False
+    ).parameters():  # not the buffers: rotary frequencies stay exact
         parameter.data = parameter.data.to(dtype)
     for name in saved:
         modules[name].float().requires_grad_(True)
@@ -325,7 +376,9 @@ def inject_torch(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = tor
         module = modules[name]
         (out_size, in_size), device = module.weight.shape, module.weight.device
         if isinstance(module, torch.nn.Embedding):
-            adapter = LoraEmbedding(spec, mca[name], name, out_size, in_size, out_size, device=device)
+            adapter = LoraEmbedding(
+                spec, mca[name], name, out_size, in_size, out_size, device=device
+            )
         else:
             adapter = LoraAdapter(spec, mca[name], [name], in_size, [out_size], device=device)
         attach(module, adapter)
@@ -339,7 +392,9 @@ def _inject_torch_mixtures(model, spec: LoraSpec, modules: dict) -> set[str]:
     fields = FAMILIES[kind].values(model.config) if kind in FAMILIES else {}
     rows = rows_of(kind, SimpleNamespace(**fields)) if fields.get("num_moe_experts") else ()
     router = next((row for row in rows if is_router(row)), None)
-    for layer in (i for i in range(model.config.num_hidden_layers) if rows and fields["moe_layer_freq"][i]):
+    for layer in (
+        i for i in range(model.config.num_hidden_layers) if rows and fields["moe_layer_freq"][i]
+    ):
         block = modules[f"model.layers.{layer}.mlp"]
         names = expert_names(rows, layer, chosen)
         if names:
@@ -349,8 +404,13 @@ def _inject_torch_mixtures(model, spec: LoraSpec, modules: dict) -> set[str]:
             done.update(name for of_projection in names.values() for name in of_projection)
         gate = router.hf[0].format(layer).removesuffix(".weight")
         if gate in chosen:
-            (out_size, in_size), mca = block.gate.weight.shape, router.mca.format(layer).removesuffix(".weight")
-            adapter = LoraAdapter(spec, mca, [gate], in_size, [out_size], device=block.gate.weight.device)
+            (out_size, in_size), mca = (
+                block.gate.weight.shape,
+                router.mca.format(layer).removesuffix(".weight"),
+            )
+            adapter = LoraAdapter(
+                spec, mca, [gate], in_size, [out_size], device=block.gate.weight.device
+            )
             attach_merged(block.gate, adapter, partial(merged_router, block.gate, adapter))
             done.add(gate)
     if done and spec.dropout:
@@ -432,7 +492,10 @@ def sharded_state(chunk) -> dict[str, Any]:
         for name, tensor in chunk.sharded_state_dict().items()
         if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
     }
-    replica, of_experts = mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_expert_data_parallel_rank()
+    replica, of_experts = (
+        mpu.get_data_parallel_rank(with_context_parallel=True),
+        mpu.get_expert_data_parallel_rank(),
+    )
     for path, adapter in chunk.named_modules():
         for name, parameter in adapter.named_parameters() if isinstance(adapter, Adapter) else ():
             axis, expert = adapter.axes[name], isinstance(adapter, LoraExperts)
@@ -442,7 +505,11 @@ def sharded_state(chunk) -> dict[str, Any]:
                 parameter,
                 *([(0, *reversed(adapter.ep))] if expert else []),
                 *cut,
-                replica_id=(0, 0 if axis is not None else adapter.rank, of_experts if expert else replica),
+                replica_id=(
+                    0,
+                    0 if axis is not None else adapter.rank,
+                    of_experts if expert else replica,
+                ),
                 allow_shape_mismatch=name in adapter.padded,
             )
     return state
@@ -463,12 +530,19 @@ def base_sample(model) -> dict[str, list]:
         found = {f"{name}.weight": modules[name].weight.detach() for name in {*own[:1], *own[-1:]}}
     else:
         ends = {f"{spec.modules[0]}.weight", f"{spec.modules[-1]}.weight"}
-        rows = [(r.mca, layer) for r, layer in in_layer_order(model.config) if ends & {n.format(layer) for n in r.hf}]
+        rows = [
+            (r.mca, layer)
+            for r, layer in in_layer_order(model.config)
+            if ends & {n.format(layer) for n in r.hf}
+        ]
         found = {name: tensor for name, tensor in iter_hf_tensors(model, rows) if name in ends}
     if not parallel.is_main():
         return {}
     return {
-        name: [str(weight.dtype), weight.flatten()[:: max(weight.numel() // 64, 1)].float().tolist()]
+        name: [
+            str(weight.dtype),
+            weight.flatten()[:: max(weight.numel() // 64, 1)].float().tolist(),
+        ]
         for name, weight in sorted(found.items())
     }
 
@@ -478,6 +552,8 @@ def is_same_base(ours: dict[str, list], theirs: dict[str, list]) -> bool:
     for name in ours.keys() & theirs.keys():
         (dtype, values), (other, others) = ours[name], theirs[name]
         share = 0.0 if dtype == other else 2**-7
-        if not torch.allclose(torch.tensor(values), torch.tensor(others), rtol=share, atol=share * 1e-3):
+        if not torch.allclose(
+            torch.tensor(values), torch.tensor(others), rtol=share, atol=share * 1e-3
+        ):
             return False
     return True

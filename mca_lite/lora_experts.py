@@ -24,7 +24,15 @@ class LoraExperts(Adapter):
     """The adapters of a layer's experts. names: {projection: HF modules of the local experts}, for those that have adapters."""
 
     def __init__(
-        self, spec, mca, names: dict[str, list[str]], hidden_size, columns, ep=(1, 0), group=None, device=None
+        self,
+        spec,
+        mca,
+        names: dict[str, list[str]],
+        hidden_size,
+        columns,
+        ep=(1, 0),
+        group=None,
+        device=None,
     ):
         super().__init__(spec, mca, group, False, device)
         self.names, self.ep = names, ep
@@ -49,7 +57,9 @@ class LoraExperts(Adapter):
             for i, module in enumerate(of_experts):
                 for matrix in "AB":
                     key, name = f"{module}.lora_{matrix}.weight", f"{projection}_{matrix}"
-                    yield Piece(key, getattr(self, name), i, self.axes[name], self.tp, self.rank, None, True)
+                    yield Piece(
+                        key, getattr(self, name), i, self.axes[name], self.tp, self.rank, None, True
+                    )
 
     def _matrix(self, name: str) -> torch.Tensor:
         parameter = getattr(self, name)
@@ -63,7 +73,10 @@ class LoraExperts(Adapter):
 
     def gate_up(self, x, multiply: Callable) -> torch.Tensor | None:
         """x [T, h] -> [T, 2 f], float32; multiply(x, w): each expert's tokens times the transpose of its matrix in w."""
-        parts = [self._one(p, self._dropped(x.float()), multiply) if p in self.names else None for p in ("gate", "up")]
+        parts = [
+            self._one(p, self._dropped(x.float()), multiply) if p in self.names else None
+            for p in ("gate", "up")
+        ]
         if parts == [None, None]:
             return None
         like = next(part for part in parts if part is not None)
@@ -71,7 +84,9 @@ class LoraExperts(Adapter):
 
     def down(self, x, multiply: Callable) -> torch.Tensor | None:
         """x [T, f] -> [T, h], float32."""
-        return self._one("down", self._dropped(x.float()), multiply) if "down" in self.names else None
+        return (
+            self._one("down", self._dropped(x.float()), multiply) if "down" in self.names else None
+        )
 
     def _dropped(self, x):
         if not self.training or self.spec.dropout == 0.0:
@@ -85,10 +100,14 @@ class LoraExperts(Adapter):
         """scale * B A of each expert [n, outputs, inputs], 0 without an adapter."""
         if projection not in self.names:
             return 0.0
-        return self.spec.scale * torch.bmm(getattr(self, f"{projection}_B"), getattr(self, f"{projection}_A"))
+        return self.spec.scale * torch.bmm(
+            getattr(self, f"{projection}_B"), getattr(self, f"{projection}_A")
+        )
 
 
-def attach_merged(module: torch.nn.Module, adapter: Adapter, merged: Callable[[], dict[str, torch.Tensor]]) -> None:
+def attach_merged(
+    module: torch.nn.Module, adapter: Adapter, merged: Callable[[], dict[str, torch.Tensor]]
+) -> None:
     """Put an adapter on a module that has no linear of its own: in a forward pass it sees the tensors of merged(), by name, in
     place of its parameters. That costs their memory once more, and knows no dropout."""
     adapter.train(module.training)
@@ -108,8 +127,15 @@ def attach_merged(module: torch.nn.Module, adapter: Adapter, merged: Callable[[]
 
 def merged_experts(experts: torch.nn.Module, adapter: LoraExperts) -> dict[str, torch.Tensor]:
     """The tensors of transformers' experts, with their adapters in them."""
-    gate_up, down, half = experts.gate_up_proj, experts.down_proj, experts.gate_up_proj.shape[1] // 2
-    both = [gate_up[:, :half].float() + adapter.delta("gate"), gate_up[:, half:].float() + adapter.delta("up")]
+    gate_up, down, half = (
+        experts.gate_up_proj,
+        experts.down_proj,
+        experts.gate_up_proj.shape[1] // 2,
+    )
+    both = [
+        gate_up[:, :half].float() + adapter.delta("gate"),
+        gate_up[:, half:].float() + adapter.delta("up"),
+    ]
     down = (down.float() + adapter.delta("down")).to(down.dtype)
     return {"gate_up_proj": torch.cat(both, 1).to(gate_up.dtype), "down_proj": down}
 

@@ -100,11 +100,15 @@ class Adapter(torch.nn.Module):
         self.axes: dict[str, int | None] = {}  # of each parameter, where tensor parallelism cuts it
         self.padded: set[str] = set()  # parameters that a padded vocabulary makes longer
 
-    def _add(self, name: str, shape: tuple[int, int], axis: int | None, partial: bool = False) -> None:
+    def _add(
+        self, name: str, shape: tuple[int, int], axis: int | None, partial: bool = False
+    ) -> None:
         """A float32 parameter; `partial`: its gradient has to be summed over the ranks that share the sequence."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.tensor_model_parallel = axis is not None and self.tp > 1
-        parameter.partition_dim, parameter.partition_stride = (axis, 1) if parameter.tensor_model_parallel else (-1, 1)
+        parameter.partition_dim, parameter.partition_stride = (
+            (axis, 1) if parameter.tensor_model_parallel else (-1, 1)
+        )
         parameter.sequence_parallel = partial and self.sequence_parallel
         self.register_parameter(name, parameter)
         self.axes[name] = axis if self.tp > 1 else None
@@ -126,13 +130,21 @@ class LoraAdapter(Adapter):
         vocab_size=None, device=None,
     ):  # fmt: skip
         super().__init__(spec, mca, group, sequence_parallel, device)
-        self.names, self.widths, self.cut, self.groups, self.vocab_size = names, widths, cut, groups, vocab_size
+        self.names, self.widths, self.cut, self.groups, self.vocab_size = (
+            names,
+            widths,
+            cut,
+            groups,
+            vocab_size,
+        )
         count = sum(name is not None for name in names)
         column, row = cut == "column", cut == "row"
         self._add("lora_A", (count * spec.rank, in_size), 1 if row else None, partial=not row)
         for i, (name, width) in enumerate(zip(names, widths, strict=True)):
             if name is not None:
-                self._add(f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=not column)
+                self._add(
+                    f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=not column
+                )
         if vocab_size is not None:
             self.padded.add("lora_B_0")
 
@@ -140,7 +152,9 @@ class LoraAdapter(Adapter):
         r, place = self.spec.rank, 0
         for i, name in enumerate(self.names):
             if name is not None:
-                yield self._piece(f"{name}.lora_A.weight", "lora_A", slice(place * r, (place + 1) * r))
+                yield self._piece(
+                    f"{name}.lora_A.weight", "lora_A", slice(place * r, (place + 1) * r)
+                )
                 yield self._piece(f"{name}.lora_B.weight", f"lora_B_{i}", real=self.vocab_size)
                 place += 1
 
@@ -149,7 +163,10 @@ class LoraAdapter(Adapter):
 
         only_low: (scale * A x of the whole sequence, B) of a single column-cut projection instead.
         """
-        low = self._across_ranks(F.linear(self._dropped(x.to(self.lora_A.dtype)), self.lora_A)) * self.spec.scale
+        low = (
+            self._across_ranks(F.linear(self._dropped(x.to(self.lora_A.dtype)), self.lora_A))
+            * self.spec.scale
+        )
         if only_low:
             return low, self.lora_B_0
         outs, lows = [], iter(low.split(self.spec.rank, -1))
@@ -170,7 +187,9 @@ class LoraAdapter(Adapter):
         sp = self.sequence_parallel
         if self.cut == "row":
             reduce = mappings.reduce_scatter_to_sequence_parallel_region if sp else None
-            return (reduce or mappings.reduce_from_tensor_model_parallel_region)(low, group=self.group)
+            return (reduce or mappings.reduce_from_tensor_model_parallel_region)(
+                low, group=self.group
+            )
         if sp:
             return mappings.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.group
@@ -203,7 +222,9 @@ class LoraEmbedding(Adapter):
         self.padded.add("lora_embedding_A")
 
     def pieces(self) -> Iterator[Piece]:
-        yield self._piece(f"{self.names[0]}.lora_embedding_A", "lora_embedding_A", real=self.vocab_size)
+        yield self._piece(
+            f"{self.names[0]}.lora_embedding_A", "lora_embedding_A", real=self.vocab_size
+        )
         yield self._piece(f"{self.names[0]}.lora_embedding_B", "lora_embedding_B")
 
     def forward(self, tokens):
@@ -216,7 +237,9 @@ class LoraEmbedding(Adapter):
 
             local = tokens - self.rank * table.shape[0]
             elsewhere = (local < 0) | (local >= table.shape[0])
-            low = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill(elsewhere[..., None], 0.0)
+            low = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill(
+                elsewhere[..., None], 0.0
+            )
             if self.scatters:
                 low = low.transpose(0, 1).contiguous()
                 low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
@@ -228,7 +251,9 @@ class LoraEmbedding(Adapter):
 def _hook(module, args, output):
     """Adds the adapter's part to a linear's output, in float32, and gives it back in the base's dtype."""
     adapter = module.lora
-    if not adapter.enabled or getattr(module, "passes_hidden", False):  # the chunked loss asks for its factors itself
+    if not adapter.enabled or getattr(
+        module, "passes_hidden", False
+    ):  # the chunked loss asks for its factors itself
         return output
     base, *rest = output if isinstance(output, tuple) else (output,)
     summed = (base + adapter(_normed(module, args[0]))).to(base.dtype)

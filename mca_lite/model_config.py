@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .families import FAMILIES, SAME_AS, Family, get_family
-from .layers import resolve_transformer_impl, transformer_engine_works
+from .model_families import FAMILIES, SAME_AS, Family, get_family
+from .model_layers import resolve_transformer_impl, transformer_engine_works
 from .parallel import device
 
 ACTIVATIONS = {
@@ -87,9 +87,13 @@ class PretrainedConfig:
         """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of the saved one."""
         values = json.loads(Path(path).read_text())
         name = values.pop("model_class", cls.__name__)
-        target = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}.get(name)
+        target = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}.get(
+            name
+        )
         if target is None:
-            raise ValueError(f"{path}: model_class {name!r} is unknown, expected McaModelConfig or MLAMcaModelConfig")
+            raise ValueError(
+                f"{path}: model_class {name!r} is unknown, expected McaModelConfig or MLAMcaModelConfig"
+            )
         return target._build(values, args, str(path))
 
     @classmethod
@@ -110,20 +114,43 @@ class PretrainedConfig:
 
     def update_with_args(self, args) -> None:
         """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and check them."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED}
-        self.__dict__.update(type(self)._build(kept, args, self.name_or_path or "the model's config").__dict__)
+        kept = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED
+        }
+        self.__dict__.update(
+            type(self)._build(kept, args, self.name_or_path or "the model's config").__dict__
+        )
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """Whether weights saved under `other` can be loaded rank by rank, without resharding or conversion."""
-        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
+        names = [
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        ]
         names += ["expert_model_parallel_size", "expert_tensor_parallel_size", "transformer_impl"]
-        mine, theirs = _to_json(self.pipeline_model_parallel_layout), _to_json(other.pipeline_model_parallel_layout)
+        mine, theirs = (
+            _to_json(self.pipeline_model_parallel_layout),
+            _to_json(other.pipeline_model_parallel_layout),
+        )
         return mine == theirs and all(getattr(self, n) == getattr(other, n) for n in names)
 
 
 # derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
-_DERIVED = {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype", "autocast_dtype"}
-_OVERWRITTEN = {"params_dtype", "pipeline_dtype", "overlap_p2p_comm", "batch_p2p_comm", "use_cpu_initialization"}
+_DERIVED = {
+    "init_method",
+    "output_layer_init_method",
+    "embedding_init_method",
+    "pipeline_dtype",
+    "autocast_dtype",
+}
+_OVERWRITTEN = {
+    "params_dtype",
+    "pipeline_dtype",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "use_cpu_initialization",
+}
 _DERIVED |= {"microbatch_group_size_per_vp_stage"} | _OVERWRITTEN
 _LEFT_OUT = object()
 
@@ -147,16 +174,22 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     )
     sliding_layers: list[int] | None = None  # the layers, from 0, that have the window; None: all
     pre_norms: bool = True  # norms in front of attention and MLP
-    post_norms: bool = False  # norms of what attention and MLP give, before it is added to the residual stream
+    post_norms: bool = (
+        False  # norms of what attention and MLP give, before it is added to the residual stream
+    )
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP give
     logits_scaling: float = 1.0  # the logits are divided by it
     final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
     attn_logit_softcapping: float | None = None  # the same of attention's scores
-    rope_interleave: bool = False  # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
+    rope_interleave: bool = (
+        False  # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
+    )
     drop_embeddings: bool = True  # whether hidden_dropout is for the embeddings as well
     loss_chunk_size: int = 1024  # rows of logits that are held at once
-    rows_are_packed: bool = False  # training rows hold several documents: attention without their borders is refused
+    rows_are_packed: bool = (
+        False  # training rows hold several documents: attention without their borders is refused
+    )
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -170,18 +203,28 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         0.0  # megatron's 1e-3 would change the bias of a model that is merely fine-tuned
     )
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
-    moe_router_group_score: str = "top2"  # what a group of experts counts by: its two best, or "max"
-    perform_initialization: bool = field(default=False)  # weights come from a checkpoint or from sources.InitSource
+    moe_router_group_score: str = (
+        "top2"  # what a group of experts counts by: its two best, or "max"
+    )
+    perform_initialization: bool = field(
+        default=False
+    )  # weights come from a checkpoint or from sources.InitSource
 
     def __post_init__(self):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
-                raise ValueError(f"activation_func {self.activation_func!r}: expected one of {', '.join(ACTIVATIONS)}")
+                raise ValueError(
+                    f"activation_func {self.activation_func!r}: expected one of {', '.join(ACTIVATIONS)}"
+                )
             self.activation_func = ACTIVATIONS[self.activation_func]
         self._resolve_layers()
         if self.transformer_impl == "local":
-            self.apply_rope_fusion = False  # TE's kernel; the local core attention rotates by itself
-        self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+            self.apply_rope_fusion = (
+                False  # TE's kernel; the local core attention rotates by itself
+            )
+        self.params_dtype = (
+            torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        )
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
         self.validate()
@@ -215,14 +258,18 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             )
         ignored = [name for name in self._NOT_LOCAL if getattr(self, name) != default[name]]
         if self.transformer_impl == "local" and ignored:
-            raise ValueError(f"additional_configs: {', '.join(ignored)}: the local layers have no such thing, leave it out")
+            raise ValueError(
+                f"additional_configs: {', '.join(ignored)}: the local layers have no such thing, leave it out"
+            )
 
     def validate(self) -> None:
         """Check the layout against the model; ValueError says what to set. Needs no process group."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         vpp = self.virtual_pipeline_model_parallel_size or 1
         if vpp > 1 and pp == 1:
-            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
+            raise ValueError(
+                "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1"
+            )
         if self.num_layers % (pp * vpp) and self.pipeline_model_parallel_layout is None:
             raise ValueError(
                 f"{self.num_layers} layers cannot be cut evenly into pipeline {pp} x virtual {vpp} stages: set "
@@ -239,9 +286,13 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.mtp_num_layers:
             self._validate_prediction_layers()
         if self.num_attention_heads % tp:
-            raise ValueError(f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}")
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}"
+            )
         if self.qk_norm_over_heads and (self.num_query_groups or self.num_attention_heads) % tp:
-            raise ValueError(f"num_query_groups {self.num_query_groups} do not divide by tensor parallel {tp}")
+            raise ValueError(
+                f"num_query_groups {self.num_query_groups} do not divide by tensor parallel {tp}"
+            )
 
     def layer_type(self, layer_number: int) -> str:
         """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
@@ -253,7 +304,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def _validate_experts(self, tp: int) -> None:
         ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tp
         if tp > 1 and not self.sequence_parallel:
-            raise ValueError(f"experts and tensor parallel {tp} need sequence parallelism: set sequence_parallel: true")
+            raise ValueError(
+                f"experts and tensor parallel {tp} need sequence parallelism: set sequence_parallel: true"
+            )
         if self.num_moe_experts % ep:
             raise ValueError(
                 f"expert_model_parallel_size {ep} does not divide the model's {self.num_moe_experts} experts: set one that does"
@@ -269,7 +322,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 "bias to update: set it to 0, and moe_aux_loss_coeff to even out the loads"
             )
         if self.moe_permute_fusion and not transformer_engine_works():
-            raise ValueError("moe_permute_fusion needs Transformer Engine, which does not work here: set it to false")
+            raise ValueError(
+                "moe_permute_fusion needs Transformer Engine, which does not work here: set it to false"
+            )
 
     def _validate_prediction_layers(self) -> None:
         if self.hf_model_type and not get_family(self.hf_model_type).prediction_layers:
@@ -279,12 +334,21 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 "have): set mtp_num_layers: 0"
             )
         if self.tie_embeddings_and_output_weights:
-            raise ValueError("mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0")
-        if self.hf_config is not None:  # config.json says how many the files hold: a model drawn from a seed may have more
+            raise ValueError(
+                "mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0"
+            )
+        if (
+            self.hf_config is not None
+        ):  # config.json says how many the files hold: a model drawn from a seed may have more
             there = self.hf_config.get("num_nextn_predict_layers") or 0
-            self.hf_config = {**self.hf_config, "num_nextn_predict_layers": max(there, self.mtp_num_layers)}
+            self.hf_config = {
+                **self.hf_config,
+                "num_nextn_predict_layers": max(there, self.mtp_num_layers),
+            }
         layout = self.pipeline_model_parallel_layout
-        if isinstance(layout, str):  # in megatron's syntax m is such a layer: they stand in front of the loss
+        if isinstance(
+            layout, str
+        ):  # in megatron's syntax m is such a layer: they stand in front of the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + "m" * self.mtp_num_layers + "L"
 
@@ -293,7 +357,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if not self.num_moe_experts:
             return False
         pattern = self.moe_layer_freq
-        layer = min(layer, self.num_layers - 1)  # those for multi-token prediction are as the last one
+        layer = min(
+            layer, self.num_layers - 1
+        )  # those for multi-token prediction are as the last one
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
@@ -316,7 +382,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         """Whether layers with a sliding window have rotary frequencies of their own."""
         return "sliding_attention" in ((self.hf_config or {}).get("rope_parameters") or {})
 
-    def rotary_tables(self, layout, dtype: torch.dtype, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(
+        self, layout, dtype: torch.dtype, layer_type: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packing.RowLayout), in dtype.
 
         The tables over all positions are made once and grow by doubling; the last rows' own are kept as well.
@@ -333,9 +401,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 inv_freq, factor = rope_frequencies(self, layer_type)
                 length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
                 angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
-                angles = angles.repeat_interleave(2, 1) if self.rope_interleave else angles.repeat(1, 2)
+                angles = (
+                    angles.repeat_interleave(2, 1) if self.rope_interleave else angles.repeat(1, 2)
+                )
                 whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
-            rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
+            rows[key] = (
+                layout,
+                *(table[layout.positions, None, None].to(dtype) for table in whole),
+            )
         return rows[key][1:]
 
 
@@ -348,7 +421,9 @@ class AutoConfig:
     """McaModelConfig of a folder or hub name."""
 
     @staticmethod
-    def from_pretrained(model_name_or_path: str, args=None, trust_remote_code: bool = False) -> McaModelConfig:
+    def from_pretrained(
+        model_name_or_path: str, args=None, trust_remote_code: bool = False
+    ) -> McaModelConfig:
         """The config of a model, with the layout of `args` (TrainingArguments; None: one rank, float32).
 
         An mca_config.json wins over a config.json. ValueError where config.json asks for what cannot be honoured.
@@ -356,14 +431,18 @@ class AutoConfig:
         saved = Path(model_name_or_path) / MCA_CONFIG_NAME
         if saved.is_file():
             return McaModelConfig.from_json_file(saved, args)
-        return from_hf_config(load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path)
+        return from_hf_config(
+            load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path
+        )
 
 
 def grow(config, vocab_size: int) -> None:
     """Let a McaModelConfig, or a transformers config, have that many tokens. ValueError for fewer."""
     text = config if isinstance(config, McaModelConfig) else config.get_text_config()
     if vocab_size < text.vocab_size:
-        raise ValueError(f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is taken away")
+        raise ValueError(
+            f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is taken away"
+        )
     text.vocab_size = vocab_size
     if isinstance(config, McaModelConfig):
         (config.hf_config.get("text_config") or config.hf_config)["vocab_size"] = vocab_size
@@ -382,13 +461,20 @@ def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
     """transformers' config object of a folder or hub name. ValueError where there is none."""
     import transformers
 
-    if Path(model_name_or_path).is_dir() and not (Path(model_name_or_path) / HF_CONFIG_NAME).is_file():
-        raise ValueError(f"{model_name_or_path}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
+    if (
+        Path(model_name_or_path).is_dir()
+        and not (Path(model_name_or_path) / HF_CONFIG_NAME).is_file()
+    ):
+        raise ValueError(
+            f"{model_name_or_path}: expected a {HF_CONFIG_NAME} in this folder, and there is none"
+        )
     values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
     if values.get("model_type") in SAME_AS:
         kind = SAME_AS[values.pop("model_type")]
         return transformers.AutoConfig.for_model(kind, **values)
-    return transformers.AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=trust_remote_code)
+    return transformers.AutoConfig.from_pretrained(
+        model_name_or_path, trust_remote_code=trust_remote_code
+    )
 
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
@@ -405,7 +491,9 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
         rotary_base=rope["rope_theta"],
         rotary_percent=rope.get("partial_rotary_factor") or 1.0,
         sliding_window=window,
-        sliding_layers=types and window and [i for i, name in enumerate(types) if name == "sliding_attention"],
+        sliding_layers=types
+        and window
+        and [i for i, name in enumerate(types) if name == "sliding_attention"],
     )
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
     return target._build(values, args, name_or_path or hf.model_type)
@@ -418,15 +506,25 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
         if in_use(getattr(hf, key, None))
     ]
     if getattr(hf, "quantization_config", None):
-        problems.append("quantization_config in config.json cannot be honoured: save the model in bf16 or fp32 first")
+        problems.append(
+            "quantization_config in config.json cannot be honoured: save the model in bf16 or fp32 first"
+        )
     for rope in _rope_parameters(hf):
         if (kind := rope["rope_type"]) not in _ROPE_TYPES:
-            problems.append(f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}")
+            problems.append(
+                f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}"
+            )
         # default rope in the other models of transformers passes it over, and the scaled ones cannot run with it
         if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
-            problems.append(f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none")
+            problems.append(
+                f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none"
+            )
     if problems:
-        raise ValueError(f"{origin}:\n  " + "\n  ".join(problems) + "\nset use_mca: false to train it as plain torch")
+        raise ValueError(
+            f"{origin}:\n  "
+            + "\n  ".join(problems)
+            + "\nset use_mca: false to train it as plain torch"
+        )
 
 
 # those whose frequencies do not depend on the length of the sequence
@@ -443,7 +541,9 @@ def _rope_parameters(hf) -> list[dict[str, Any]]:
     return kinds
 
 
-def rope_frequencies(config: McaModelConfig, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
+def rope_frequencies(
+    config: McaModelConfig, layer_type: str = "full_attention"
+) -> tuple[torch.Tensor, float]:
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin) of layers of a type.
 
     From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to the bit.
@@ -456,7 +556,9 @@ def rope_frequencies(config: McaModelConfig, layer_type: str = "full_attention")
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config))
-        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, torch.device("cpu"), **of_type)
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
+            hf, torch.device("cpu"), **of_type
+        )
         return inv_freq.float().to(device()), float(factor)
     dim = int(config.kv_channels * config.rotary_percent)
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
@@ -479,7 +581,9 @@ def _from_arguments(args) -> dict[str, Any]:
         out["mtp_num_layers"] = args.mtp_num_layers or None
     more = args.additional_configs or {}
     if derived := sorted(_OVERWRITTEN & more.keys()):
-        raise ValueError(f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys")
+        raise ValueError(
+            f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys"
+        )
     return {**out, **more}
 
 
@@ -491,7 +595,9 @@ def _to_json(value):
         return value.name
     if callable(value) and value in ACTIVATIONS.values():
         return next(name for name, function in ACTIVATIONS.items() if function is value)
-    if hasattr(value, "input_data"):  # megatron's parsed pipeline layout: the text or list that it was made of
+    if hasattr(
+        value, "input_data"
+    ):  # megatron's parsed pipeline layout: the text or list that it was made of
         return value.input_data
     try:
         return json.loads(json.dumps(value))

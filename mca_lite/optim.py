@@ -60,29 +60,39 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     ValueError for a schedule, a keyword or a number of steps that cannot be.
     """
     if args.lr_scheduler_type not in LR_DECAY_STYLES:
-        raise ValueError(f"lr_scheduler_type {args.lr_scheduler_type!r}: expected one of {', '.join(LR_DECAY_STYLES)}")
+        raise ValueError(
+            f"lr_scheduler_type {args.lr_scheduler_type!r}: expected one of {', '.join(LR_DECAY_STYLES)}"
+        )
     style = LR_DECAY_STYLES[args.lr_scheduler_type]
     kwargs = dict(args.lr_scheduler_kwargs or {})
     warmup = 0 if args.lr_scheduler_type == "constant" else warmup_steps(args, num_training_steps)
     min_lr = kwargs.pop("min_lr", None)
     rate = kwargs.pop("min_lr_rate", None)
     if min_lr is not None and rate is not None:
-        raise ValueError(f"lr_scheduler_kwargs: min_lr {min_lr} and min_lr_rate {rate} are both given: set one of them")
+        raise ValueError(
+            f"lr_scheduler_kwargs: min_lr {min_lr} and min_lr_rate {rate} are both given: set one of them"
+        )
     if min_lr is None:
         min_lr = (rate or 0.0) * args.learning_rate
     decay_steps = kwargs.pop("num_decay_steps", None)
     stable_steps = kwargs.pop("num_stable_steps", None) if style == "WSD" else None
     decay_type = kwargs.pop("decay_type", "linear") if style == "WSD" else None
     if kwargs:
-        raise ValueError(f"lr_scheduler_kwargs: {', '.join(kwargs)} is not known to {args.lr_scheduler_type}")
+        raise ValueError(
+            f"lr_scheduler_kwargs: {', '.join(kwargs)} is not known to {args.lr_scheduler_type}"
+        )
     end, wsd_steps = num_training_steps, None
     if style == "WSD":
         if stable_steps is not None:
             rest = max(num_training_steps - warmup - stable_steps, 1)
             end = warmup + stable_steps + (rest if decay_steps is None else decay_steps)
-        wsd_steps = decay_steps if decay_steps is not None else max(end - warmup - (stable_steps or 0), 1)
+        wsd_steps = (
+            decay_steps if decay_steps is not None else max(end - warmup - (stable_steps or 0), 1)
+        )
         if decay_type not in WSD_DECAY_STYLES:
-            raise ValueError(f"lr_scheduler_kwargs: decay_type {decay_type!r}: expected one of {WSD_DECAY_STYLES}")
+            raise ValueError(
+                f"lr_scheduler_kwargs: decay_type {decay_type!r}: expected one of {WSD_DECAY_STYLES}"
+            )
     elif decay_steps is not None:
         end = decay_steps
     if not 0 <= min_lr <= args.learning_rate:
@@ -115,7 +125,13 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
 
 def warmup_steps(args, num_training_steps: int) -> int:
     """Warm-up in steps, rounded up: warmup_steps (below 1: a fraction, as in transformers 5), else warmup_ratio."""
-    share = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio if not args.warmup_steps else None
+    share = (
+        args.warmup_steps
+        if 0 < args.warmup_steps < 1
+        else args.warmup_ratio
+        if not args.warmup_steps
+        else None
+    )
     if share is None:
         return int(args.warmup_steps)
     return min(
@@ -168,7 +184,10 @@ def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> 
         for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
             group["foreach"], group["fused"] = False, True  # one kernel for the whole update
     for group in optimizer.param_groups:
-        group.pop("min_lr", None), group.pop("max_lr", None)  # the scheduler's own hold, for every group
+        (
+            group.pop("min_lr", None),
+            group.pop("max_lr", None),
+        )  # the scheduler's own hold, for every group
     return optimizer
 
 
@@ -183,7 +202,9 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
     betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True
+    )
 
 
 def create_grad_scaler(args):
@@ -202,7 +223,10 @@ def create_grad_scaler(args):
 
 def scaler_states(scalers: list) -> list[dict]:
     """What loss scalers that adapt know, as JSON takes it: the scale, and how far they are on the way to the next one."""
-    return [{k: float(v) if torch.is_tensor(v) else v for k, v in scaler.state_dict().items()} for scaler in scalers]
+    return [
+        {k: float(v) if torch.is_tensor(v) else v for k, v in scaler.state_dict().items()}
+        for scaler in scalers
+    ]
 
 
 def load_scaler_states(scalers: list, states: list[dict]) -> None:
@@ -211,4 +235,6 @@ def load_scaler_states(scalers: list, states: list[dict]) -> None:
     for i, scaler in enumerate(scalers):
         state = states[min(i, len(states) - 1)] if states else {}
         if state and isinstance(scaler, DynamicGradScaler):
-            scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
+            scaler.load_state_dict(
+                {**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)}
+            )

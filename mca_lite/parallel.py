@@ -18,7 +18,11 @@ cpu.apply()
 
 def device() -> torch.device:
     """This rank's device: its own GPU where CUDA is there, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def rank() -> int:
@@ -71,10 +75,14 @@ def start_process_group(timeout_s: float = 1800) -> None:
         store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
         if _one_machine():
             # after a restart torchrun's store still holds the addresses of ranks that are dead
-            store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            store = dist.PrefixStore(
+                f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+            )
         dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
 
 
 def initialize(args, use_mca: bool = True) -> None:
@@ -101,10 +109,22 @@ def _initialize_model_parallel(args) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
     )
     if mpu.model_parallel_is_initialized():
-        got = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
-        got += (mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size())
-        got += (mpu.get_expert_model_parallel_world_size(), mpu.get_expert_tensor_parallel_world_size())
-        asked = (*wanted.values(), args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+        got = (
+            mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_pipeline_model_parallel_world_size(),
+        )
+        got += (
+            mpu.get_virtual_pipeline_model_parallel_world_size(),
+            mpu.get_context_parallel_world_size(),
+        )
+        got += (
+            mpu.get_expert_model_parallel_world_size(),
+            mpu.get_expert_tensor_parallel_world_size(),
+        )
+        asked = (
+            *wanted.values(),
+            args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        )
         if got != asked:
             raise RuntimeError(
                 f"this process already runs with (tp, pp, vpp, cp, ep, etp) = {got}, and {asked} was asked for: call "

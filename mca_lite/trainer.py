@@ -15,19 +15,39 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import checkpoint, parallel, run_folder
+from . import ckpt, ckpt_folder, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batches import BatchPlan, Collator, check_batch, count_tokens, make_loader, pad_batch, steps_of_run
-from .callbacks import BestModel, EarlyStopping, TrainerCallback, TrainerControl, TrainerState
+from .ckpt_manifest import CheckpointError
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
-from .manifest import CheckpointError
-from .models import VirtualModels
+from .data_batches import (
+    BatchPlan,
+    Collator,
+    check_batch,
+    count_tokens,
+    make_loader,
+    pad_batch,
+    steps_of_run,
+)
+from .log import Report, Throughput, peak_flops, peak_memory_gib
+from .log_summary import run_summary, step_flops
+from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler
-from .packing import Targets, get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
-from .report import Report, Throughput, peak_flops, peak_memory_gib
-from .signals import Interrupted, StopSignals
-from .summary import run_summary, step_flops
+from .packed_rows import (
+    Targets,
+    get_ltor_masks_and_position_ids,
+    pack_batch,
+    packed_row,
+    pad_packed,
+)
+from .trainer_callbacks import (
+    BestModel,
+    EarlyStopping,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from .trainer_signals import Interrupted, StopSignals
 
 
 class TrainOutput(NamedTuple):
@@ -69,7 +89,9 @@ class McaTrainer:
     ):
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
-        self.backend = (MegatronBackend if isinstance(model, VirtualModels) else TorchBackend)(model, args)
+        self.backend = (MegatronBackend if isinstance(model, VirtualModels) else TorchBackend)(
+            model, args
+        )
         self.models = self.backend.chunks
         if self.backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
@@ -79,7 +101,7 @@ class McaTrainer:
         self.shuffle, self.extra_summary = shuffle, summary or {}
         self.optimizer = self.lr_scheduler = None
         self.state, self.control = TrainerState(), TrainerControl()
-        self._writer = checkpoint.CheckpointWriter(self)
+        self._writer = ckpt.CheckpointWriter(self)
         self._signals = StopSignals()
         self.report = Report(
             is_main=parallel.is_main(),
@@ -94,7 +116,9 @@ class McaTrainer:
         if args.eval_strategy != "no":
             self.callbacks.append(BestModel())
         if args.early_stopping_patience is not None:
-            self.callbacks.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
+            self.callbacks.append(
+                EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold)
+            )
         self.callbacks.append(self.report)
 
     # -- the loop
@@ -119,7 +143,9 @@ class McaTrainer:
         while state.global_step < state.max_steps and not self.control.should_stop:
             throughput.start()
             data, seq_length, totals = self._get_step_iterator_and_seq_length(loader, plan, step)
-            loss, metrics, skipped, grad_norm, num_zeros = self.training_step(self.models, data, seq_length)
+            loss, metrics, skipped, grad_norm, num_zeros = self.training_step(
+                self.models, data, seq_length
+            )
             totals += self._sum_metrics(metrics)
             totals = self.backend.reduce(totals)
             window, whole_run = window + totals, whole_run + totals
@@ -130,7 +156,9 @@ class McaTrainer:
             extra = {"grad_norm": grad_norm, "skipped_iter": skips}
             if num_zeros is not None:
                 extra["num_zeros_in_grad"] = num_zeros
-            window = self._after_step(window, throughput, extra, end_of_epoch=step == plan.steps_per_epoch)
+            window = self._after_step(
+                window, throughput, extra, end_of_epoch=step == plan.steps_per_epoch
+            )
             epoch, step = (epoch + 1, 0) if step == plan.steps_per_epoch else (epoch, step)
             self._answer(signals)
         return self._finish(whole_run, time.perf_counter() - started)
@@ -178,7 +206,9 @@ class McaTrainer:
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
         else:  # rows are padded on the right and attention is causal: no mask is built
-            mask, position_ids = get_ltor_masks_and_position_ids(batch["input_ids"], build_attention_mask=False)
+            mask, position_ids = get_ltor_masks_and_position_ids(
+                batch["input_ids"], build_attention_mask=False
+            )
             real = batch.get("attention_mask")
             padding = {} if real is None else {"padding_mask": real == 0}
             batch = {**batch, **padding, "attention_mask": mask, "position_ids": position_ids}
@@ -191,7 +221,9 @@ class McaTrainer:
         row is a document. A batch that is packed already is taken as it is.
         """
         if "cu_seqlens" not in inputs:
-            inputs = self._to_length(pack_batch(inputs, self.backend.document_multiple, self._pad_token_id))
+            inputs = self._to_length(
+                pack_batch(inputs, self.backend.document_multiple, self._pad_token_id)
+            )
         params = packed_row(inputs["cu_seqlens"], *self.backend.context_parallel, parallel.device())
         return {**inputs, "packed_seq_params": params}
 
@@ -210,7 +242,9 @@ class McaTrainer:
         # megatron divides `total` in place afterwards: the metric is a copy
         metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
         if ahead:
-            metrics["mtp_loss"] = torch.stack([more.detach().clone(), (ahead.next_labels != IGNORE_INDEX).sum()])
+            metrics["mtp_loss"] = torch.stack(
+                [more.detach().clone(), (ahead.next_labels != IGNORE_INDEX).sum()]
+            )
             total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
@@ -247,25 +281,35 @@ class McaTrainer:
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
         workers = self.args.dataloader_num_workers
-        return make_loader(self.train_dataset, self.data_collator, plan, epoch, step, num_workers=workers)
+        return make_loader(
+            self.train_dataset, self.data_collator, plan, epoch, step, num_workers=workers
+        )
 
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's counts as _zeros() has them)."""
         real, numbered = plan.num_micro_batches(step), self._rows_hold_documents
-        batches = [check_batch(next(loader), self._language_input_names, numbered) for _ in range(real)]
+        batches = [
+            check_batch(next(loader), self._language_input_names, numbered) for _ in range(real)
+        ]
         counts = [count_tokens(batch) for batch in batches]
-        for _ in range(-real % self.backend.micro_batch_multiple):  # the schedule wants a multiple: empty ones follow
+        for _ in range(
+            -real % self.backend.micro_batch_multiple
+        ):  # the schedule wants a multiple: empty ones follow
             batches.append(self._empty_batch(batches[0]))
         batches = [self._arrange(batch) for batch in batches]
         longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
         batches = [self._to_length(batch, longest) for batch in batches]
-        if not self.args.calculate_per_token_loss:  # empty micro-batches have no part in the mean over micro-batches
+        if (
+            not self.args.calculate_per_token_loss
+        ):  # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
             self._micro_batch_weight = len(batches) * plan.dp_size / filled
         totals = self._zeros()
         if self.backend.counts_tokens:
             positions = sum(b["input_ids"].numel() for b in batches)
-            totals[-3:] = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts), positions])
+            totals[-3:] = torch.tensor(
+                [sum(c[0] for c in counts), sum(c[1] for c in counts), positions]
+            )
         return batches, max(b["input_ids"].shape[1] for b in batches), totals
 
     @property
@@ -288,12 +332,16 @@ class McaTrainer:
         """The batch, padded on the right to a length that the layout can cut."""
         multiple = self.backend.length_multiple
         length = -(-max(at_least, batch["input_ids"].shape[1]) // multiple) * multiple
-        return (pad_packed if "cu_seqlens" in batch else pad_batch)(batch, length, self._pad_token_id)
+        return (pad_packed if "cu_seqlens" in batch else pad_batch)(
+            batch, length, self._pad_token_id
+        )
 
     # -- numbers: a vector (sum, count) a metric, then the step's tokens, squared document lengths, tokens with padding
 
     def _zeros(self) -> torch.Tensor:
-        return torch.zeros(2 * len(self.metrics_keys) + 3, dtype=torch.float64, device=parallel.device())
+        return torch.zeros(
+            2 * len(self.metrics_keys) + 3, dtype=torch.float64, device=parallel.device()
+        )
 
     def _sum_metrics(self, metrics: list[dict]) -> torch.Tensor:
         totals = self._zeros()
@@ -304,11 +352,16 @@ class McaTrainer:
 
     def _means(self, totals: torch.Tensor) -> dict[str, float]:
         values = totals.tolist()
-        return {key: values[2 * i] / max(values[2 * i + 1], 1) for i, key in enumerate(self.metrics_keys)}
+        return {
+            key: values[2 * i] / max(values[2 * i + 1], 1)
+            for i, key in enumerate(self.metrics_keys)
+        }
 
     def _throughput(self) -> Throughput:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        dtype = (
+            torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        )
         return Throughput(self.args.world_size, peak_flops(name, dtype))
 
     # -- around a step
@@ -316,13 +369,17 @@ class McaTrainer:
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
         args, plan = self.args, self._plan(self.train_dataset)
         max_steps = steps_of_run(args, plan.steps_per_epoch)
-        self.state = TrainerState(max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch)
+        self.state = TrainerState(
+            max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch
+        )
         self.control = TrainerControl()
         if self.optimizer is None:
             self.create_optimizer()
         self.create_scheduler(max_steps)
         self._load_from_checkpoint(
-            args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+            args.resume_from_checkpoint
+            if resume_from_checkpoint is None
+            else resume_from_checkpoint
         )
         self.report.summary(run_summary(self, plan))
         return plan
@@ -342,18 +399,32 @@ class McaTrainer:
         state.consumed_samples += samples
         state.consumed_tokens += int(tokens)
         state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
-        throughput.stop(int(tokens), int(positions), samples, step_flops(self.model, tokens, squares / max(tokens, 1)))
+        throughput.stop(
+            int(tokens),
+            int(positions),
+            samples,
+            step_flops(self.model, tokens, squares / max(tokens, 1)),
+        )
 
     def _after_step(self, window, throughput, extra, end_of_epoch: bool) -> torch.Tensor:
         """Log, evaluate and save where it is time -> the window of the next log."""
         args, state, control = self.args, self.state, self.control
         last = state.global_step >= state.max_steps
         control.should_log = state.global_step % args.logging_steps == 0 or last
-        control.should_evaluate = self._is_time(args.eval_strategy, args.eval_steps, end_of_epoch, last)
+        control.should_evaluate = self._is_time(
+            args.eval_strategy, args.eval_steps, end_of_epoch, last
+        )
         control.should_save = self._is_time(args.save_strategy, args.save_steps, end_of_epoch, last)
         self._notify("on_step_end")
         if control.should_log:
-            self._log({**self._means(window), **extra, **self.backend.router_statistics(), **throughput.take()})
+            self._log(
+                {
+                    **self._means(window),
+                    **extra,
+                    **self.backend.router_statistics(),
+                    **throughput.take(),
+                }
+            )
             window = self._zeros()
         if control.should_evaluate and self.eval_dataset is not None:
             self.evaluate()
@@ -364,14 +435,21 @@ class McaTrainer:
     def _is_time(self, strategy: str, interval: int | None, end_of_epoch: bool, last: bool) -> bool:
         if strategy == "no":
             return False
-        return last or (end_of_epoch if strategy == "epoch" else self.state.global_step % interval == 0)
+        return last or (
+            end_of_epoch if strategy == "epoch" else self.state.global_step % interval == 0
+        )
 
     def _log(self, numbers: dict) -> None:
         state = self.state
         logs = {"step": state.global_step, "epoch": state.epoch, **numbers}
-        logs.update(learning_rate=self.lr_scheduler.get_last_lr()[0], consumed_samples=state.consumed_samples)
+        logs.update(
+            learning_rate=self.lr_scheduler.get_last_lr()[0],
+            consumed_samples=state.consumed_samples,
+        )
         logs.update(consumed_tokens=state.consumed_tokens, peak_memory_gib=peak_memory_gib())
-        state.log_history.append({key: value for key, value in logs.items() if not isinstance(value, list)})
+        state.log_history.append(
+            {key: value for key, value in logs.items() if not isinstance(value, list)}
+        )
         self._notify("on_log", logs=logs)
 
     def _notify(self, event: str, **kwargs) -> None:
@@ -387,12 +465,14 @@ class McaTrainer:
         if self._writer.is_busy:
             self._finish_checkpoint()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            checkpoint.load_model(self.state.best_model_checkpoint, self.backend)
+            ckpt.load_model(self.state.best_model_checkpoint, self.backend)
             self.report.print(f"loaded the best checkpoint {self.state.best_model_checkpoint}")
         self._store_state()
         self._notify("on_train_end")
         loss = self._means(whole_run)["loss"]
-        return TrainOutput(self.state.global_step, loss, {"train_loss": loss, "train_runtime": seconds})
+        return TrainOutput(
+            self.state.global_step, loss, {"train_loss": loss, "train_runtime": seconds}
+        )
 
     # -- evaluation
 
@@ -401,8 +481,12 @@ class McaTrainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         plan = self._plan(dataset, training=False)
         loader = make_loader(dataset, self.data_collator, plan, num_epochs=1)
-        metrics = self.evaluation_loop(loader, "evaluation", metric_key_prefix=metric_key_prefix).metrics
-        self.state.log_history.append({"step": self.state.global_step, "epoch": self.state.epoch, **metrics})
+        metrics = self.evaluation_loop(
+            loader, "evaluation", metric_key_prefix=metric_key_prefix
+        ).metrics
+        self.state.log_history.append(
+            {"step": self.state.global_step, "epoch": self.state.epoch, **metrics}
+        )
         self.report.log(self.state.log_history[-1])
         self._notify("on_evaluate", metrics=metrics)
         return metrics
@@ -429,7 +513,9 @@ class McaTrainer:
             data, seq_length, counts = self._get_step_iterator_and_seq_length(batches, plan, step)
             data = self._prepare_micro_batches(data, seq_length)
             totals += counts + self._sum_metrics(
-                self.backend.forward_backward(self.forward_step, data, seq_length, forward_only=True)
+                self.backend.forward_backward(
+                    self.forward_step, data, seq_length, forward_only=True
+                )
             )
         self.backend.train_mode(True)
         self._micro_batch_weight = weight
@@ -477,13 +563,13 @@ class McaTrainer:
         folder, step = self._writer.finish()
         self._notify("on_save", path=str(folder), step=step)
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        parallel.on_main(lambda: run_folder.prune(folder, best, limit), CheckpointError)
+        parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Continue where a checkpoint stopped: weights, optimizer, schedule, random states, position in the data."""
-        folder = checkpoint.find(self, resume_from_checkpoint)
+        folder = ckpt.find(self, resume_from_checkpoint)
         if folder is not None:
-            checkpoint.load(folder, self)
+            ckpt.load(folder, self)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All ranks must call it.
@@ -495,7 +581,7 @@ class McaTrainer:
         if self.args.save_hf_model:
             self.backend.export_hf(folder, self.args.max_shard_size)
         else:
-            checkpoint.save_model(folder, self.backend)
+            ckpt.save_model(folder, self.backend)
         self._save_tokenizer(folder)
 
     def save_merged_model(self, output_dir: str | None = None) -> None:

@@ -40,7 +40,7 @@ def loss_run(
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from mca_lite import cpu
-    from mca_lite.losses import token_losses
+    from mca_lite.loss_tokens import token_losses
 
     cpu.apply()
     mpu.initialize_model_parallel()
@@ -69,10 +69,14 @@ def loss() -> None:
     print(f"  {'':36} {'peak MiB':>9} {'ratio':>6} {'seconds':>8}")
     for tokens in (2048, 8192):
         own = world.run(loss_run, 1, "megatron", 0, tokens, timeout_s=300)[0]
-        print(f"  {f'{tokens:,} tokens, megatron, whole logits':36} {own[0]:9.0f} {1.0:6.2f} {own[1]:8.1f}")
+        print(
+            f"  {f'{tokens:,} tokens, megatron, whole logits':36} {own[0]:9.0f} {1.0:6.2f} {own[1]:8.1f}"
+        )
         for chunk_size in (256, 1024):
             mib, seconds = world.run(loss_run, 1, "chunked", chunk_size, tokens, timeout_s=300)[0]
-            print(f"  {f'{tokens:,} tokens, chunks of {chunk_size}':36} {mib:9.0f} {mib / own[0]:6.2f} {seconds:8.1f}")
+            print(
+                f"  {f'{tokens:,} tokens, chunks of {chunk_size}':36} {mib:9.0f} {mib / own[0]:6.2f} {seconds:8.1f}"
+            )
 
 
 # -- packed against padded
@@ -83,11 +87,16 @@ def train_run(model: str, out: str, packs: bool, seed: int = 0, **keys) -> tuple
     import numpy as np
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.packing import best_fit
+    from mca_lite.packed_rows import best_fit
 
     random = np.random.default_rng(seed)
-    lengths = np.clip(random.lognormal(4.9, 0.7, 160).astype(int), 16, 512)  # the shape of instruction data
-    samples = [{"input_ids": random.integers(0, 1024, n), "labels": random.integers(0, 1024, n)} for n in lengths]
+    lengths = np.clip(
+        random.lognormal(4.9, 0.7, 160).astype(int), 16, 512
+    )  # the shape of instruction data
+    samples = [
+        {"input_ids": random.integers(0, 1024, n), "labels": random.integers(0, 1024, n)}
+        for n in lengths
+    ]
 
     def joined(pack):
         numbers = np.concatenate([np.full(lengths[j], n + 1) for n, j in enumerate(pack)])
@@ -113,7 +122,11 @@ def packing() -> None:
     from tests import tiny
 
     shape = dict(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=512
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        vocab_size=1024,
+        max_position_embeddings=512,
     )
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **shape)
@@ -121,10 +134,13 @@ def packing() -> None:
         print(f"  {'':20} {'padding':>8} {'real tokens/s':>14} {'ratio':>6}")
         for name, ranks, keys in (("one rank", 1, {}), ("cp2", 2, dict(context_parallel_size=2))):
             results = [
-                world.run(train_run, ranks, model, folder, packs, timeout_s=300, **keys)[0] for packs in (False, True)
+                world.run(train_run, ranks, model, folder, packs, timeout_s=300, **keys)[0]
+                for packs in (False, True)
             ]
             for what, (rate, padding) in zip(("padded", "packed"), results, strict=True):
-                print(f"  {name + ', ' + what:20} {100 * padding:7.1f}% {rate:14,.0f} {rate / results[0][0]:6.2f}")
+                print(
+                    f"  {name + ', ' + what:20} {100 * padding:7.1f}% {rate:14,.0f} {rate / results[0][0]:6.2f}"
+                )
 
 
 # -- the two backends
@@ -133,17 +149,21 @@ def packing() -> None:
 def backend_run(model: str, out: str, backend: str, **keys) -> float:
     """Tokens a second of five steps after a warm-up step on full rows."""
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     args = TrainingArguments(
         output_dir=out, max_steps=6, logging_steps=1, global_batch_size=8, per_device_train_batch_size=2,
         save_strategy="no", disable_tqdm=True, **keys,
     )  # fmt: skip
     row = torch.arange(256) % 1000
-    model = AutoModel.from_pretrained(model, args) if backend == "megatron" else load_torch_model(model)
+    model = (
+        AutoModel.from_pretrained(model, args) if backend == "megatron" else load_torch_model(model)
+    )
     trainer = McaTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row}] * 8)
     trainer.train()
-    return statistics.median(h["tokens_per_second"] for h in trainer.state.log_history[1:] if "loss" in h)
+    return statistics.median(
+        h["tokens_per_second"] for h in trainer.state.log_history[1:] if "loss" in h
+    )
 
 
 def layouts() -> None:
@@ -152,7 +172,11 @@ def layouts() -> None:
     from tests.test_parity import DIST_OPT, PP2, SP, TP2
 
     shape = dict(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=512
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        vocab_size=1024,
+        max_position_embeddings=512,
     )
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **shape)
@@ -191,7 +215,14 @@ def checkpoints() -> None:
     bench_checkpoint.main()
 
 
-ALL = {"loss": loss, "packing": packing, "layouts": layouts, "lora": lora, "moe": moe, "checkpoints": checkpoints}
+ALL = {
+    "loss": loss,
+    "packing": packing,
+    "layouts": layouts,
+    "lora": lora,
+    "moe": moe,
+    "checkpoints": checkpoints,
+}
 
 
 def main() -> None:

@@ -62,13 +62,17 @@ def plain_write(path: Path, size: int) -> None:
 
 def measure(model_path: str, folder: str, keys: dict) -> dict:
     """Seconds and bytes of saving and loading on this rank."""
-    from mca_lite import checkpoint, parallel, run_folder
-    from mca_lite.arguments import TrainingArguments
-    from mca_lite.models import AutoModel
+    from mca_lite import ckpt, ckpt_folder, parallel
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel
     from mca_lite.trainer import McaTrainer
 
-    args = TrainingArguments(output_dir=folder, max_steps=1, save_strategy="no", disable_tqdm=True, **keys)
-    trainer = McaTrainer(model=AutoModel.from_pretrained(model_path, args), args=args, train_dataset=tiny.samples(8))
+    args = TrainingArguments(
+        output_dir=folder, max_steps=1, save_strategy="no", disable_tqdm=True, **keys
+    )
+    trainer = McaTrainer(
+        model=AutoModel.from_pretrained(model_path, args), args=args, train_dataset=tiny.samples(8)
+    )
     trainer.train()
     times = {"save": [], "load": [], "plain write": [], "blocked": []}
     mine = Path(folder) / f"plain-{parallel.rank()}"
@@ -80,18 +84,20 @@ def measure(model_path: str, folder: str, keys: dict) -> dict:
         trainer._writer.finish()
 
     def load(final: Path):
-        found = run_folder.inspect(final, trainer.backend.name, checkpoint.identity(trainer.backend))
+        found = ckpt_folder.inspect(final, trainer.backend.name, ckpt.identity(trainer.backend))
         assert found is None, found
         trainer.backend.load_state(final)
 
     memory = {"save memory": 0, "load memory": 0}
     for step in range(1, 6):
         trainer.state.global_step = step
-        final = run_folder.checkpoint_folder(folder, step)
+        final = ckpt_folder.checkpoint_folder(folder, step)
         with PeakMemory() as save_memory:
             times["save"].append(timed(save))
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
-        times["plain write"].append(timed(lambda size=size: plain_write(mine, size // parallel.world_size())))
+        times["plain write"].append(
+            timed(lambda size=size: plain_write(mine, size // parallel.world_size()))
+        )
         with PeakMemory() as load_memory:
             times["load"].append(timed(lambda final=final: load(final)))
         parallel.on_main(lambda final=final: shutil.rmtree(final))
@@ -112,7 +118,9 @@ LAYOUTS = {
 def checkpoint_speed(hidden: int = 1024, ranks: int = 2) -> dict[str, dict]:
     """{layout: bytes, median seconds and peak memory of the main rank}."""
     with tempfile.TemporaryDirectory() as folder:
-        shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, head_dim=hidden // 4, vocab_size=4096)
+        shape = dict(
+            hidden_size=hidden, intermediate_size=3 * hidden, head_dim=hidden // 4, vocab_size=4096
+        )
         path, out = tiny.save_model(Path(folder) / "model", "qwen3", **shape), {}
         for name, keys in LAYOUTS.items():
             if keys.get("tensor_model_parallel_size", 1) <= ranks:
@@ -122,11 +130,15 @@ def checkpoint_speed(hidden: int = 1024, ranks: int = 2) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
     options, _ = parser.parse_known_args()
-    print(f"checkpoints of 4 layers, hidden {options.hidden}, float32 with Adam's state, on {options.ranks} ranks")
+    print(
+        f"checkpoints of 4 layers, hidden {options.hidden}, float32 with Adam's state, on {options.ranks} ranks"
+    )
     print(
         f"{'layout':28} {'MB':>6} {'save GB/s':>9} {'of plain':>8} {'load GB/s':>9} {'of plain':>8}  blocked s  memory MB"
     )
@@ -140,7 +152,9 @@ def main() -> None:
             f"{speed['load']:9.2f} {speed['load'] / speed['plain write']:8.2f}  {m['blocked']:9.2f}  "
             f"save {m['save memory'] / 1e6:.0f}, load {m['load memory'] / 1e6:.0f}"
         )
-    print("memory: host memory above what training holds, on rank 0; its share of the checkpoint is half of the bytes")
+    print(
+        "memory: host memory above what training holds, on rank 0; its share of the checkpoint is half of the bytes"
+    )
 
 
 if __name__ == "__main__":

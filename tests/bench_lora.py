@@ -6,7 +6,9 @@ import tempfile
 
 from tests import tiny, world
 
-SIZES = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8, head_dim=64)
+SIZES = dict(
+    hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8, head_dim=64
+)
 RANK = 8
 MIB = 2**20
 
@@ -14,12 +16,17 @@ MIB = 2**20
 def held(path: str, output_dir: str, rank: int | None, **changes) -> dict[str, float]:
     """MiB on this rank after two steps in bf16: weights, gradient buffers, optimizer state with master weights."""
     from mca_lite import lora
-    from mca_lite.arguments import TrainingArguments
-    from mca_lite.models import AutoModel
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel
     from mca_lite.trainer import McaTrainer
 
     keys = dict(
-        output_dir=output_dir, global_batch_size=2, max_steps=2, save_strategy="no", disable_tqdm=True, bf16=True
+        output_dir=output_dir,
+        global_batch_size=2,
+        max_steps=2,
+        save_strategy="no",
+        disable_tqdm=True,
+        bf16=True,
     )
     args = TrainingArguments(**keys, **changes)
     model = AutoModel.from_pretrained(path, args)
@@ -37,7 +44,10 @@ def held(path: str, output_dir: str, rank: int | None, **changes) -> dict[str, f
             state += 0 if parameter.data_ptr() in own else parameter.nbytes  # a master weight
     return {
         "weights": sum(p.nbytes for p in model.parameters()) / MIB,
-        "gradients": sum(b.grad_data.nbytes for chunk in trainer.backend.chunks for b in chunk.buffers) / MIB,
+        "gradients": sum(
+            b.grad_data.nbytes for chunk in trainer.backend.chunks for b in chunk.buffers
+        )
+        / MIB,
         "optimizer": state / MIB,
         "trained": trainer.backend.num_parameters()[1],
     }
@@ -51,7 +61,9 @@ def main() -> None:
         print(
             f"memory of a rank in bf16, MiB: llama of {SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}"
         )
-        print(f"{'layout':<14} {'':<10} {'trained':>12} {'weights':>9} {'gradients':>10} {'optimizer':>10}")
+        print(
+            f"{'layout':<14} {'':<10} {'trained':>12} {'weights':>9} {'gradients':>10} {'optimizer':>10}"
+        )
         layouts = {"one rank": (1, {}), "dp2 dist opt": (2, dict(use_distributed_optimizer=True))}
         for name, (ranks, keys) in layouts.items():
             for kind, rank in (("full", None), (f"LoRA r={RANK}", RANK)):

@@ -16,11 +16,16 @@ HIDDEN, COLUMNS = 512, 256
 def experts_run(num_experts: int, tokens: int, topk: int, repeats: int = 5) -> dict[str, float]:
     """Seconds of forward and backward of a layer's experts, for each way; the tokens are spread unevenly."""
     from mca_lite import parallel
-    from mca_lite.arguments import TrainingArguments
+    from mca_lite.args import TrainingArguments
     from mca_lite.model_config import from_hf_config
-    from mca_lite.moe import Experts
+    from mca_lite.model_moe import Experts
 
-    keys = dict(hidden_size=HIDDEN, moe_intermediate_size=COLUMNS, num_experts=num_experts, num_experts_per_tok=topk)
+    keys = dict(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=COLUMNS,
+        num_experts=num_experts,
+        num_experts_per_tok=topk,
+    )
     args = TrainingArguments(output_dir="unused", bf16=torch.cuda.is_available())
     parallel.initialize(args)
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -30,7 +35,9 @@ def experts_run(num_experts: int, tokens: int, topk: int, repeats: int = 5) -> d
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.multinomial(torch.rand(num_experts, generator=generator) + 0.1, tokens * topk, True, generator=generator)
+    chosen = torch.multinomial(
+        torch.rand(num_experts, generator=generator) + 0.1, tokens * topk, True, generator=generator
+    )
     counts = torch.bincount(chosen, minlength=num_experts)
     x = torch.randn(tokens * topk, HIDDEN).to(experts.fc1).requires_grad_()
     probs = torch.rand(tokens * topk, device=x.device)
@@ -59,7 +66,16 @@ def step_run(path: str, folder: str, backend: str, grouped: bool, **keys) -> flo
 
     own = {} if backend == "torch" else dict(moe_grouped_gemm=grouped)
     with contextlib.redirect_stdout(io.StringIO()):
-        train(path, folder, backend=backend, steps=4, count=40, per_device_train_batch_size=4, **own, **keys)
+        train(
+            path,
+            folder,
+            backend=backend,
+            steps=4,
+            count=40,
+            per_device_train_batch_size=4,
+            **own,
+            **keys,
+        )
     return statistics.median(line["step_time_s"] for line in read_log(folder)[1:])
 
 
@@ -72,9 +88,17 @@ def main() -> None:
     for num_experts, tokens, topk in ((8, 2048, 2), (64, 2048, 4), (128, 2048, 8), (128, 256, 8)):
         times = world.run(experts_run, 1, num_experts, tokens, topk, timeout_s=300)[0]
         what = f"{num_experts} experts, {topk} of them for {tokens:,} tokens"
-        print(f"  {what:44} {times['loop']:8.3f} {times['grouped']:8.3f} {times['loop'] / times['grouped']:6.2f}")
+        print(
+            f"  {what:44} {times['loop']:8.3f} {times['grouped']:8.3f} {times['loop'] / times['grouped']:6.2f}"
+        )
     print("a step of 8 rows, 4 layers of 32 experts, hidden 128; seconds")
-    sizes = dict(hidden_size=128, moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4, head_dim=32)
+    sizes = dict(
+        hidden_size=128,
+        moe_intermediate_size=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        head_dim=32,
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_moe.save_model(f"{folder}/model", "qwen3_moe", **sizes)
         for name, ranks, backend, grouped, keys in (
@@ -84,5 +108,7 @@ def main() -> None:
             ("torch, two ranks", 2, "torch", False, {}),
             ("megatron, ep2, grouped", 2, "megatron", True, EP2),
         ):
-            seconds = world.run(step_run, ranks, path, f"{folder}/{name}", backend, grouped, timeout_s=300, **keys)[0]
+            seconds = world.run(
+                step_run, ranks, path, f"{folder}/{name}", backend, grouped, timeout_s=300, **keys
+            )[0]
             print(f"  {name:44} {seconds:8.3f}")

@@ -17,12 +17,18 @@ import tempfile
 import threading
 from pathlib import Path
 
-from mca_lite import manifest, run_folder
-from mca_lite.callbacks import TrainerCallback
+from mca_lite import ckpt_folder, ckpt_manifest
+from mca_lite.trainer_callbacks import TrainerCallback
 from tests import tiny, training, world
 
 STEPS, INTERVAL, RANKS = 9, 2, 2
-KEYS = dict(save_strategy="steps", save_steps=INTERVAL, num_train_epochs=9, save_total_limit=2, attention_dropout=0.1)
+KEYS = dict(
+    save_strategy="steps",
+    save_steps=INTERVAL,
+    num_train_epochs=9,
+    save_total_limit=2,
+    attention_dropout=0.1,
+)
 KEYS.update(resume_from_checkpoint="auto", steps=STEPS)
 LAYOUTS = {
     "dp2, distributed optimizer": dict(use_distributed_optimizer=True),
@@ -48,7 +54,15 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def victim(path: str, out: str, progress: str, rank: int, event: int | None, seconds: float | None, keys: dict):
+def victim(
+    path: str,
+    out: str,
+    progress: str,
+    rank: int,
+    event: int | None,
+    seconds: float | None,
+    keys: dict,
+):
     """A run in which rank `rank` dies at its n-th touch of a file in `out`, or after so many seconds, or not at all.
 
     -> (curve, how often this rank touched a file)"""
@@ -73,17 +87,21 @@ def check(out: Path, progress: Path, keys: dict) -> None:
 
     In the background one may still be on its way, until the next is due: then the one before it must be there."""
     step = int(progress.read_text()) if progress.exists() and progress.read_text() else 0
-    there = run_folder.all_folders(out)
+    there = ckpt_folder.all_folders(out)
     replaced = list(out.glob(".checkpoint-*.replaced"))
     for folder in there:
-        wrong = manifest.damage(folder, manifest.read(folder))
+        wrong = ckpt_manifest.damage(folder, ckpt_manifest.read(folder))
         assert not wrong, f"{folder} is unreadable: {wrong}"
     due = (step - 1) // INTERVAL * INTERVAL - (INTERVAL if keys.get("async_save") else 0)
-    newest = run_folder.step_of(there[-1]) if there else 0
-    assert newest >= due or replaced, f"killed in step {step}: the newest checkpoint is {newest}, and {due} was due"
+    newest = ckpt_folder.step_of(there[-1]) if there else 0
+    assert newest >= due or replaced, (
+        f"killed in step {step}: the newest checkpoint is {newest}, and {due} was due"
+    )
 
 
-def campaign(path: str, folder: Path, kills: int, rng: random.Random, keys: dict, undisturbed, events) -> int:
+def campaign(
+    path: str, folder: Path, kills: int, rng: random.Random, keys: dict, undisturbed, events
+) -> int:
     """One run, started again after each of at most `kills` kills, to its end -> how many there were."""
     out, progress, done = folder / "run", folder / "progress", 0
     while True:
@@ -92,17 +110,25 @@ def campaign(path: str, folder: Path, kills: int, rng: random.Random, keys: dict
         event = rng.randint(1, events[rank]) if by_event and done < kills else None
         seconds = None if by_event or done >= kills else rng.uniform(0.1, 2.0)
         try:
-            answers = world.run(victim, RANKS, path, str(out), str(progress), rank, event, seconds, keys)
+            answers = world.run(
+                victim, RANKS, path, str(out), str(progress), rank, event, seconds, keys
+            )
         except (RuntimeError, AssertionError, TimeoutError) as error:
-            if not isinstance(error, RuntimeError) and "Connection" not in str(error) and "peer" not in str(error):
+            if (
+                not isinstance(error, RuntimeError)
+                and "Connection" not in str(error)
+                and "peer" not in str(error)
+            ):
                 raise  # the survivor must have lost its peer, and nothing else
             done += 1
             check(out, progress, keys)
             continue
         check(out, progress, keys)
         for curve, _ in answers:
-            assert curve == undisturbed, f"after {done} kills the curve is another:\n{curve}\n{undisturbed}"
-        assert len(run_folder.list_checkpoints(out)) <= KEYS["save_total_limit"]
+            assert curve == undisturbed, (
+                f"after {done} kills the curve is another:\n{curve}\n{undisturbed}"
+            )
+        assert len(ckpt_folder.list_checkpoints(out)) <= KEYS["save_total_limit"]
         assert not [p for p in out.iterdir() if p.name.startswith(".checkpoint")]
         return done
 
@@ -119,7 +145,15 @@ def run(kills: int, seed: int, layouts=LAYOUTS, say=print) -> int:
             place.mkdir()
             if name not in known:
                 calm = place / "calm"
-                arguments = (path, str(calm), str(place / "calm_progress"), 0, None, None, layouts[name])
+                arguments = (
+                    path,
+                    str(calm),
+                    str(place / "calm_progress"),
+                    0,
+                    None,
+                    None,
+                    layouts[name],
+                )
                 answers = world.run(victim, RANKS, *arguments)
                 known[name] = answers[0][0], [count for _, count in answers]
             done = campaign(path, place, min(5, kills - total), rng, layouts[name], *known[name])
@@ -138,7 +172,12 @@ def under_torchrun(path: str, out: str) -> None:
                 die()
 
     def watch(name, args):
-        if start == 1 and not last and name == "os.rename" and str(args[1]).endswith("checkpoint-6"):
+        if (
+            start == 1
+            and not last
+            and name == "os.rename"
+            and str(args[1]).endswith("checkpoint-6")
+        ):
             die()
 
     sys.addaudithook(watch)
@@ -146,10 +185,14 @@ def under_torchrun(path: str, out: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--under-torchrun", nargs=2, metavar=("MODEL", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--under-torchrun", nargs=2, metavar=("MODEL", "OUT"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.under_torchrun:
         under_torchrun(*options.under_torchrun)

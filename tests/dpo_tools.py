@@ -26,7 +26,10 @@ class Pairs:
 
         def draw(low, high):
             return torch.randint(
-                0, tiny.VOCAB, (int(torch.randint(low, high, (1,), generator=generator)),), generator=generator
+                0,
+                tiny.VOCAB,
+                (int(torch.randint(low, high, (1,), generator=generator)),),
+                generator=generator,
             )
 
         self.pairs, self.fingerprint = [], f"{count} of seed {seed}"
@@ -38,8 +41,14 @@ class Pairs:
                 labels[: len(prompt) - 1] = -100
                 pair[side] = {"input_ids": tokens[:-1], "labels": labels}
             self.pairs.append(pair)
-        sizes = np.array([[len(pair[side]["labels"]) for side in ("chosen", "rejected")] for pair in self.pairs])
-        self.pair_lengths, self.lengths, self.costs = sizes, sizes.sum(1), sizes.sum(1).astype(np.float64)
+        sizes = np.array(
+            [[len(pair[side]["labels"]) for side in ("chosen", "rejected")] for pair in self.pairs]
+        )
+        self.pair_lengths, self.lengths, self.costs = (
+            sizes,
+            sizes.sum(1),
+            sizes.sum(1).astype(np.float64),
+        )
         self.num_tokens, self.num_trained_tokens = int(sizes.sum()), 0
 
     def __len__(self):
@@ -67,20 +76,27 @@ def our_run(
     before: what is done with the trainer first.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
-    from mca_lite.models import load_torch_model
-    from mca_lite.pairs import PackedPairs
-    from mca_lite.peft_format import load_adapter
+    from mca_lite.data_pairs import PackedPairs
+    from mca_lite.lora_files import load_adapter
+    from mca_lite.model import load_torch_model
 
     keys = dict(
         output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=STEPS, logging_steps=1, learning_rate=RATE,
         lr_scheduler_type="constant", weight_decay=DECAY, max_grad_norm=CLIP, adam_epsilon=EPS, adam_beta1=BETAS[0],
         adam_beta2=BETAS[1], save_strategy="no", disable_tqdm=True, seed=7,
     )  # fmt: skip
-    data = {name: changes.pop(name, default) for name, default in (("train_dataset", Pairs()), ("eval_dataset", None))}
+    data = {
+        name: changes.pop(name, default)
+        for name, default in (("train_dataset", Pairs()), ("eval_dataset", None))
+    }
     args = TrainingArguments(**{**keys, **changes})
 
     def load():
-        return AutoModel.from_pretrained(path, args) if backend == "megatron" else load_torch_model(path)
+        return (
+            AutoModel.from_pretrained(path, args)
+            if backend == "megatron"
+            else load_torch_model(path)
+        )
 
     model = load_adapter(load(), adapter) if adapter else load()
     if pack:
@@ -97,7 +113,9 @@ def our_run(
 def curve_of(trainer) -> list[dict]:
     """Per step: the 8 metrics, the gradient's norm, the tokens so far."""
     wanted = [*trainer.metrics_keys, "grad_norm", "consumed_tokens"]
-    return [{key: line[key] for key in wanted} for line in trainer.state.log_history if "loss" in line]
+    return [
+        {key: line[key] for key in wanted} for line in trainer.state.log_history if "loss" in line
+    ]
 
 
 # -- the oracle ---------------------------------------------------------------------------------------------------------
@@ -112,7 +130,9 @@ def logp_and_length(model, side: dict) -> tuple[torch.Tensor, int]:
 
 
 def oracle_loss(model, pair, reference, pref_loss, beta, label_smoothing=0.0, ftx=0.0) -> dict:
-    (chosen, c), (rejected, r) = (logp_and_length(model, pair[side]) for side in ("chosen", "rejected"))
+    (chosen, c), (rejected, r) = (
+        logp_and_length(model, pair[side]) for side in ("chosen", "rejected")
+    )
     if pref_loss == "orpo":
         a, b = chosen / c, rejected / r
         log_odds = torch.log(a.exp() / (1 - a.exp())) - torch.log(b.exp() / (1 - b.exp()))
@@ -124,13 +144,23 @@ def oracle_loss(model, pair, reference, pref_loss, beta, label_smoothing=0.0, ft
     loss = loss - ftx * chosen / c
     margin = rewards[0] - rewards[1]
     values = [loss, *rewards, (margin > 0).float(), margin, chosen, rejected, -chosen / c]
-    names = ["loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen"]
+    names = [
+        "loss",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+    ]
     return dict(zip([*names, "logps/rejected", "sft_loss"], values, strict=True))
 
 
 def oracle_metrics(model, pairs, references, objective) -> dict:
     with torch.no_grad():
-        found = [oracle_loss(model, pair, ref, **objective) for pair, ref in zip(pairs, references, strict=True)]
+        found = [
+            oracle_loss(model, pair, ref, **objective)
+            for pair, ref in zip(pairs, references, strict=True)
+        ]
     return {key: float(sum(f[key] for f in found) / len(found)) for key in found[0]}
 
 
@@ -139,7 +169,10 @@ def references_of(model, pairs) -> list:
 
     off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
     with torch.no_grad(), off:
-        return [[float(logp_and_length(model, pair[side])[0]) for side in ("chosen", "rejected")] for pair in pairs]
+        return [
+            [float(logp_and_length(model, pair[side])[0]) for side in ("chosen", "rejected")]
+            for pair in pairs
+        ]
 
 
 def oracle_curve(model, objective: dict, steps: int = STEPS, packs=None) -> list[dict]:
@@ -179,7 +212,9 @@ def make_oracles(path: str, folder: str) -> dict:
 
     out = {}
     for name, objective in OBJECTIVES.items():
-        out[name, "full"] = oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), objective)
+        out[name, "full"] = oracle_curve(
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), objective
+        )
         wrapped = peft_model(path)
         wrapped.save_pretrained(f"{folder}/start")
         out[name, "lora"] = oracle_curve(wrapped, objective)

@@ -58,7 +58,9 @@ def save_models(folder: Path) -> dict[str, dict[str, str]]:
         family = keys.get("model_type", name)
         made.setdefault(family, {})[name] = tiny.save_model(folder / name, name)
     for name, (family, _) in tiny_moe.MODELS.items():
-        made.setdefault(family, {})[f"{name}+experts"] = tiny_moe.save_model(folder / f"{name}-experts", name)
+        made.setdefault(family, {})[f"{name}+experts"] = tiny_moe.save_model(
+            folder / f"{name}-experts", name
+        )
     return made
 
 
@@ -82,7 +84,9 @@ def measure(folder: Path) -> dict[str, Worst]:
     worst = {family: Worst() for family in models}
     paths = {name: path for family in models.values() for name, path in family.items()}
     family_of = {name: family for family, names in models.items() for name in names}
-    [wanted] = world.run(train_all, 1, paths, str(folder / "torch"), {}, backend="torch", timeout_s=600)
+    [wanted] = world.run(
+        train_all, 1, paths, str(folder / "torch"), {}, backend="torch", timeout_s=600
+    )
     for layout, (ranks, keys) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
         chosen = {n: p for n, p in paths.items() if layout in LAYOUTS or n.endswith("+experts")}
         out = folder / layout
@@ -104,7 +108,9 @@ def measure(folder: Path) -> dict[str, Worst]:
         of = worst[family_of[name]]
         of.see("logits", difference_of_logits(path, logits[name]))
         source, cut = tensors(path), tensors(folder / "cut" / name)
-        of["bytes"] &= source.keys() == cut.keys() and all(torch.equal(source[key], cut[key]) for key in source)
+        of["bytes"] &= source.keys() == cut.keys() and all(
+            torch.equal(source[key], cut[key]) for key in source
+        )
     return worst
 
 
@@ -138,8 +144,14 @@ def named_families(text: str) -> tuple[set[str], dict[str, str]]:
     """(families of the table between the markers, {what is not built: why})"""
     part = text[text.index(BEGIN) : text.index(END)]
     measured, missing = part.split("| not built |")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in measured.splitlines() if line.startswith("| ")]
-    absent = [line.strip("|").split("|") for line in missing.splitlines()[2:] if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in measured.splitlines()
+        if line.startswith("| ")
+    ]
+    absent = [
+        line.strip("|").split("|") for line in missing.splitlines()[2:] if line.startswith("| ")
+    ]
     return {row[0] for row in rows[2:]}, {cells[0].strip(): cells[1].strip() for cells in absent}
 
 

@@ -30,7 +30,11 @@ CASES = {
     "offloaded": dict(optimizer_cpu_offload=True),
     "torch, packed": dict(backend="torch", **PACKED),
 }
-HALF = {"megatron": {}, "packed": PACKED, "packed, recomputed": dict(recompute_granularity="full", **PACKED)}
+HALF = {
+    "megatron": {},
+    "packed": PACKED,
+    "packed, recomputed": dict(recompute_granularity="full", **PACKED),
+}
 TOLERANCE = 1e-5
 # a world of many layouts keeps all its communicators: with buffers for small messages they fit one GPU
 os.environ.setdefault("NCCL_BUFFSIZE", str(2**16))
@@ -44,9 +48,16 @@ def quiet(*args, **kwargs) -> list:
 
 def layouts() -> dict:
     """{name: (ranks, keys)} of the suite's layouts that need more than one GPU and no more than there are."""
-    packed = {f"{name}, packed": (n, {**keys, **PACKED}) for name, (n, keys) in test_packed.PACKED_LAYOUTS.items()}
+    packed = {
+        f"{name}, packed": (n, {**keys, **PACKED})
+        for name, (n, keys) in test_packed.PACKED_LAYOUTS.items()
+    }
     everything = {**test_parity.LAYOUTS, **test_packed.CUT, **packed}
-    return {name: (n, keys) for name, (n, keys) in everything.items() if 1 < n <= torch.cuda.device_count()}
+    return {
+        name: (n, keys)
+        for name, (n, keys) in everything.items()
+        if 1 < n <= torch.cuda.device_count()
+    }
 
 
 def worst(got: list, wanted: list) -> tuple[float, float]:
@@ -62,7 +73,9 @@ def resumed(path: str, folder: str, **keys) -> tuple[float, float]:
     quiet(path, f"{folder}/parts", **saves, **keys)
     for step in (4, 5):
         shutil.rmtree(f"{folder}/parts/checkpoint-{step}", ignore_errors=True)
-    return worst(quiet(path, f"{folder}/parts", resume_from_checkpoint="auto", **saves, **keys), whole)
+    return worst(
+        quiet(path, f"{folder}/parts", resume_from_checkpoint="auto", **saves, **keys), whole
+    )
 
 
 def on_one_gpu(folder: str) -> list[float]:
@@ -73,10 +86,18 @@ def on_one_gpu(folder: str) -> list[float]:
             precision = dict(bf16=dtype == "bf16")
             wanted = quiet(path, f"{folder}/{family}-{dtype}", backend="torch", **precision)
             for name, keys in cases.items():
-                loss, norm = worst(quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted)
-                print(f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+                loss, norm = worst(
+                    quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted
+                )
+                print(
+                    f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}",
+                    flush=True,
+                )
                 limits += [loss, norm] if dtype == "float32" else []
-    for name, keys in (("float32", {}), ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP))):
+    for name, keys in (
+        ("float32", {}),
+        ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP)),
+    ):
         loss, norm = resumed(path, f"{folder}/{name}", **keys)
         print(f"resumed, {name}: d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
         limits += [loss, norm]
@@ -97,7 +118,10 @@ def in_turn(cells: dict, wanted: dict, folder: str) -> dict:
             traceback.print_exc()
             out[name] = (float("inf"), float("inf"))
         if dist.get_rank() == 0 and wanted:
-            print(f"{name:48} {world_size} GPUs  d loss {out[name][0]:.1e}  d norm {out[name][1]:.1e}", flush=True)
+            print(
+                f"{name:48} {world_size} GPUs  d loss {out[name][0]:.1e}  d norm {out[name][1]:.1e}",
+                flush=True,
+            )
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
     return out
@@ -106,19 +130,43 @@ def in_turn(cells: dict, wanted: dict, folder: str) -> dict:
 def jobs(folder: str) -> list[tuple[str, str, dict, dict]]:
     """(name, model folder, keys of both backends, layouts) of what is trained on several GPUs."""
     tiny_folder = tiny.save_model(f"{folder}/layouts", "qwen3")
-    work = [(dtype, tiny_folder, dict(bf16=dtype == "bf16"), layouts()) for dtype in ("float32", "bf16")]
+    work = [
+        (dtype, tiny_folder, dict(bf16=dtype == "bf16"), layouts()) for dtype in ("float32", "bf16")
+    ]
     single = {"one": (1, {}), "one, packed": (1, PACKED)}
-    experts = {name: pair for name, pair in test_moe.LAYOUTS.items() if pair[0] <= torch.cuda.device_count()}
+    experts = {
+        name: pair
+        for name, pair in test_moe.LAYOUTS.items()
+        if pair[0] <= torch.cuda.device_count()
+    }
     for name in (*test_moe.FAMILIES, *test_families.EXPERTS.values()):
         path, keys = tiny_moe.save_model(f"{folder}/{name}-experts", name), dict(adam_epsilon=1e-4)
         balanced = {**keys, **test_moe.AUX}  # of a micro-batch: packing changes these losses
         work.append((f"{name}, experts", path, balanced, {"one": (1, {}), **experts}))
-        work.append((f"{name}, experts, bf16", path, {**balanced, "bf16": True}, {"one": (1, {}), **experts}))
+        work.append(
+            (
+                f"{name}, experts, bf16",
+                path,
+                {**balanced, "bf16": True},
+                {"one": (1, {}), **experts},
+            )
+        )
         packed = {name: (n, {**more, **PACKED}) for name, (n, more) in experts.items()}
         work.append((f"{name}, experts, packed", path, keys, {"one": (1, PACKED), **packed}))
     for name in tiny.MORE_KEYS:
-        few = {n: pair for n, pair in test_families.LAYOUTS.items() if pair[0] <= torch.cuda.device_count()}
-        work.append((name, tiny.save_model(f"{folder}/{name}", name), dict(adam_epsilon=1e-4), {**single, **few}))
+        few = {
+            n: pair
+            for n, pair in test_families.LAYOUTS.items()
+            if pair[0] <= torch.cuda.device_count()
+        }
+        work.append(
+            (
+                name,
+                tiny.save_model(f"{folder}/{name}", name),
+                dict(adam_epsilon=1e-4),
+                {**single, **few},
+            )
+        )
     return work
 
 
@@ -136,7 +184,9 @@ def in_worlds(folder: str) -> list[float]:
         }
         for differences in world.run(in_turn, ranks, cells, wanted, folder, timeout_s=500):
             for name, pair in differences.items():
-                limits += [number for number in pair if "bf16" not in name or number == float("inf")]
+                limits += [
+                    number for number in pair if "bf16" not in name or number == float("inf")
+                ]
     return limits
 
 

@@ -12,7 +12,9 @@ from tests.training import train
 
 RANK, ALPHA = 4, 8
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-KEYS = dict(adam_epsilon=1e-4)  # 1e-6 amplifies the rounding of the smallest gradients to 1e-4 of a weight
+KEYS = dict(
+    adam_epsilon=1e-4
+)  # 1e-6 amplifies the rounding of the smallest gradients to 1e-4 of a weight
 
 
 def peft_model(path: str, targets=TARGETS, seed: int = 3, **config):
@@ -24,7 +26,10 @@ def peft_model(path: str, targets=TARGETS, seed: int = 3, **config):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    keys = {**dict(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM"), **config}
+    keys = {
+        **dict(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM"),
+        **config,
+    }
     model = get_peft_model(model, LoraConfig(**keys))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -43,7 +48,9 @@ def whole_logits_trainer():
             inputs = self._prepare_train_inputs(data_iterator)
             labels = inputs["labels"]
             logits = model.model(inputs["input_ids"], position_ids=inputs["position_ids"]).logits
-            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+            losses = F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
+            )
             return losses.view_as(labels), functools.partial(self._post_compute_loss, labels)
 
     return Oracle
@@ -51,12 +58,14 @@ def whole_logits_trainer():
 
 def train_with_peft(path: str, folder: str, changes: dict | None = None, **config) -> list:
     """The curve of a peft-wrapped model on plain torch; folder/start and folder/end are its adapters, as peft saves them."""
-    from mca_lite.arguments import TrainingArguments
+    from mca_lite.args import TrainingArguments
 
     wrapped = peft_model(path, **config)
     wrapped.save_pretrained(f"{folder}/start")
     keys = {**run_keys(f"{folder}/run"), **(changes or {})}
-    trainer = whole_logits_trainer()(wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples())
+    trainer = whole_logits_trainer()(
+        wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples()
+    )
     trainer.train()
     wrapped.save_pretrained(f"{folder}/end")
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
@@ -72,7 +81,7 @@ def run_keys(output_dir: str) -> dict:
 
 
 def load(folder: str, model):
-    from mca_lite.peft_format import load_adapter
+    from mca_lite.lora_files import load_adapter
 
     return load_adapter(model, folder)
 

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mca_lite.argument_checks import check_model
-from mca_lite.argument_parser import ArgumentParser, read_config_file
-from mca_lite.argument_values import ConfigError
-from mca_lite.arguments import (
+from mca_lite.args import (
     DataArguments,
     FinetuningArguments,
     ModelArguments,
@@ -20,7 +17,10 @@ from mca_lite.arguments import (
     UseMcaArguments,
     parse_args,
 )
-from mca_lite.pipeline_layout import balanced_layout
+from mca_lite.args_parser import ArgumentParser, read_config_file
+from mca_lite.args_pipeline import balanced_layout
+from mca_lite.args_rules import check_model
+from mca_lite.args_values import ConfigError
 
 GROUPS = [ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments]
 NUMBERS = {
@@ -60,10 +60,10 @@ def training(**values):
 
 
 def test_importing_the_arguments_loads_no_heavy_library():
-    code = (
-        "import sys, mca_lite.arguments; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    code = "import sys, mca_lite.args; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
@@ -118,7 +118,9 @@ def test_text_on_the_command_line_stays_text_for_a_text_field(base):
 
 def test_json_files_and_json_values_are_read(tmp_path, base):
     path = tmp_path / "run.json"
-    path.write_text('{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": "{\\"min_lr_rate\\": 0.1}"\n}')
+    path.write_text(
+        '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": "{\\"min_lr_rate\\": 0.1}"\n}'
+    )
     args = parse_args([str(path), *base, 'additional_configs={"layernorm_epsilon": 1e-6}']).training
     assert args.max_steps == 3
     assert args.report_to == []
@@ -126,7 +128,9 @@ def test_json_files_and_json_values_are_read(tmp_path, base):
     assert args.additional_configs == {"layernorm_epsilon": 1e-6}
 
 
-@pytest.mark.parametrize("text", ["seed: 1\nseed: 2\n", "lr_scheduler_kwargs:\n  min_lr: 0\n  min_lr: 1\n"])
+@pytest.mark.parametrize(
+    "text", ["seed: 1\nseed: 2\n", "lr_scheduler_kwargs:\n  min_lr: 0\n  min_lr: 1\n"]
+)
 def test_a_key_written_twice_in_a_file_is_an_error(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
@@ -251,7 +255,10 @@ def test_evaluation_without_data_is_an_error(base):
         ("stage=sft packing=true", True),
         ("stage=sft neat_packing=true", True),
         ("stage=pt neat_packing=true", True),
-        ("stage=pt packing=true", False),  # documents are joined and cut: rows are single documents to the model
+        (
+            "stage=pt packing=true",
+            False,
+        ),  # documents are joined and cut: rows are single documents to the model
         ("stage=sft", False),
     ],
 )
@@ -268,8 +275,16 @@ def test_both_names_of_a_key_are_an_error():
 
 def test_best_checkpoint_must_have_been_evaluated():
     common = {"load_best_model_at_end": True, "eval_strategy": "steps"}
-    assert "no multiple" in keys_of(training, **common, eval_steps=200, save_steps=500)["load_best_model_at_end"].reason
-    assert "save_strategy" in keys_of(training, **common, save_strategy="epoch")["load_best_model_at_end"].reason
+    assert (
+        "no multiple"
+        in keys_of(training, **common, eval_steps=200, save_steps=500)[
+            "load_best_model_at_end"
+        ].reason
+    )
+    assert (
+        "save_strategy"
+        in keys_of(training, **common, save_strategy="epoch")["load_best_model_at_end"].reason
+    )
     assert training(**common, eval_steps=100, save_steps=500).load_best_model_at_end
 
 
@@ -293,20 +308,32 @@ def test_scheduler_kwargs_without_effect_or_sense_are_errors(kind, kwargs, key):
 def test_hugging_face_names_of_the_stable_schedule_are_taken():
     kwargs = {"num_decay_steps": "10", "min_lr_ratio": "0.1", "decay_type": "1-sqrt"}
     args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
-    assert args.lr_scheduler_kwargs == {"num_decay_steps": 10, "min_lr_rate": 0.1, "decay_type": "minus_sqrt"}
+    assert args.lr_scheduler_kwargs == {
+        "num_decay_steps": 10,
+        "min_lr_rate": 0.1,
+        "decay_type": "minus_sqrt",
+    }
 
 
 def test_additional_configs_cannot_pass_by_the_keys_and_limits():
     extra = {"sequence_parallel": True, "num_moe_experts": 8, "layernorm_epsilon": 1e-6}
     problems = keys_of(training, additional_configs=extra)
-    assert set(problems) == {"additional_configs.sequence_parallel", "additional_configs.num_moe_experts"}
+    assert set(problems) == {
+        "additional_configs.sequence_parallel",
+        "additional_configs.num_moe_experts",
+    }
 
 
 # ---- what is filled in
 
 
 def test_defaults_follow_from_other_values():
-    args = training(per_device_train_batch_size=4, eval_strategy="steps", logging_steps=7, recompute_granularity="full")
+    args = training(
+        per_device_train_batch_size=4,
+        eval_strategy="steps",
+        logging_steps=7,
+        recompute_granularity="full",
+    )
     assert args.per_device_eval_batch_size == 4
     assert args.eval_steps == 7
     assert (args.recompute_method, args.recompute_num_layers) == ("uniform", 1)
@@ -317,7 +344,8 @@ def test_defaults_follow_from_other_values():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(True, "auto"), ("true", "auto"), (False, None), ("false", None), ("x", "x")]
+    ("value", "expected"),
+    [(True, "auto"), ("true", "auto"), (False, None), ("false", None), ("x", "x")],
 )
 def test_resume_from_checkpoint_takes_truth_values_and_paths(value, expected):
     assert training(resume_from_checkpoint=value).resume_from_checkpoint == expected
@@ -329,7 +357,13 @@ def test_packing_follows_the_stage(base):
 
 
 def test_switched_off_values_and_ignored_keys_are_named_once(base):
-    words = ["sequence_parallel=true", "template=qwen", "do_train=true", "image_max_pixels=1", "max_steps=3"]
+    words = [
+        "sequence_parallel=true",
+        "template=qwen",
+        "do_train=true",
+        "image_max_pixels=1",
+        "max_steps=3",
+    ]
     run = parse_args([*base, *words, "num_train_epochs=2"])
     assert run.training.sequence_parallel is False
     ignored, switched_off, epochs = run.warnings
@@ -346,16 +380,27 @@ def test_one_global_batch_gives_the_accumulation_of_each_layout(world):
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
     )
-    assert (args.model_parallel_size, args.data_parallel_size, args.gradient_accumulation_steps) == (4, 2, 8)
+    assert (
+        args.model_parallel_size,
+        args.data_parallel_size,
+        args.gradient_accumulation_steps,
+    ) == (4, 2, 8)
     assert args.train_global_batch_size == 32
-    assert training(global_batch_size=32, per_device_train_batch_size=2).gradient_accumulation_steps == 2
+    assert (
+        training(global_batch_size=32, per_device_train_batch_size=2).gradient_accumulation_steps
+        == 2
+    )
 
 
 def test_a_global_batch_that_cannot_be_shared_names_its_neighbours(world):
     world(4)
-    problem = keys_of(training, global_batch_size=12, per_device_train_batch_size=2)["global_batch_size"]
+    problem = keys_of(training, global_batch_size=12, per_device_train_batch_size=2)[
+        "global_batch_size"
+    ]
     assert problem.suggestion == "global_batch_size: 8 or 16"
-    problem = keys_of(training, global_batch_size=16, gradient_accumulation_steps=3)["gradient_accumulation_steps"]
+    problem = keys_of(training, global_batch_size=16, gradient_accumulation_steps=3)[
+        "gradient_accumulation_steps"
+    ]
     assert "4" in problem.suggestion and "global_batch_size: 12" in problem.suggestion
 
 
@@ -364,9 +409,16 @@ def test_layout_must_divide_the_world(world, base):
     assert training(tensor_model_parallel_size=2).data_parallel_size == 1
     assert (
         "torchrun --nproc_per_node 2"
-        in keys_of(parse_args, [*base, "tensor_model_parallel_size=2"])["tensor_model_parallel_size"].suggestion
+        in keys_of(parse_args, [*base, "tensor_model_parallel_size=2"])[
+            "tensor_model_parallel_size"
+        ].suggestion
     )
-    assert parse_args([*base, "tensor_model_parallel_size=2"], needs_world=False).training.model_parallel_size == 2
+    assert (
+        parse_args(
+            [*base, "tensor_model_parallel_size=2"], needs_world=False
+        ).training.model_parallel_size
+        == 2
+    )
     world(6)
     problem = keys_of(training, tensor_model_parallel_size=4)["tensor_model_parallel_size"]
     assert problem.suggestion.endswith("tensor_model_parallel_size: 2")
@@ -374,16 +426,28 @@ def test_layout_must_divide_the_world(world, base):
 
 def test_virtual_stages_need_whole_groups_of_micro_batches():
     layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    assert "gradient_accumulation_steps" in keys_of(training, **layout, gradient_accumulation_steps=3)
-    assert training(**layout, gradient_accumulation_steps=4).virtual_pipeline_model_parallel_size == 2
+    assert "gradient_accumulation_steps" in keys_of(
+        training, **layout, gradient_accumulation_steps=3
+    )
+    assert (
+        training(**layout, gradient_accumulation_steps=4).virtual_pipeline_model_parallel_size == 2
+    )
 
 
 def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
     world(4)
-    words = ["tensor_model_parallel_size=2", "sequence_parallel=true", "use_distributed_optimizer=true"]
+    words = [
+        "tensor_model_parallel_size=2",
+        "sequence_parallel=true",
+        "use_distributed_optimizer=true",
+    ]
     run = parse_args([*base, *words, "global_batch_size=8", "use_mca=false"])
     args = run.training
-    assert (args.model_parallel_size, args.data_parallel_size, args.gradient_accumulation_steps) == (1, 4, 2)
+    assert (
+        args.model_parallel_size,
+        args.data_parallel_size,
+        args.gradient_accumulation_steps,
+    ) == (1, 4, 2)
     assert not args.sequence_parallel and not args.use_distributed_optimizer
     (line,) = run.warnings
     assert all(word.split("=")[0] in line for word in words)
@@ -405,7 +469,8 @@ def test_what_plain_torch_does_without_is_named(base, key):
 
 
 @pytest.mark.parametrize(
-    "key, meant", [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_r", "lora_rank")]
+    "key, meant",
+    [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_r", "lora_rank")],
 )
 def test_a_misspelt_key_of_adapters_is_an_error(base, key, meant):
     with pytest.raises(ConfigError) as error:
@@ -441,14 +506,20 @@ def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
 
 
 def test_heads_and_query_groups_must_be_shared_evenly():
-    (problem,) = check_model({**NUMBERS, "num_key_value_heads": 2}, training(tensor_model_parallel_size=4))
-    assert "2 query groups" in problem.reason and problem.suggestion == "tensor_model_parallel_size: 2"
+    (problem,) = check_model(
+        {**NUMBERS, "num_key_value_heads": 2}, training(tensor_model_parallel_size=4)
+    )
+    assert (
+        "2 query groups" in problem.reason and problem.suggestion == "tensor_model_parallel_size: 2"
+    )
     assert check_model(NUMBERS, training(tensor_model_parallel_size=4)) == []
 
 
 def test_more_virtual_stages_than_layers_is_read_as_a_mistaken_layer_count():
     args = training(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=8, gradient_accumulation_steps=2
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=8,
+        gradient_accumulation_steps=2,
     )
     (problem,) = check_model(NUMBERS, args)
     assert "not layers in a chunk" in problem.reason
@@ -461,7 +532,12 @@ def test_layers_that_do_not_divide_get_a_layout_proposed():
     key, _, layout = problem.suggestion.partition(": ")
     # 8 layers on 3 stages: 3 + 3 + 2, and the loss is on the stage with 2
     assert (key, layout) == ("pipeline_model_parallel_layout", "Et*3|t*3|t*2L")
-    assert check_model(NUMBERS, training(pipeline_model_parallel_size=3, pipeline_model_parallel_layout=layout)) == []
+    assert (
+        check_model(
+            NUMBERS, training(pipeline_model_parallel_size=3, pipeline_model_parallel_layout=layout)
+        )
+        == []
+    )
 
 
 def test_a_layout_that_loses_a_layer_is_an_error():
@@ -471,9 +547,13 @@ def test_a_layout_that_loses_a_layer_is_an_error():
         assert problem.key == "pipeline_model_parallel_layout" and "7 layers" in problem.reason
 
 
-@pytest.mark.parametrize("layout", ["t*4|t*4L", "Et*4|t*4", "Et*4|t*2|t*2L", "Et*4|x*4L", "Et*4|EtL"])
+@pytest.mark.parametrize(
+    "layout", ["t*4|t*4L", "Et*4|t*4", "Et*4|t*2|t*2L", "Et*4|x*4L", "Et*4|EtL"]
+)
 def test_a_layout_that_is_none_is_an_error(layout):
-    problems = keys_of(training, pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+    problems = keys_of(
+        training, pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout
+    )
     assert list(problems) == ["pipeline_model_parallel_layout"]
 
 
@@ -503,10 +583,14 @@ def test_megatron_takes_every_proposed_layout_and_finds_all_layers():
                     continue
                 layout = PipelineParallelLayerLayout(balanced_layout(layers, pp, vpp), pp)
                 layout.validate_layer_layout(layers, None)
-                on_ranks = [sum(stage.count(LayerType.decoder) for stage in rank) for rank in layout.layout]
+                on_ranks = [
+                    sum(stage.count(LayerType.decoder) for stage in rank) for rank in layout.layout
+                ]
                 assert layout.virtual_pipeline_model_parallel_size == (vpp or 1)
                 assert max(on_ranks) - min(on_ranks) <= 1
-                assert on_ranks[-1] == min(on_ranks)  # the rank of the loss never has more than another
+                assert on_ranks[-1] == min(
+                    on_ranks
+                )  # the rank of the loss never has more than another
                 assert on_ranks[0] == min(on_ranks) or sum(on_ranks) % pp in (0, pp - 1)
 
 
@@ -516,11 +600,16 @@ def test_an_mca_config_alone_is_checked_too(tmp_path, base):
     (folder / "mca_config.json").write_text(json.dumps({"num_layers": 7, "num_attention_heads": 4}))
     words = [f"model_name_or_path={folder}", *base[1:], "pipeline_model_parallel_size=2"]
     problems = keys_of(parse_args, words, needs_world=False)
-    assert problems["pipeline_model_parallel_size"].suggestion == "pipeline_model_parallel_layout: Et*4|t*3L"
+    assert (
+        problems["pipeline_model_parallel_size"].suggestion
+        == "pipeline_model_parallel_layout: Et*4|t*3L"
+    )
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")),
+    ids=lambda path: path.stem,
 )
 def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
     assert len(ArgumentParser(GROUPS).parse([str(path)])) == len(GROUPS)

@@ -10,7 +10,10 @@ from tests import chaos, tiny, world
 
 
 def test_ranks_killed_at_random_moments_lose_nothing():
-    short = {name: chaos.LAYOUTS[name] for name in ("dp2, distributed optimizer", "tp2, saved in the background")}
+    short = {
+        name: chaos.LAYOUTS[name]
+        for name in ("dp2, distributed optimizer", "tp2, saved in the background")
+    }
     assert chaos.run(6, seed=3, layouts=short) == 6
 
 
@@ -26,8 +29,25 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
         dict(use_distributed_optimizer=True),
     )
     [(wanted, _), _] = world.run(chaos.victim, 2, *keys)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
-    command += ["--nproc_per_node", "2", "--max-restarts", "2", "-m", "tests.chaos", "--under-torchrun", path, str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local_addr",
+        "127.0.0.1",
+    ]
+    command += [
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        "2",
+        "-m",
+        "tests.chaos",
+        "--under-torchrun",
+        path,
+        str(out),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[1]
     result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)

@@ -10,7 +10,10 @@ from tests.test_parity import DIST_OPT, PP2, SP, TP2, VPP2, assert_same_curve
 from tests.training import train
 
 CP2 = dict(context_parallel_size=2)
-SAVED_AT, STEPS = 2, 4  # an epoch has three steps: the rest goes through a partial window and a new permutation
+SAVED_AT, STEPS = (
+    2,
+    4,
+)  # an epoch has three steps: the rest goes through a partial window and a new permutation
 LAYOUTS = {
     "one": (1, {}),
     "one_dist_opt": (1, DIST_OPT),
@@ -36,7 +39,9 @@ PAIRS = {
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("layouts") / "model", "qwen2")  # tied, with biases
+    return tiny.save_model(
+        tmp_path_factory.mktemp("layouts") / "model", "qwen2"
+    )  # tied, with biases
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,9 @@ def saved(model_path, tmp_path_factory):
 
 
 @pytest.mark.parametrize("before, after", [(a, b) for a, row in PAIRS.items() for b in row.split()])
-def test_another_layout_goes_on_with_the_same_curve(model_path, undisturbed, saved, tmp_path, before, after):
+def test_another_layout_goes_on_with_the_same_curve(
+    model_path, undisturbed, saved, tmp_path, before, after
+):
     checkpoint = saved(before) / f"checkpoint-{SAVED_AT}"
     ranks, keys = LAYOUTS[after]
     keys = dict(keys, resume_from_checkpoint=str(checkpoint))

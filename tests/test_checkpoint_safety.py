@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite import run_folder
+from mca_lite import ckpt_folder
 from tests import tiny, world
 from tests.test_parity import DIST_OPT, PP2, TP2
 from tests.training import train
@@ -79,7 +79,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_auto_skips_a_damaged_checkpoint_and_says_why(model_path, run_of_four, run_folder_copy, kind):
+def test_auto_skips_a_damaged_checkpoint_and_says_why(
+    model_path, run_of_four, run_folder_copy, kind
+):
     name, damage, words = DAMAGE[kind]
     if kind == "cut manifest":
         damage = lambda path: path.write_text(path.read_text()[:-9])  # noqa: E731
@@ -89,7 +91,7 @@ def test_auto_skips_a_damaged_checkpoint_and_says_why(model_path, run_of_four, r
         assert words in error and "checkpoint-4" in error
     printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
     assert "skipped checkpoint-4" in printed and words in printed and "resuming from" in printed
-    assert [p.name for p in run_folder.list_checkpoints(run_folder_copy)] == [
+    assert [p.name for p in ckpt_folder.list_checkpoints(run_folder_copy)] == [
         "checkpoint-2",
         "checkpoint-4",
         "checkpoint-5",
@@ -106,11 +108,15 @@ def test_where_no_checkpoint_is_good_nothing_starts_anew_by_itself(model_path, r
         assert "none of the 2 checkpoints" in error and "overwrite_output_dir: true" in error
 
 
-def test_a_checkpoint_of_another_model_version_or_backend_is_refused(model_path, run_folder_copy, tmp_path):
+def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
+    model_path, run_folder_copy, tmp_path
+):
     other = tiny.save_model(tmp_path / "other", "qwen3", intermediate_size=64)
     for error, _, _ in world.run(attempt, 2, other, str(run_folder_copy), steps=5, **AUTO):
         assert "intermediate_size 48 instead of 64" in error and "manifest.json" in error
-    for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), backend="torch", steps=5, **AUTO):
+    for error, _, _ in world.run(
+        attempt, 2, model_path, str(run_folder_copy), backend="torch", steps=5, **AUTO
+    ):
         assert "use_mca: true" in error
     path = run_folder_copy / "checkpoint-4" / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
@@ -119,8 +125,8 @@ def test_a_checkpoint_of_another_model_version_or_backend_is_refused(model_path,
 
 
 def test_an_index_that_names_foreign_code_is_refused(tmp_path):
-    from mca_lite.dist_checkpoint import refuse_foreign_index
-    from mca_lite.manifest import CheckpointError
+    from mca_lite.ckpt_manifest import CheckpointError
+    from mca_lite.ckpt_megatron import refuse_foreign_index
 
     class Foreign:
         def __reduce__(self):
@@ -134,7 +140,7 @@ def test_an_index_that_names_foreign_code_is_refused(tmp_path):
 
 def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
     """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is there."""
-    from mca_lite.callbacks import TrainerCallback
+    from mca_lite.trainer_callbacks import TrainerCallback
     from tests import training
 
     class Fill(TrainerCallback):
@@ -149,21 +155,39 @@ def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
         return str(error), []
 
 
-@pytest.mark.parametrize("limit, keys", [(20000, {}), (20000, dict(async_save=True)), (9000, dict(backend="torch"))])
+@pytest.mark.parametrize(
+    "limit, keys", [(20000, {}), (20000, dict(async_save=True)), (9000, dict(backend="torch"))]
+)
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_stops_all_ranks_and_leaves_what_was_there(model_path, tmp_path, full_rank, limit, keys):
+def test_a_full_disk_stops_all_ranks_and_leaves_what_was_there(
+    model_path, tmp_path, full_rank, limit, keys
+):
     if keys.get("backend") == "torch" and full_rank:
         limit = 5000  # its rank 1 writes nothing but random states
-    for error, _ in world.run(full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys):
-        assert "checkpoint-4 could not be" in error and "File too large" in error and "untouched" in error
-    assert [p.name for p in run_folder.all_folders(tmp_path)] == ["checkpoint-2"]
+    for error, _ in world.run(
+        full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys
+    ):
+        assert (
+            "checkpoint-4 could not be" in error
+            and "File too large" in error
+            and "untouched" in error
+        )
+    assert [p.name for p in ckpt_folder.all_folders(tmp_path)] == ["checkpoint-2"]
     assert not list(tmp_path.glob(".checkpoint*"))
-    world.run(train, 2, model_path, str(tmp_path), steps=3, **AUTO, **{k: v for k, v in keys.items() if k == "backend"})
+    world.run(
+        train,
+        2,
+        model_path,
+        str(tmp_path),
+        steps=3,
+        **AUTO,
+        **{k: v for k, v in keys.items() if k == "backend"},
+    )
 
 
 def blocked(path: str, out: str) -> str:
     """The error of a run in which something else takes the name that checkpoint-2 is written under."""
-    from mca_lite.callbacks import TrainerCallback
+    from mca_lite.trainer_callbacks import TrainerCallback
     from tests import training
 
     class Block(TrainerCallback):
@@ -184,7 +208,7 @@ def test_a_folder_that_cannot_be_made_stops_all_ranks(model_path, tmp_path):
 
 def unwritable(path: str, out: str) -> str:
     """The error of a run that may no longer write into its folder when checkpoint-4 is due: a root becomes nobody first."""
-    from mca_lite.callbacks import TrainerCallback
+    from mca_lite.trainer_callbacks import TrainerCallback
     from tests import training
 
     class Forbid(TrainerCallback):
@@ -208,14 +232,19 @@ def test_a_folder_without_permission_stops_all_ranks_and_leaves_what_was_there(m
         for error in world.run(unwritable, 2, model_path, str(out)):
             assert ".checkpoint-4.tmp cannot be made" in error and "Permission denied" in error
         os.chmod(out, 0o755)
-        assert [p.name for p in run_folder.list_checkpoints(out)] == ["checkpoint-2"]
+        assert [p.name for p in ckpt_folder.list_checkpoints(out)] == ["checkpoint-2"]
         world.run(train, 2, model_path, str(out), steps=3, **AUTO)
 
 
 def test_going_on_from_an_older_checkpoint_sets_newer_ones_aside(model_path, run_folder_copy):
-    keys = dict(SAVE, resume_from_checkpoint=str(run_folder_copy / "checkpoint-2"), learning_rate=5e-3)
+    keys = dict(
+        SAVE, resume_from_checkpoint=str(run_folder_copy / "checkpoint-2"), learning_rate=5e-3
+    )
     world.run(train, 1, model_path, str(run_folder_copy), steps=3, **keys)
-    assert [p.name for p in run_folder.list_checkpoints(run_folder_copy)] == ["checkpoint-2", "checkpoint-3"]
+    assert [p.name for p in ckpt_folder.list_checkpoints(run_folder_copy)] == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
     assert (run_folder_copy / "set-aside-checkpoint-4" / "manifest.json").is_file()
     assert (run_folder_copy / "latest").read_text() == "checkpoint-3\n"
 
@@ -225,32 +254,50 @@ def test_pruning_spares_the_newest_and_the_best(tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
-    run_folder.prune(tmp_path / "checkpoint-8", str(tmp_path / "checkpoint-2"), 2)
-    assert [p.name for p in run_folder.list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-8"]
-    run_folder.prune(tmp_path / "checkpoint-8", str(tmp_path / "checkpoint-2"), 1)
-    assert [p.name for p in run_folder.list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-8"]
+    ckpt_folder.prune(tmp_path / "checkpoint-8", str(tmp_path / "checkpoint-2"), 2)
+    assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-8",
+    ]
+    ckpt_folder.prune(tmp_path / "checkpoint-8", str(tmp_path / "checkpoint-2"), 1)
+    assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-8",
+    ]
 
 
 def test_what_a_dead_run_left_half_done_is_put_right(model_path, run_of_four, run_folder_copy):
     (run_folder_copy / ".checkpoint-6.tmp").mkdir()
     (run_folder_copy / ".checkpoint-1.old").mkdir()
-    os.rename(run_folder_copy / "checkpoint-4", run_folder_copy / ".checkpoint-4.replaced")  # died between two renames
+    os.rename(
+        run_folder_copy / "checkpoint-4", run_folder_copy / ".checkpoint-4.replaced"
+    )  # died between two renames
     printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
     assert "checkpoint-4" in printed
     assert not list(run_folder_copy.glob(".checkpoint*"))
 
 
-@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, DIST_OPT), (2, PP2), (2, dict(backend="torch"))])
-def test_a_checkpoint_written_in_the_background_holds_its_own_step(model_path, tmp_path, ranks, keys):
+@pytest.mark.parametrize(
+    "ranks, keys", [(1, {}), (2, DIST_OPT), (2, PP2), (2, dict(backend="torch"))]
+)
+def test_a_checkpoint_written_in_the_background_holds_its_own_step(
+    model_path, tmp_path, ranks, keys
+):
     names = {}
     for kind in (False, True):
         folder = tmp_path / str(kind)
         world.run(train, ranks, model_path, str(folder), steps=5, async_save=kind, **SAVE, **keys)
         record = json.loads((folder / "checkpoint-2" / "manifest.json").read_text())
         names[kind] = record["files"]
-        assert [p.name for p in run_folder.list_checkpoints(folder)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+        assert [p.name for p in ckpt_folder.list_checkpoints(folder)] == [
+            "checkpoint-2",
+            "checkpoint-4",
+            "checkpoint-5",
+        ]
     for name in names[False]:
-        if not name.startswith(("trainer_state", "dist/.metadata", "rng")):  # these hold times, an id, unseeded states
+        if not name.startswith(
+            ("trainer_state", "dist/.metadata", "rng")
+        ):  # these hold times, an id, unseeded states
             assert names[True][name] == names[False][name], name
 
 
@@ -259,11 +306,15 @@ def named_late(path: str, out: str) -> list:
     checkpoint-4 only when the next one is due."""
     import threading
 
-    from mca_lite.callbacks import TrainerCallback
-    from mca_lite.dist_checkpoint import MegatronSnapshot
+    from mca_lite.ckpt_megatron import MegatronSnapshot
+    from mca_lite.trainer_callbacks import TrainerCallback
     from tests import training
 
-    gates, write, is_late = {2: threading.Event(), 4: threading.Event(), 6: None}, MegatronSnapshot.write, []
+    gates, write, is_late = (
+        {2: threading.Event(), 4: threading.Event(), 6: None},
+        MegatronSnapshot.write,
+        [],
+    )
     named, late = [], os.environ["RANK"] == "1"
 
     def wait_and_write(self, folder):
@@ -274,8 +325,8 @@ def named_late(path: str, out: str) -> list:
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, trainer, **kwargs):
-            newest = run_folder.list_checkpoints(out)[-1:]
-            assert state.global_step - (run_folder.step_of(newest[0]) if newest else 0) <= 4, (
+            newest = ckpt_folder.list_checkpoints(out)[-1:]
+            assert state.global_step - (ckpt_folder.step_of(newest[0]) if newest else 0) <= 4, (
                 "two intervals are the most"
             )
             if state.global_step == 3:
@@ -293,20 +344,25 @@ def named_late(path: str, out: str) -> list:
     return named
 
 
-def test_in_the_background_a_checkpoint_is_named_once_all_have_written_and_before_the_next(model_path, tmp_path):
+def test_in_the_background_a_checkpoint_is_named_once_all_have_written_and_before_the_next(
+    model_path, tmp_path
+):
     for named in world.run(named_late, 2, model_path, str(tmp_path)):
         assert named == [(2, 3), (4, 6), (6, 6)]
 
 
 def interrupted(path: str, out: str, number: int, **keys):
     """A run whose rank 1 gets a signal in step 3; (exit code, step of the newest checkpoint)."""
-    from mca_lite.callbacks import TrainerCallback
-    from mca_lite.signals import Interrupted
+    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.trainer_signals import Interrupted
     from tests import training
 
     class Send(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            if (
+                state.global_step == 3
+                and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+            ):
                 os.kill(os.getpid(), number)
 
     try:
@@ -320,7 +376,14 @@ def interrupted(path: str, out: str, number: int, **keys):
 @pytest.mark.parametrize("keys", [TP2, dict(backend="torch"), dict(async_save=True, **PP2)])
 def test_a_signal_to_one_rank_saves_and_stops_all(model_path, tmp_path, number, keys):
     whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=5, **keys)[0]
-    answers = world.run(interrupted, 2, model_path, str(tmp_path / "run"), number, steps=5, **SAVE, **keys)
+    answers = world.run(
+        interrupted, 2, model_path, str(tmp_path / "run"), number, steps=5, **SAVE, **keys
+    )
     assert answers == [(85, 3, True)] * 2
-    assert [p.name for p in run_folder.list_checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-3"]
-    assert world.run(train, 2, model_path, str(tmp_path / "run"), steps=5, **AUTO, **keys)[0] == whole
+    assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path / "run")] == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert (
+        world.run(train, 2, model_path, str(tmp_path / "run"), steps=5, **AUTO, **keys)[0] == whole
+    )

@@ -12,15 +12,22 @@ import yaml
 from tests.training import read_log
 
 ROOT = Path(__file__).parents[1]
-SHORT = (
-    "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
-)
+SHORT = "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
 
 
-def run(words: str, tmp_path, nproc: int | None = None, code: int = 0) -> subprocess.CompletedProcess:
+def run(
+    words: str, tmp_path, nproc: int | None = None, code: int = 0
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "train.py"]
     if nproc:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local_addr",
+            "127.0.0.1",
+        ]
         command += ["--nproc_per_node", str(nproc), "train.py"]
     command += [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -33,7 +40,9 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layout = "tensor_model_parallel_size=2 sequence_parallel=true"
-    shown = run(f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2)
+    shown = run(
+        f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2
+    )
     run(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
     ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
     assert [line["step"] for line in ours] == [1, 2, 3]
@@ -54,7 +63,10 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
 
 
 def test_the_saved_config_reproduces_the_run(tmp_path):
-    run(f"configs/pt.yaml {SHORT} warmup_steps=1 use_mca=false output_dir={tmp_path / 'a'}", tmp_path)
+    run(
+        f"configs/pt.yaml {SHORT} warmup_steps=1 use_mca=false output_dir={tmp_path / 'a'}",
+        tmp_path,
+    )
     run(f"{tmp_path / 'a' / 'config.yaml'} output_dir={tmp_path / 'b'}", tmp_path)
     first, again = ([(x["loss"], x["grad_norm"]) for x in read_log(tmp_path / n)] for n in "ab")
     assert first == again
@@ -62,7 +74,9 @@ def test_the_saved_config_reproduces_the_run(tmp_path):
 
 def test_all_errors_are_shown_at_once_without_a_traceback(tmp_path):
     result = run(
-        "configs/sft.yaml learning_rat=1 bf16=maybe tensor_model_parallel_size=3 eval_strategy=never", tmp_path, code=2
+        "configs/sft.yaml learning_rat=1 bf16=maybe tensor_model_parallel_size=3 eval_strategy=never",
+        tmp_path,
+        code=2,
     )
     for words in ("learning_rate", "bf16", "tensor_model_parallel_size", "eval_strategy", "epoch"):
         assert words in result.stderr
@@ -79,7 +93,9 @@ def test_a_model_that_cannot_be_honoured_is_refused(tmp_path):
 
     shutil.copytree(ROOT / "configs/tiny/model", tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
-    (tmp_path / "model/config.json").write_text(json.dumps({**config, "hidden_act": "gelu", "attention_bias": True}))
+    (tmp_path / "model/config.json").write_text(
+        json.dumps({**config, "hidden_act": "gelu", "attention_bias": True})
+    )
     result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
     assert "hidden_act" in result.stderr and "attention_bias" in result.stderr
 
@@ -87,16 +103,23 @@ def test_a_model_that_cannot_be_honoured_is_refused(tmp_path):
 def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp_path):
     result = run("configs/sft.yaml report_to=nowhere", tmp_path, code=2)
     assert "nowhere" in result.stderr and "Traceback" not in result.stderr
-    result = run("configs/sft.yaml max_steps=-1 num_train_epochs=0.1 warmup_steps=500", tmp_path, code=2)
+    result = run(
+        "configs/sft.yaml max_steps=-1 num_train_epochs=0.1 warmup_steps=500", tmp_path, code=2
+    )
     assert "warm-up" in result.stderr and "Traceback" not in result.stderr
     result = run("configs/sft.yaml output_dir=configs/tiny/model", tmp_path, code=2)
     assert "overwrite the one that it starts from" in result.stderr
-    result = run("configs/sft.yaml eval_strategy=steps metric_for_best_model=accuracy", tmp_path, code=2)
+    result = run(
+        "configs/sft.yaml eval_strategy=steps metric_for_best_model=accuracy", tmp_path, code=2
+    )
     assert "metric_for_best_model: loss" in result.stderr
 
 
 def test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run(tmp_path):
-    run(f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true output_dir={tmp_path / 'one'}", tmp_path)
+    run(
+        f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true output_dir={tmp_path / 'one'}",
+        tmp_path,
+    )
     assert len(read_log(tmp_path / "one")) == 1
 
 
@@ -107,20 +130,28 @@ def test_help_lists_the_keys(tmp_path):
 def test_a_world_size_without_a_rank_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
-    command = [sys.executable, "train.py", *f"configs/sft.yaml {SHORT} output_dir={tmp_path}".split()]
+    command = [
+        sys.executable,
+        "train.py",
+        *f"configs/sft.yaml {SHORT} output_dir={tmp_path}".split(),
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode and "RANK is not set" in result.stderr
 
 
 def test_a_run_goes_on_only_with_its_own_data_and_a_refused_one_leaves_its_config(tmp_path):
     out = tmp_path / "run"
-    words = f"configs/sft.yaml {SHORT} use_mca=false save_strategy=steps save_steps=2 output_dir={out}"
+    words = (
+        f"configs/sft.yaml {SHORT} use_mca=false save_strategy=steps save_steps=2 output_dir={out}"
+    )
     words += " overwrite_output_dir=false"
     run(f"{words} max_samples=200", tmp_path)
     before = (out / "config.yaml").read_text()
     refused = run(f"{words} max_samples=200 learning_rate=1", tmp_path, code=2)
     assert "overwrite_output_dir" in refused.stderr and (out / "config.yaml").read_text() == before
-    other = "dataset=configs/tiny/heldout.jsonl max_samples=200 resume_from_checkpoint=auto max_steps=5"
+    other = (
+        "dataset=configs/tiny/heldout.jsonl max_samples=200 resume_from_checkpoint=auto max_steps=5"
+    )
     assert "saved with dataset" in run(f"{words} {other}", tmp_path, code=2).stderr
     run(f"{words} max_samples=200 resume_from_checkpoint=auto max_steps=5", tmp_path)
     assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4, 5]
@@ -161,10 +192,14 @@ recompute_granularity: full
 def test_a_llama_factory_mca_file_runs_after_its_paths_are_changed(tmp_path):
     info = {"dates": {"file_name": str(ROOT / "configs/tiny/sft.jsonl"), "formatting": "sharegpt"}}
     info["dates"]["columns"] = {"messages": "messages"}
-    info["dates"]["tags"] = dict(role_tag="role", content_tag="content", user_tag="user", assistant_tag="assistant")
+    info["dates"]["tags"] = dict(
+        role_tag="role", content_tag="content", user_tag="user", assistant_tag="assistant"
+    )
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     (tmp_path / "mca.yaml").write_text(LLAMA_FACTORY.format(folder=tmp_path))
     words = f"{tmp_path / 'mca.yaml'} train_from_scratch=true max_samples=40 max_steps=2 output_dir={tmp_path / 'out'}"
     result = run(words, tmp_path, nproc=2)
     assert len(read_log(tmp_path / "out")) == 2
-    assert "template" in result.stdout and "do_train" in result.stdout, "keys without meaning are named"
+    assert "template" in result.stdout and "do_train" in result.stdout, (
+        "keys without meaning are named"
+    )

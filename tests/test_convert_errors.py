@@ -14,7 +14,7 @@ LAYER = "model.layers.1."
 
 def load_error(path: str, keys: dict) -> str:
     """The text of the ValueError with which a model is refused."""
-    from mca_lite.models import AutoModel
+    from mca_lite.model import AutoModel
 
     try:
         AutoModel.from_pretrained(path, make_args(**keys))
@@ -85,7 +85,12 @@ def test_checkpoint_that_does_not_fit_is_refused_by_name(name, errors):
 
 
 def test_folder_without_weights_says_what_was_expected(errors):
-    for part in ("model.safetensors", "model.safetensors.index.json", "save_pretrained", "train_from_scratch: true"):
+    for part in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "save_pretrained",
+        "train_from_scratch: true",
+    ):
         assert part in errors["none"], errors["none"]
 
 
@@ -104,7 +109,10 @@ def test_every_pipeline_rank_refuses_what_one_of_them_lacks(llama, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36), ["3 attention heads", "parallel 2"]),
+        (
+            dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36),
+            ["3 attention heads", "parallel 2"],
+        ),
         (dict(intermediate_size=49), ["49", "tensor_model_parallel_size", "2"]),
     ],
     ids=["heads", "columns"],

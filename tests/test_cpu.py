@@ -9,7 +9,9 @@ import transformers
 
 from mca_lite import cpu, parallel  # noqa: F401 - parallel applies the patches
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are not in force where CUDA is there")
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the patches are not in force where CUDA is there"
+)
 
 
 @pytest.fixture
@@ -51,12 +53,23 @@ def test_nothing_is_patched_where_cuda_is_there(fresh_cpu, monkeypatch):
     def table():
         raise AssertionError("the table was read")
 
-    places = [(torch, "zeros"), (torch, "tensor"), (torch.cuda, "current_device"), (torch.cuda, "Stream")]
-    places += [(torch.Tensor, "cuda"), (torch.Tensor, "type"), (torch.distributed, "all_to_all_single")]
+    places = [
+        (torch, "zeros"),
+        (torch, "tensor"),
+        (torch.cuda, "current_device"),
+        (torch.cuda, "Stream"),
+    ]
+    places += [
+        (torch.Tensor, "cuda"),
+        (torch.Tensor, "type"),
+        (torch.distributed, "all_to_all_single"),
+    ]
     before = [getattr(owner, attribute) for owner, attribute in places]
     monkeypatch.setattr(fresh_cpu, "_table", table)
     assert fresh_cpu.apply() == []
-    assert all(getattr(owner, name) is old for (owner, name), old in zip(places, before, strict=True))
+    assert all(
+        getattr(owner, name) is old for (owner, name), old in zip(places, before, strict=True)
+    )
 
 
 def test_the_table_can_be_read_without_changing_anything(fresh_cpu):
@@ -108,7 +121,9 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("scaling, factor", [(None, 1.0), (LINEAR, 4.0)])
-def test_a_model_that_transformers_loads_after_the_patches_has_right_rotary_frequencies(tmp_path, scaling, factor):
+def test_a_model_that_transformers_loads_after_the_patches_has_right_rotary_frequencies(
+    tmp_path, scaling, factor
+):
     # 1 / theta^(2i / d) for i = 0..3, theta = 10^4, d = 8
     expected = torch.tensor([1.0, 0.1, 0.01, 0.001]) / factor
     transformers.AutoModelForCausalLM.from_config(tiny(scaling)).save_pretrained(tmp_path)

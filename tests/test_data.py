@@ -12,28 +12,35 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite import build_once, data, token_cache
-from mca_lite.arguments import DataArguments
-from mca_lite.batches import FILLER, BatchPlan, Collator, make_loader
+from mca_lite import data, data_build_once, data_cache
+from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets, show_sample
-from mca_lite.encoding import Encoder
+from mca_lite.data_batches import FILLER, BatchPlan, Collator, make_loader
+from mca_lite.data_encode import Encoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTION = len("SuserNaENSassistantN")  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
+QUESTION = len(
+    "SuserNaENSassistantN"
+)  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(alphabet)}, merges=[]))
+    core = Tokenizer(
+        models.BPE(vocab={piece: number for number, piece in enumerate(alphabet)}, merges=[])
+    )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in ("</s>", "<|im_start|>", "<|im_end|>")]
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t in ("</s>", "<|im_start|>", "<|im_end|>")
+        ]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="</s>")
     tokenizer.chat_template = CHATML
@@ -43,11 +50,14 @@ def tokenizer():
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build_once, "POLL_S", 0.01)
+    monkeypatch.setattr(data_build_once, "POLL_S", 0.01)
 
 
 def write(path, *answers: str) -> str:
-    turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}] for answer in answers]
+    turns = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        for answer in answers
+    ]
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     return str(path)
 
@@ -88,15 +98,21 @@ def test_samples_too_long_or_without_labels_are_counted_with_the_first_place(tok
         in bundle.report
     )
     with pytest.raises(
-        ValueError, match=r"no sample is left(.|\n)*3 samples have no token to train on .* first at .*:1"
+        ValueError,
+        match=r"no sample is left(.|\n)*3 samples have no token to train on .* first at .*:1",
     ):
         load(tokenizer, "sft", file, cutoff_len=QUESTION - 1)
 
 
 def test_packed_documents_lose_no_target(tokenizer, tmp_path):
-    (tmp_path / "a.txt").write_text("abc\nd\n\nefg\n")  # abc. d. efg. with . for the end token: 10 tokens, 9 targets
+    (tmp_path / "a.txt").write_text(
+        "abc\nd\n\nefg\n"
+    )  # abc. d. efg. with . for the end token: 10 tokens, 9 targets
     bundle = load(tokenizer, "pt", str(tmp_path / "a.txt"), cutoff_len=4)
-    pairs = [tuple(tokenizer.decode(sample[k].tolist()) for k in ("input_ids", "labels")) for sample in bundle.train]
+    pairs = [
+        tuple(tokenizer.decode(sample[k].tolist()) for k in ("input_ids", "labels"))
+        for sample in bundle.train
+    ]
     assert [(x.replace("</s>", "."), y.replace("</s>", ".")) for x, y in pairs] == [
         ("abc.", "bc.d"),
         ("d.ef", ".efg"),
@@ -108,10 +124,17 @@ def test_packed_documents_lose_no_target(tokenizer, tmp_path):
 def test_unpacked_documents_keep_a_row_each(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n{"text": ""}\n{"text": "g"}\n')
     bundle = load(tokenizer, "pt", str(tmp_path / "a.jsonl"), cutoff_len=3, packing=False)
-    assert [tokenizer.decode(sample["input_ids"].tolist()) for sample in bundle.train] == ["abc", "g"]
+    assert [tokenizer.decode(sample["input_ids"].tolist()) for sample in bundle.train] == [
+        "abc",
+        "g",
+    ]
     assert texts(tokenizer, bundle.train) == ["bcd", "</s>"]
     warnings = [line for line in bundle.report if "warning" in line]
-    assert len(warnings) == 2 and warnings[0].endswith("a.jsonl:1") and warnings[1].endswith("a.jsonl:2")
+    assert (
+        len(warnings) == 2
+        and warnings[0].endswith("a.jsonl:1")
+        and warnings[1].endswith("a.jsonl:2")
+    )
 
 
 def test_bad_sets_of_files_are_errors(tokenizer, tmp_path):
@@ -137,7 +160,10 @@ def test_max_samples_takes_the_first_of_each_dataset(tokenizer, tmp_path):
 
 def test_the_split_is_seeded_disjoint_and_complete(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", *"bcdefghijk")
-    parts = [load(tokenizer, "sft", file, val_size=size, seed=seed) for size, seed in ((0.3, 1), (3, 1), (3, 2))]
+    parts = [
+        load(tokenizer, "sft", file, val_size=size, seed=seed)
+        for size, seed in ((0.3, 1), (3, 1), (3, 2))
+    ]
     read = [(texts(tokenizer, part.train), texts(tokenizer, part.eval)) for part in parts]
     assert read[0] == read[1] != read[2]
     assert len(read[0][1]) == 3
@@ -150,10 +176,16 @@ def test_mix_weights_give_the_proportions_of_an_epoch(tokenizer, tmp_path):
     files = write(tmp_path / "a.jsonl", "b", "c"), write(tmp_path / "b.jsonl", *"defghijklm")
     bundle = load(tokenizer, "sft", *files, mix_weights=[3.0, 1.0])
     read = [text[0] for text in texts(tokenizer, bundle.train)]
-    assert len(read) == 12  # 9 from the first: every one 4 times and one more; 3 different ones from the second
+    assert (
+        len(read) == 12
+    )  # 9 from the first: every one 4 times and one more; 3 different ones from the second
     assert sorted(read.count(c) for c in "bc") == [4, 5]
     assert len({c for c in read if c in "defghijklm"}) == 3
-    assert [sum(c in "bc" for c in read[i : i + 4]) for i in (0, 4, 8)] == [3, 3, 3]  # spread evenly
+    assert [sum(c in "bc" for c in read[i : i + 4]) for i in (0, 4, 8)] == [
+        3,
+        3,
+        3,
+    ]  # spread evenly
     assert "mix: 9 samples an epoch from the 2 of dataset 1" in bundle.report
     for wrong in ([1.0], [1.0, -1.0]):
         with pytest.raises(ValueError, match="one number above 0 for each of the 2 datasets"):
@@ -164,23 +196,35 @@ def test_subset_and_concat_give_the_samples_asked_for(tokenizer, tmp_path):
     a = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b", "c")).train
     d = load(tokenizer, "sft", write(tmp_path / "b.jsonl", "d", "ef")).train
     both = data.TokenDataset.concat([a.subset([1]), d.subset([1, 0, 1])])
-    assert [text.removesuffix("<|im_end|>") for text in texts(tokenizer, both)] == ["c", "ef", "d", "ef"]
+    assert [text.removesuffix("<|im_end|>") for text in texts(tokenizer, both)] == [
+        "c",
+        "ef",
+        "d",
+        "ef",
+    ]
     assert (both.lengths - QUESTION).tolist() == [2, 3, 2, 3]
 
 
 def test_a_shown_sample_marks_what_is_trained(tokenizer):
     ids = tokenizer("abcd")["input_ids"]
     labels = [ids[1], IGNORE_INDEX, ids[3]]
-    assert show_sample({"input_ids": np.array(ids[:3]), "labels": np.array(labels)}, tokenizer) == "'a«b»c«d»'"
+    assert (
+        show_sample({"input_ids": np.array(ids[:3]), "labels": np.array(labels)}, tokenizer)
+        == "'a«b»c«d»'"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
-def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(tokenizer, tmp_path, monkeypatch):
+def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
+    tokenizer, tmp_path, monkeypatch
+):
     file, calls = write(tmp_path / "a.jsonl", "b", "c"), []
     encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda self, chunk: (calls.append(len(chunk)), encode(self, chunk))[1])
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, chunk: (calls.append(len(chunk)), encode(self, chunk))[1]
+    )
     first = load(tokenizer, "sft", file)
     assert load(tokenizer, "sft", file).report == first.report and calls == [2]
     load(tokenizer, "sft", file, val_size=1)  # chosen from the cache
@@ -203,11 +247,17 @@ def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_p
 
 
 def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "CHUNK_RECORDS", 2)
+    monkeypatch.setattr(data_cache, "CHUNK_RECORDS", 2)
     file = write(tmp_path / "a.jsonl", *"bcdefgh", "x" * 50)
     options = {"cutoff_len": 40, "preprocessing_num_workers": 2}
     two = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "two"), **options)
-    one = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "one"), **options | {"preprocessing_num_workers": 1})
+    one = load(
+        tokenizer,
+        "sft",
+        file,
+        cache_dir=str(tmp_path / "one"),
+        **options | {"preprocessing_num_workers": 1},
+    )
     assert one.report == two.report and len(two.train) == 8
     for name in ("ids.bin", "mask.bin", "spans.npy", "learned.npy"):
         contents = [(bundle.train.shards[0].folder / name).read_bytes() for bundle in (one, two)]
@@ -241,7 +291,12 @@ def test_one_builds_and_the_others_wait(tmp_path):
         time.sleep(0.2)
         temporary.write_text("done")
 
-    assert in_threads(lambda: (build_once.build_once(target, build, "building"), target.read_text())[1]) == ["done"] * 4
+    assert (
+        in_threads(
+            lambda: (data_build_once.build_once(target, build, "building"), target.read_text())[1]
+        )
+        == ["done"] * 4
+    )
     assert built == [1]
     assert os.listdir(target.parent) == ["target"]
 
@@ -252,25 +307,29 @@ def test_the_writer_s_error_reaches_all(tmp_path):
         time.sleep(0.2)
         raise ValueError("a.jsonl:3: wrong")
 
-    results = in_threads(lambda: build_once.build_once(tmp_path / "target", build, "building"))
+    results = in_threads(lambda: data_build_once.build_once(tmp_path / "target", build, "building"))
     assert results == [(ValueError, "a.jsonl:3: wrong")] * 4
     assert os.listdir(tmp_path) == ["target.error"]
-    build_once.build_once(tmp_path / "target", lambda temporary, progress: temporary.write_text(""), "building")
+    data_build_once.build_once(
+        tmp_path / "target", lambda temporary, progress: temporary.write_text(""), "building"
+    )
     assert os.listdir(tmp_path) == ["target"]  # a later run is not told of an old error
 
 
 @pytest.mark.parametrize("owner", [f"{socket.gethostname()}:999999999:x", "elsewhere:1:x"])
 def test_a_dead_writer_s_lock_is_taken_over(tmp_path, monkeypatch, owner):
-    monkeypatch.setattr(build_once, "STALE_S", 0.1)
+    monkeypatch.setattr(data_build_once, "STALE_S", 0.1)
     (tmp_path / "target.lock").write_text(owner)
     (tmp_path / "target.0123.tmp").mkdir()
-    build_once.build_once(tmp_path / "target", lambda temporary, progress: temporary.write_text("mine"), "building")
+    data_build_once.build_once(
+        tmp_path / "target", lambda temporary, progress: temporary.write_text("mine"), "building"
+    )
     assert os.listdir(tmp_path) == ["target"]
 
 
 def test_a_living_writer_s_lock_is_respected(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_once, "STALE_S", 0.3)
-    monkeypatch.setattr(build_once, "REFRESH_S", 0.05)
+    monkeypatch.setattr(data_build_once, "STALE_S", 0.3)
+    monkeypatch.setattr(data_build_once, "REFRESH_S", 0.05)
     target, built = tmp_path / "target", []
 
     def build(temporary, progress):
@@ -278,7 +337,7 @@ def test_a_living_writer_s_lock_is_respected(tmp_path, monkeypatch):
         time.sleep(0.8)
         temporary.write_text("")
 
-    in_threads(lambda: build_once.build_once(target, build, "building"), count=2)
+    in_threads(lambda: data_build_once.build_once(target, build, "building"), count=2)
     assert built == [1]
 
 
@@ -286,7 +345,10 @@ def test_a_living_writer_s_lock_is_respected(tmp_path, monkeypatch):
 
 
 def test_the_collator_pads_on_the_right():
-    samples = [{"input_ids": np.array([1, 2, 3]), "labels": np.array([2, 3, 4])}, {"input_ids": [5], "labels": [6]}]
+    samples = [
+        {"input_ids": np.array([1, 2, 3]), "labels": np.array([2, 3, 4])},
+        {"input_ids": [5], "labels": [6]},
+    ]
     batch = Collator(pad_token_id=9, pad_to_multiple_of=2)(samples)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [5, 9, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, 4, -100], [6, -100, -100, -100]]
@@ -298,7 +360,8 @@ def test_the_collator_pads_on_the_right():
 
 
 @pytest.mark.parametrize(
-    ("micro", "accumulation", "dp"), [(1, 12, 1), (2, 6, 1), (2, 2, 3), (3, 1, 4), (1, 3, 4), (12, 1, 1)]
+    ("micro", "accumulation", "dp"),
+    [(1, 12, 1), (2, 6, 1), (2, 2, 3), (3, 1, 4), (1, 3, 4), (12, 1, 1)],
 )
 def test_every_layout_trains_the_same_samples_in_a_step(micro, accumulation, dp):
     plans = [BatchPlan(29, micro, accumulation, rank, dp, seed=7) for rank in range(dp)]
@@ -319,14 +382,20 @@ def test_micro_batches_are_dealt_in_the_order_of_the_epoch():
     assert [plan.steps_per_epoch for plan in plans] == [2, 2]
     assert plans[0].step(5, 0) == [[0, 1], [4, 5]] and plans[1].step(5, 0) == [[2, 3], [6, 7]]
     assert plans[0].step(0, 1) == [[8, 9]] and plans[1].step(0, 1) == [[10, FILLER]]
-    assert BatchPlan(13, 2, 2, 1, 2, seed=0, shuffle=False).step(0, 1) == [[10, 11], [FILLER, FILLER]]
+    assert BatchPlan(13, 2, 2, 1, 2, seed=0, shuffle=False).step(0, 1) == [
+        [10, 11],
+        [FILLER, FILLER],
+    ]
     assert (plans[0].num_micro_batches(1), plans[0].num_samples_of(1)) == (1, 3)
     with pytest.raises(ValueError, match="step 2 of an epoch that has 2"):
         plans[0].step(0, 2)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [BatchPlan(50, 1, 1, 0, 1, seed).order(epoch).tolist() for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    orders = [
+        BatchPlan(50, 1, 1, 0, 1, seed).order(epoch).tolist()
+        for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))
+    ]
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -348,7 +417,9 @@ def test_a_loader_started_later_goes_on_where_the_other_was():
     numbers = list(range(100, 111))
     plan = BatchPlan(11, 2, 2, 0, 1, seed=3)
     read = [batch["labels"].tolist() for batch in make_loader(numbers, rows, plan, num_epochs=3)]
-    before = sum(plan.num_micro_batches(i) for i in range(plan.steps_per_epoch)) + plan.num_micro_batches(0)
+    before = sum(
+        plan.num_micro_batches(i) for i in range(plan.steps_per_epoch)
+    ) + plan.num_micro_batches(0)
     later = make_loader(numbers, rows, plan, start_epoch=1, start_step=1, num_epochs=3)
     assert [batch["labels"].tolist() for batch in later] == read[before:]
 
@@ -356,7 +427,9 @@ def test_a_loader_started_later_goes_on_where_the_other_was():
 def test_a_loader_leaves_the_global_random_state_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    next(iter(make_loader([1, 2], rows, BatchPlan(2, 1, 1, 0, 1, seed=0))))  # without num_epochs it never ends
+    next(
+        iter(make_loader([1, 2], rows, BatchPlan(2, 1, 1, 0, 1, seed=0)))
+    )  # without num_epochs it never ends
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -385,7 +458,8 @@ def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():
 
 def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer):
     records = [
-        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(1, 9)
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]}
+        for n in range(1, 9)
     ]
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -402,4 +476,6 @@ def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer)
             seen.append((sample["input_ids"][inside].tolist(), sample["labels"][inside].tolist()))
     assert sorted(seen) == sorted((s["input_ids"].tolist(), s["labels"].tolist()) for s in plain)
     lengths = plain.lengths
-    assert packed.train.costs.tolist() == [float((lengths[pack] ** 2).sum()) for pack in packed.train.packs]
+    assert packed.train.costs.tolist() == [
+        float((lengths[pack] ** 2).sum()) for pack in packed.train.packs
+    ]

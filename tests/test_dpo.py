@@ -17,7 +17,12 @@ from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2
 
 PADDED = dict(per_device_train_batch_size=2)
 PACKED = dict(per_device_train_batch_size=2, sequence_packing=True)
-CELLS = [(o, kind, rows) for o in OBJECTIVES for kind in ("full", "lora") for rows in ("padded", "packed")]
+CELLS = [
+    (o, kind, rows)
+    for o in OBJECTIVES
+    for kind in ("full", "lora")
+    for rows in ("padded", "packed")
+]
 FEW = [("sigmoid", "full", "packed"), ("smoothed", "lora", "padded"), ("orpo", "lora", "packed")]
 LAYOUTS = {
     "dp2": (2, {}, CELLS),
@@ -67,12 +72,17 @@ def test_every_objective_trains_as_plain_torch(layout, oracle, tmp_path):
     if "pp2_vpp2" in layout:  # virtual stages want two micro-batches
         keys = {**keys, "per_device_train_batch_size": 1}
     wrong = []
-    for rank, found in enumerate(world.run(cells_of, ranks, path, adapter, str(tmp_path), cells, keys, timeout_s=120)):
+    for rank, found in enumerate(
+        world.run(cells_of, ranks, path, adapter, str(tmp_path), cells, keys, timeout_s=120)
+    ):
         for (objective, kind, rows), curve, said in found:
             wrong += [
-                f"rank {rank} {objective} {kind} {rows}: {d}" for d in differences(curve, curves[objective, kind])
+                f"rank {rank} {objective} {kind} {rows}: {d}"
+                for d in differences(curve, curves[objective, kind])
             ]
-            assert curve[-1]["consumed_tokens"] == Pairs().num_tokens, "both sides, once, without padding"
+            assert curve[-1]["consumed_tokens"] == Pairs().num_tokens, (
+                "both sides, once, without padding"
+            )
             if rank == 0:  # the adapter of the test was trained before: it does not start at ln 2
                 warned = "warning: the first preference loss" in said
                 assert warned == (kind == "lora" and objective != "orpo")
@@ -84,12 +94,16 @@ def oracle_of_packs(path, objective, capacity) -> list:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mca_lite.pairs import PackedPairs
+    from mca_lite.data_pairs import PackedPairs
 
     packs = [pack.tolist() for pack in PackedPairs(Pairs(), capacity).packs]
-    assert sorted(j for pack in packs for j in pack) == list(range(len(Pairs()))), "every pair is in one pack"
+    assert sorted(j for pack in packs for j in pack) == list(range(len(Pairs()))), (
+        "every pair is in one pack"
+    )
     assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of pairs are wanted"
-    return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), objective, packs=packs)
+    return oracle_curve(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), objective, packs=packs
+    )
 
 
 def curve_of_packs(path, out, objective, capacity, keys) -> list:
@@ -98,12 +112,19 @@ def curve_of_packs(path, out, objective, capacity, keys) -> list:
 
 @pytest.mark.parametrize(
     "ranks, keys",
-    [(2, dict(backend="torch")), (2, CP2), (2, {**PP2, **VPP2}), (4, {**TP2, **SP, **CP2, **DIST_OPT})],
+    [
+        (2, dict(backend="torch")),
+        (2, CP2),
+        (2, {**PP2, **VPP2}),
+        (4, {**TP2, **SP, **CP2, **DIST_OPT}),
+    ],
     ids=["torch", "cp2", "pp2_vpp2", "tp2sp_cp2"],
 )
 def test_packs_of_pairs_weigh_every_pair_alike(ranks, keys, oracle, tmp_path):
     """Rows hold other numbers of pairs: the mean is over pairs, not over rows."""
     path, capacity = oracle[0], 60
     [wanted] = world.run(oracle_of_packs, 1, path, OBJECTIVES["smoothed"], capacity)
-    for got in world.run(curve_of_packs, ranks, path, str(tmp_path), OBJECTIVES["smoothed"], capacity, keys):
+    for got in world.run(
+        curve_of_packs, ranks, path, str(tmp_path), OBJECTIVES["smoothed"], capacity, keys
+    ):
         assert not differences(got, wanted)

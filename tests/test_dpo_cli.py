@@ -6,28 +6,33 @@ import re
 
 import pytest
 
-from mca_lite.argument_values import ConfigError
-from mca_lite.arguments import parse_args
+from mca_lite.args import parse_args
+from mca_lite.args_values import ConfigError
 from tests.test_cli import ROOT, run
 from tests.training import read_log
 
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
-SHORT = (
-    f"{MODEL} max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 per_device_train_batch_size=2 max_samples=40"
-)
+SHORT = f"{MODEL} max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 per_device_train_batch_size=2 max_samples=40"
 
 
 def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(tmp_path):
     layout = "pipeline_model_parallel_size=2 metric_for_best_model=rewards/accuracies save_strategy=steps save_steps=3"
     layout += " load_best_model_at_end=true"
-    shown = run(f"configs/dpo.yaml {SHORT} {layout} output_dir={tmp_path / 'pp2'}", tmp_path, nproc=2).stdout
+    shown = run(
+        f"configs/dpo.yaml {SHORT} {layout} output_dir={tmp_path / 'pp2'}", tmp_path, nproc=2
+    ).stdout
     torch = run(
-        f"configs/dpo.yaml {SHORT} use_mca=false ref_model=model output_dir={tmp_path / 'torch'}", tmp_path
+        f"configs/dpo.yaml {SHORT} use_mca=false ref_model=model output_dir={tmp_path / 'torch'}",
+        tmp_path,
     ).stdout
     ours, theirs = read_log(tmp_path / "pp2"), read_log(tmp_path / "torch")
     assert len(ours) == len(theirs) == 4, "three steps and an evaluation"
     for a, b in zip(ours, theirs, strict=True):
-        keys = [k for k in b if re.search("loss|rewards/(chosen|rejected|margins)|logps|grad_norm|consumed", k)]
+        keys = [
+            k
+            for k in b
+            if re.search("loss|rewards/(chosen|rejected|margins)|logps|grad_norm|consumed", k)
+        ]
         assert len(keys) >= 7
         for key in keys:
             assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5), key
@@ -40,40 +45,60 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
     ):
         assert words in shown, words
     assert "warning" not in shown + torch and "reference model:" not in torch
-    again = run(f"configs/dpo.yaml {SHORT} eval_strategy=no output_dir={tmp_path / 'again'}", tmp_path).stdout
+    again = run(
+        f"configs/dpo.yaml {SHORT} eval_strategy=no output_dir={tmp_path / 'again'}", tmp_path
+    ).stdout
     assert "reference model: 40 pairs from" in again, "what one layout computed another one reads"
 
 
 def test_packs_and_adapters_train_from_the_command_line(tmp_path):
-    lora = (
-        "finetuning_type=lora lora_rank=4 packing=true cutoff_len=100 per_device_train_batch_size=1 global_batch_size=2"
+    lora = "finetuning_type=lora lora_rank=4 packing=true cutoff_len=100 per_device_train_batch_size=1 global_batch_size=2"
+    shown = run(
+        f"configs/dpo.yaml {SHORT} {lora} ref_model=adapter output_dir={tmp_path}",
+        tmp_path,
+        nproc=2,
+    ).stdout
+    assert (
+        re.search(r"packed into \d+ rows of at most 200 tokens", shown)
+        and "packs of pairs" in shown
     )
-    shown = run(f"configs/dpo.yaml {SHORT} {lora} ref_model=adapter output_dir={tmp_path}", tmp_path, nproc=2).stdout
-    assert re.search(r"packed into \d+ rows of at most 200 tokens", shown) and "packs of pairs" in shown
-    assert read_log(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and "warning" not in shown
+    assert (
+        read_log(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        and "warning" not in shown
+    )
     assert (tmp_path / "adapter_model.safetensors").is_file() and "reference model:" not in shown
 
 
 def problems(*words) -> dict:
     with pytest.raises(ConfigError) as error:
         parse_args(["configs/dpo.yaml", "model_name_or_path=configs/tiny/model", *words])
-    return {problem.key: f"{problem.reason} -> {problem.suggestion}" for problem in error.value.problems}
+    return {
+        problem.key: f"{problem.reason} -> {problem.suggestion}" for problem in error.value.problems
+    }
 
 
 def test_keys_that_do_not_fit_together_are_refused(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert "sigmoid" in problems("pref_loss=hinge")["pref_loss"]
     assert "no reference model" in problems("pref_loss=orpo")["ref_model"]
-    assert "only pref_loss sigmoid" in problems("pref_loss=orpo", "dpo_label_smoothing=0.1")["dpo_label_smoothing"]
+    assert (
+        "only pref_loss sigmoid"
+        in problems("pref_loss=orpo", "dpo_label_smoothing=0.1")["dpo_label_smoothing"]
+    )
     assert "no adapters" in problems("ref_model=adapter")["ref_model"]
     lora = ("finetuning_type=lora", "modules_to_save=norm", "ref_model=adapter")
     assert "ref_model: cached" in problems(*lora)["ref_model"]
     assert "no folder" in problems("ref_model=nowhere")["ref_model"]
-    assert "pairs of the global batch" in problems("calculate_per_token_loss=false")["calculate_per_token_loss"]
+    assert (
+        "pairs of the global batch"
+        in problems("calculate_per_token_loss=false")["calculate_per_token_loss"]
+    )
     assert "no part in a preference loss" in problems("mtp_num_layers=1")["mtp_num_layers"]
     assert "adapters of its own" in problems("ref_model_adapters=x")["ref_model_adapters"]
     assert "binary classifier" in problems("pref_bco_weight=0.1")["pref_bco_weight"]
-    assert {"pref_beta", "dpo_label_smoothing"} <= problems("pref_beta=0", "dpo_label_smoothing=0.5").keys()
+    assert {"pref_beta", "dpo_label_smoothing"} <= problems(
+        "pref_beta=0", "dpo_label_smoothing=0.5"
+    ).keys()
     assert (
         "stage sft has no such metric"
         in problems("stage=sft", "metric_for_best_model=sft_loss")["metric_for_best_model"]
@@ -92,7 +117,9 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
 
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(
-        json.dumps({**json.loads((ROOT / "configs/tiny/model/config.json").read_text()), "vocab_size": 300})
+        json.dumps(
+            {**json.loads((ROOT / "configs/tiny/model/config.json").read_text()), "vocab_size": 300}
+        )
     )
     for words, wanted in {
         "dataset=configs/tiny/sft.jsonl": "stage dpo expects pairs",
@@ -115,7 +142,12 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"modules_to_save": ["lm_head"]}))
     monkeypatch.chdir(ROOT)
-    words = ["configs/dpo.yaml", *SHORT.split(), "finetuning_type=lora", f"adapter_name_or_path={tmp_path}"]
+    words = [
+        "configs/dpo.yaml",
+        *SHORT.split(),
+        "finetuning_type=lora",
+        f"adapter_name_or_path={tmp_path}",
+    ]
     with pytest.raises(ValueError, match="set ref_model: model"):
         cli.reference_folder(parse_args(words), ROOT, 512)
     assert cli.reference_folder(parse_args([*words, "ref_model=model"]), ROOT, 512) == ROOT

@@ -36,9 +36,15 @@ def curves(path, out, **keys) -> dict:
     for name, own in RUNS.items():
         trainer = our_run(path, f"{out}/{name}", SMOOTHED, **{**keys, **own})
         of_routers = [
-            {k: line[k] for k in NUMBERS if k in line} for line in trainer.state.log_history if "loss" in line
+            {k: line[k] for k in NUMBERS if k in line}
+            for line in trainer.state.log_history
+            if "loss" in line
         ]
-        steps = zip(curve_of(trainer), of_routers if "balanced" in name else [{}] * len(of_routers), strict=True)
+        steps = zip(
+            curve_of(trainer),
+            of_routers if "balanced" in name else [{}] * len(of_routers),
+            strict=True,
+        )
         found[name] = [{**step, **numbers} for step, numbers in steps]
     return found
 
@@ -50,7 +56,9 @@ def wanted(tmp_path_factory):
     path = tiny_moe.save_model(folder / "model", "qwen3_moe", num_hidden_layers=2)
     [plain] = world.run(oracle, 1, path)
     [ours] = world.run(curves, 1, path, str(folder), backend="torch")
-    assert differences(ours["padded, balanced"], plain), "the balancing losses are not felt on this data"
+    assert differences(ours["padded, balanced"], plain), (
+        "the balancing losses are not felt on this data"
+    )
     return path, plain, ours
 
 

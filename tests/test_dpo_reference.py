@@ -58,10 +58,17 @@ def curves_of_kinds(path, adapter, out, keys) -> dict:
     found = {}
     for name, kind in kinds.items():
         trainer = our_run(
-            path, f"{out}/{name}", **{"objective": SIGMOID, **keys, **kind}, eval_dataset=Pairs(9, seed=3)
+            path,
+            f"{out}/{name}",
+            **{"objective": SIGMOID, **keys, **kind},
+            eval_dataset=Pairs(9, seed=3),
         )
         [evaluated] = [line for line in trainer.state.log_history if "eval_loss" in line]
-        evaluated = {key.removeprefix("eval_"): value for key, value in evaluated.items() if key.startswith("eval_")}
+        evaluated = {
+            key.removeprefix("eval_"): value
+            for key, value in evaluated.items()
+            if key.startswith("eval_")
+        }
         found[name] = [*curve_of(trainer), {**evaluated, "grad_norm": 0, "consumed_tokens": 0}]
     return found
 
@@ -80,18 +87,32 @@ def curves_of_kinds(path, adapter, out, keys) -> dict:
 def test_all_kinds_of_reference_give_the_same_curve(start, tmp_path, ranks, keys):
     found = world.run(curves_of_kinds, ranks, *start, str(tmp_path), keys)
     assert found[0] == found[1], "every rank logs the same"
-    for name, wanted in (("cached", "adapter"), ("model", "adapter"), ("full model", "full cached")):
+    for name, wanted in (
+        ("cached", "adapter"),
+        ("model", "adapter"),
+        ("full model", "full cached"),
+    ):
         assert not differences(found[0][name], found[0][wanted], 2e-6), name
-    assert differences(found[0]["adapter"], found[0]["full cached"]), "the adapter is not part of the reference"
+    assert differences(found[0]["adapter"], found[0]["full cached"]), (
+        "the adapter is not part of the reference"
+    )
 
 
 def metrics_before_and_after(path, out) -> list:
     """Evaluations over nine pairs, in micro-batches of two, before training and after each second step; the final model."""
     before = []
     data = dict(
-        train_dataset=Pairs(), eval_dataset=Pairs(9, seed=3), before=lambda trainer: before.append(trainer.evaluate())
+        train_dataset=Pairs(),
+        eval_dataset=Pairs(9, seed=3),
+        before=lambda trainer: before.append(trainer.evaluate()),
     )
-    keys = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, max_steps=4, logging_steps=2)
+    keys = dict(
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=2,
+        max_steps=4,
+        logging_steps=2,
+    )
     trainer = our_run(path, out, OBJECTIVES["smoothed"], **data, **keys, **PP2)
     trainer.save_model()
     return before + trainer.state.log_history
@@ -102,7 +123,9 @@ def expected_metrics(path, trained) -> list:
     from transformers import AutoModelForCausalLM
 
     pairs, found = Pairs(9, seed=3).pairs, []
-    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in (path, trained)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in (path, trained)
+    ]
     references = references_of(models[0], pairs)
     for model in models:
         found.append(oracle_metrics(model, pairs, references, OBJECTIVES["smoothed"]))
@@ -116,7 +139,11 @@ def test_evaluation_and_the_log_window_mean_over_pairs(start, tmp_path):
     evaluated = [line for line in history if "eval_loss" in line]
     assert [line.get("step") for line in evaluated] == [None, 2, 4]
     for line, wanted in ((history[0], before), (evaluated[-1], after)):
-        got = {key.removeprefix("eval_"): value for key, value in line.items() if key.startswith("eval_")}
+        got = {
+            key.removeprefix("eval_"): value
+            for key, value in line.items()
+            if key.startswith("eval_")
+        }
         assert not differences([got], [wanted], 2e-5)
     each = world.run(curve, 1, path, str(tmp_path / "each"), OBJECTIVES["smoothed"], max_steps=4)[0]
     windows = [line for line in history if "loss" in line]
@@ -143,7 +170,9 @@ def resumed(path, out, whole: bool, keys) -> tuple:
             if folder.name != "checkpoint-2":
                 shutil.rmtree(folder)
     dist.barrier()
-    trainer = our_run(path, f"{out}/parts", objective, resume_from_checkpoint="auto", **{**SAVE, **keys})
+    trainer = our_run(
+        path, f"{out}/parts", objective, resume_from_checkpoint="auto", **{**SAVE, **keys}
+    )
     return curve_of(trainer), trainer.state.consumed_samples
 
 
@@ -173,7 +202,9 @@ def said_by(path, out, **keys) -> tuple:
 
 def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_path):
     path, _ = start
-    keys = dict(objective={**SIGMOID, "cache_dir": str(tmp_path / "cache")}, overwrite_output_dir=True)
+    keys = dict(
+        objective={**SIGMOID, "cache_dir": str(tmp_path / "cache")}, overwrite_output_dir=True
+    )
     first, said = world.run(said_by, 1, path, str(tmp_path / "a"), **keys)[0]
     assert "17 of 17 pairs" in said
     [folder] = (tmp_path / "cache/reference").iterdir()
@@ -195,9 +226,9 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
 
 def asked_to_stop(path, out, cache) -> tuple:
     """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the first part of the pass."""
-    from mca_lite import dpo_trainer
+    from mca_lite import trainer_dpo
 
-    dpo_trainer.PART_PAIRS = 4
+    trainer_dpo.PART_PAIRS = 4
     said = io.StringIO()
 
     def at_first_part(trainer):
@@ -275,10 +306,13 @@ def refusals(path, adapter, out) -> list[str]:
             return str(error)
         return "nothing was refused"
 
-    from mca_lite.pairs import PairCollator
+    from mca_lite.data_pairs import PairCollator
 
     def one_sided(samples):
-        return {key: value[:, :5] * (value[:, :5] < 2) for key, value in PairCollator(0)(samples).items()}
+        return {
+            key: value[:, :5] * (value[:, :5] < 2)
+            for key, value in PairCollator(0)(samples).items()
+        }
 
     def forgetful(samples):
         return {key: value for key, value in PairCollator(0)(samples).items() if key != "reference"}
@@ -299,7 +333,10 @@ def refusals(path, adapter, out) -> list[str]:
         attempt(lambda: our_run(path, f"{out}/h", SIGMOID, pack=60)),
         attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
         attempt(
-            lambda: DPOTrainer(SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None), args=trained.args)
+            lambda: DPOTrainer(
+                SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None),
+                args=trained.args,
+            )
         ),
         attempt(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
         attempt(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
@@ -326,20 +363,26 @@ def scores(path, adapter, out, keys) -> tuple:
     """(what the reference says, twice, and whether the policy trains on) of a model in training, with dropout."""
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.lora import adapters_of
-    from mca_lite.peft_format import load_adapter
+    from mca_lite.lora_files import load_adapter
 
     args = TrainingArguments(output_dir=out, attention_dropout=0.3, hidden_dropout=0.3, **keys)
-    trainer = DPOTrainer(load_adapter(AutoModel.from_pretrained(path, args), adapter, 0.3), DPOConfig(), args=args)
+    trainer = DPOTrainer(
+        load_adapter(AutoModel.from_pretrained(path, args), adapter, 0.3), DPOConfig(), args=args
+    )
     trainer.backend.train_mode(True)
     found = [trainer._score(Pairs()).tolist() for _ in range(2)]
-    return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[0].training
+    return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[
+        0
+    ].training
 
 
 def expected_scores(path) -> list:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return references_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), Pairs().pairs)
+    return references_of(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), Pairs().pairs
+    )
 
 
 def test_the_reference_has_neither_dropout_nor_adapters(start, tmp_path):
@@ -353,5 +396,7 @@ def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):
     path, adapter = start
     for keys, warns in ((dict(OBJECTIVES["smoothed"]), False), (SIGMOID, True)):
         dropout = dict(attention_dropout=0.4) if warns else {}
-        _, said = world.run(said_by, 1, path, str(tmp_path / str(warns)), objective=keys, max_steps=1, **dropout)[0]
+        _, said = world.run(
+            said_by, 1, path, str(tmp_path / str(warns)), objective=keys, max_steps=1, **dropout
+        )[0]
         assert ("it is ln 2 = 0.6931 where" in said) == warns

@@ -18,7 +18,10 @@ from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, assert_same_curve
 from tests.training import train
 
 DENSE = list(tiny.MORE_KEYS)
-EXPERTS = {"deepseek_v2_experts": "deepseek_v2", "deepseek_v3_experts": "deepseek_v3"}  # names in tiny_moe
+EXPERTS = {
+    "deepseek_v2_experts": "deepseek_v2",
+    "deepseek_v3_experts": "deepseek_v3",
+}  # names in tiny_moe
 FAMILIES = [*DENSE, *EXPERTS]
 EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
 LAYOUTS = {
@@ -54,15 +57,15 @@ def train_all(paths: dict, out: str, keys: dict, backend="megatron") -> dict:
 
 def checkpoints(paths: dict, out: str, keys: dict) -> None:
     """Each model as a checkpoint in out/family of this layout."""
-    from mca_lite import AutoModel, TrainingArguments, checkpoint, manifest
-    from mca_lite.dist_checkpoint import MegatronSnapshot
+    from mca_lite import AutoModel, TrainingArguments, ckpt, ckpt_manifest
+    from mca_lite.ckpt_megatron import MegatronSnapshot
 
     for name, path in paths.items():
         models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
         facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
-        facts["model"] = manifest.model_identity(models.config.hf_config)
+        facts["model"] = ckpt_manifest.model_identity(models.config.hf_config)
         Path(out, name).mkdir(parents=True, exist_ok=True)
-        checkpoint.write_weights(Path(out, name), MegatronSnapshot(models), facts)
+        ckpt.write_weights(Path(out, name), MegatronSnapshot(models), facts)
 
 
 def round_trip(paths: dict, out: str, keys: dict) -> dict:
@@ -83,7 +86,10 @@ def round_trip(paths: dict, out: str, keys: dict) -> dict:
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     dense = {name: tiny.save_model(folder / name, name) for name in DENSE}
-    return {**dense, **{n: tiny_moe.save_model(folder / n, m, num_hidden_layers=2) for n, m in EXPERTS.items()}}
+    return {
+        **dense,
+        **{n: tiny_moe.save_model(folder / n, m, num_hidden_layers=2) for n, m in EXPERTS.items()},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +105,10 @@ def trained(paths, tmp_path_factory):
 
     @functools.cache
     def run(layout: str, experts: bool):
-        out, (ranks, keys) = tmp_path_factory.mktemp(layout), (EXPERT_LAYOUTS if experts else LAYOUTS)[layout]
+        out, (ranks, keys) = (
+            tmp_path_factory.mktemp(layout),
+            (EXPERT_LAYOUTS if experts else LAYOUTS)[layout],
+        )
         chosen = {name: path for name, path in paths.items() if (name in EXPERTS) == experts}
         return world.run(train_all, ranks, chosen, str(out), keys), out
 
@@ -118,7 +127,11 @@ def trips(paths, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name, layout",
-    [(name, layout) for name in FAMILIES for layout in (EXPERT_LAYOUTS if name in EXPERTS else LAYOUTS)],
+    [
+        (name, layout)
+        for name in FAMILIES
+        for layout in (EXPERT_LAYOUTS if name in EXPERTS else LAYOUTS)
+    ],
 )
 def test_family_trains_as_torch_on_one_rank(name, layout, wanted, trained):
     (curves, folder), (ranks, out) = wanted, trained(layout, name in EXPERTS)
@@ -127,7 +140,9 @@ def test_family_trains_as_torch_on_one_rank(name, layout, wanted, trained):
     ours, theirs = tensors(out / name), tensors(folder / name)
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
-        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -148,7 +163,7 @@ def test_round_trip_gives_the_same_bytes(name, paths, trips):
 def as_kimi(path: str, out: str) -> tuple:
     """Logits of ours and of plain torch for a model whose config.json has a type that transformers does not know."""
     from mca_lite import AutoModel, TrainingArguments
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused")).eval()
     models.save_pretrained(out)
@@ -173,7 +188,13 @@ def resharded(paths, tmp_path_factory):
     """Exports of the models that went through checkpoints of tp2 with sequence parallelism into two stages."""
     folder = tmp_path_factory.mktemp("checkpoints")
     world.run(checkpoints, 2, paths, str(folder / "saved"), {**TP2, **SP})
-    world.run(round_trip, 2, {name: str(folder / "saved" / name) for name in paths}, str(folder / "out"), PP2)
+    world.run(
+        round_trip,
+        2,
+        {name: str(folder / "saved" / name) for name in paths},
+        str(folder / "out"),
+        PP2,
+    )
     return folder / "out"
 
 
@@ -197,12 +218,19 @@ ADAPTED = {
     "phi3": ("o_proj", "down_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
-ADAPTER_LAYOUTS = {"one": (1, {}), "tp2": (2, TP2), "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}), "pp2": (2, PP2)}
+ADAPTER_LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}),
+    "pp2": (2, PP2),
+}
 
 
 def train_adapters(paths: dict, references: str, out: str, keys: dict) -> dict:
     return {
-        name: train_from_adapter(paths[name], f"{out}/{name}", f"{references}/{name}/start", steps=3, **keys)
+        name: train_from_adapter(
+            paths[name], f"{out}/{name}", f"{references}/{name}/start", steps=3, **keys
+        )
         for name in ADAPTED
     }
 
@@ -230,7 +258,9 @@ def test_adapters_train_as_with_peft(layout, paths, with_peft, tmp_path):
         ours, theirs = adapter_of(tmp_path / name), adapter_of(folder / name / "end")
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
-            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=f"{name} {key}": f"{n}: {m}")
+            torch.testing.assert_close(
+                ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
+            )
 
 
 def refused_adapters(path: str) -> str:
@@ -253,7 +283,9 @@ def zeros_behind_the_embedding(paths: list) -> list:
 
     out = []
     for path, keys in paths:
-        [model] = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys)).train()
+        [model] = AutoModel.from_pretrained(
+            path, TrainingArguments(output_dir="unused", **keys)
+        ).train()
         embedded = model.embedding(input_ids=torch.tensor(TOKENS), position_ids=None)
         out.append((bool((embedded == 0).any()), model.decoder.layers[0].hidden_dropout))
     return out
@@ -263,27 +295,33 @@ def test_dropout_of_the_residual_stream_is_the_configs_and_leaves_the_embedding_
     seed = tiny.save_model(tmp_path / "seed", "seed_oss", residual_dropout=0.3)
     phi = tiny.save_model(tmp_path / "phi", "phi3", resid_pdrop=0.4)
     llama = tiny.save_model(tmp_path / "llama", "llama")
-    got = world.run(zeros_behind_the_embedding, 1, [(seed, {}), (phi, {}), (llama, dict(hidden_dropout=0.5))])[0]
+    got = world.run(
+        zeros_behind_the_embedding, 1, [(seed, {}), (phi, {}), (llama, dict(hidden_dropout=0.5))]
+    )[0]
     assert got == [(False, 0.3), (False, 0.4), (True, 0.5)]
 
 
 def test_what_only_local_layers_have_is_refused_with_transformer_engine():
     from mca_lite import McaModelConfig
 
-    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine")
+    sizes = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"
+    )
     with pytest.raises(ValueError, match="needs post_norms, .*set transformer_impl: local or auto"):
         McaModelConfig(**sizes, post_norms=True)
 
 
 @pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
 def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
-    from mca_lite.arguments import TrainingArguments
+    from mca_lite.args import TrainingArguments
+    from mca_lite.log_summary import step_flops
     from mca_lite.model_config import from_hf_config
-    from mca_lite.summary import step_flops
 
     hf = tiny.hf_config(name)
     model = AutoModelForCausalLM.from_config(hf)
-    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n)
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n
+    )
     ours = from_hf_config(hf, TrainingArguments(output_dir="unused"))
     for config in (hf, ours):
         at = functools.partial(step_flops, SimpleNamespace(config=config), 1)
@@ -294,11 +332,13 @@ def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     layer, vocabulary = (weights - 61 * 32) / 2, 61 * 32
     if name == "deepseek_v3":
         ahead = from_hf_config(config, TrainingArguments(output_dir="unused", mtp_num_layers=1))
-        assert step_flops(SimpleNamespace(config=ahead), 1, 0) == 6 * (5 * layer + 2 * 32**2 + 2 * vocabulary)
+        assert step_flops(SimpleNamespace(config=ahead), 1, 0) == 6 * (
+            5 * layer + 2 * 32**2 + 2 * vocabulary
+        )
 
 
 def test_readme_names_the_families_that_there_are_and_why_others_are_not():
-    from mca_lite.families import FAMILIES as TABLE
+    from mca_lite.model_families import FAMILIES as TABLE
     from tests.family_table import NOT_BUILT, README, named_families
 
     there, absent = named_families(README.read_text())

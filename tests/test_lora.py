@@ -51,12 +51,16 @@ def references(tmp_path_factory):
 def assert_same_adapter(got: dict, wanted: dict, tolerance=1e-5):
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def check(reference, tmp_path, ranks, keys):
     path, folder, curve = reference
-    for got in world.run(train_from_adapter, ranks, path, str(tmp_path), str(folder / "start"), **keys):
+    for got in world.run(
+        train_from_adapter, ranks, path, str(tmp_path), str(folder / "start"), **keys
+    ):
         assert_same_curve(got, curve)
     assert_same_adapter(adapter_of(tmp_path), adapter_of(folder / "end"))
 
@@ -82,7 +86,11 @@ VOCABULARY_LAYOUTS = (*SUBSET_LAYOUTS, "tp2", "pp2_vpp2_full_recompute", "dp2_ov
 
 @pytest.mark.parametrize(
     "subset, layout",
-    [(s, name) for s in SUBSETS for name in (VOCABULARY_LAYOUTS if s == "embedding_and_head" else SUBSET_LAYOUTS)],
+    [
+        (s, name)
+        for s in SUBSETS
+        for name in (VOCABULARY_LAYOUTS if s == "embedding_and_head" else SUBSET_LAYOUTS)
+    ],
 )
 def test_some_modules_alone_train_as_with_peft(subset, layout, references, tmp_path):
     """A part of a fused matrix; the embedding and the head, whose vocabulary is padded by tensor parallelism."""
@@ -96,14 +104,20 @@ def test_recomputation_finds_gradients_behind_frozen_modules(layout, references,
 
 
 @pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "pp2_vpp2"))
-def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(layout, references, tmp_path):
+def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(
+    layout, references, tmp_path
+):
     reference = references["qwen3", ("targets", ("embed_tokens", "lm_head", "v_proj"))]
     check(reference, tmp_path, *LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", ("one", "pp2", "pp2_vpp2", "pp2_vpp2_full_recompute", "dp2_overlap"))
+@pytest.mark.parametrize(
+    "layout", ("one", "pp2", "pp2_vpp2", "pp2_vpp2_full_recompute", "dp2_overlap")
+)
 def test_stages_without_adapters_train_as_with_peft(layout, references, tmp_path):
-    check(references["llama", ("targets", ("layers.0.self_attn.q_proj",))], tmp_path, *LAYOUTS[layout])
+    check(
+        references["llama", ("targets", ("layers.0.self_attn.q_proj",))], tmp_path, *LAYOUTS[layout]
+    )
 
 
 @pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "dp2_overlap"))
@@ -113,12 +127,15 @@ def test_modules_to_save_train_as_with_peft(layout, references, tmp_path):
 
 
 def test_rank_stabilised_adapters_train_as_with_peft(references, tmp_path):
-    check(references["llama", ("use_rslora", True), ("lora_alpha", 3)], tmp_path, *LAYOUTS["tp2_sp"])
+    check(
+        references["llama", ("use_rslora", True), ("lora_alpha", 3)], tmp_path, *LAYOUTS["tp2_sp"]
+    )
 
 
 @pytest.mark.parametrize("ranks, keys", [(1, {}), (2, {}), (1, PACKED)])
 @pytest.mark.parametrize(
-    "family, targets", [("llama", ("q_proj", "up_proj", "embed_tokens", "lm_head")), ("qwen3", None)]
+    "family, targets",
+    [("llama", ("q_proj", "up_proj", "embed_tokens", "lm_head")), ("qwen3", None)],
 )
 def test_the_torch_backend_trains_as_with_peft(family, targets, ranks, keys, references, tmp_path):
     reference = references[family] if targets is None else references[family, ("targets", targets)]

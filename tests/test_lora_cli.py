@@ -31,7 +31,9 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         difference = merged(tokens).logits - base(tokens).logits
-    assert difference.abs().max() < 1e-2  # Adam turns the rounding of tiny gradients into whole steps
+    assert (
+        difference.abs().max() < 1e-2
+    )  # Adam turns the rounding of tiny gradients into whole steps
     # further from there, on the merged model of the same architecture: PEFT and a second run both take the adapter
     PeftModel.from_pretrained(base, str(tmp_path / "tp2"))
     words = f"{LORA} adapter_name_or_path={tmp_path / 'tp2'} use_mca=false output_dir={tmp_path / 'further'}"
@@ -50,7 +52,13 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
         "modules_to_save=embed_tokens": "modules_to_save",
         f"adapter_name_or_path={tmp_path / 'nowhere'}": "holds no adapter_config.json",
     }.items():
-        argv = [*LORA.split(), backend, words, f"output_dir={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}"]
+        argv = [
+            *LORA.split(),
+            backend,
+            words,
+            f"output_dir={tmp_path / 'out'}",
+            f"cache_dir={tmp_path / 'cache'}",
+        ]
         assert cli.main(argv) == cli.USER_ERROR
         assert wanted in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
@@ -59,13 +67,11 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
 def pretrain(backend: str, out: str) -> int:
     from mca_lite import cli
 
-    words = (
-        "configs/pt.yaml finetuning_type=lora lora_rank=4 max_steps=2 logging_steps=1 global_batch_size=2 cutoff_len=64"
+    words = "configs/pt.yaml finetuning_type=lora lora_rank=4 max_steps=2 logging_steps=1 global_batch_size=2 cutoff_len=64"
+    words += " warmup_steps=0 per_device_train_batch_size=1 eval_strategy=no val_size=0 save_strategy=no disable_tqdm=true"
+    return cli.main(
+        [*words.split(), backend, f"output_dir={out}/{backend}", f"cache_dir={out}/cache"]
     )
-    words += (
-        " warmup_steps=0 per_device_train_batch_size=1 eval_strategy=no val_size=0 save_strategy=no disable_tqdm=true"
-    )
-    return cli.main([*words.split(), backend, f"output_dir={out}/{backend}", f"cache_dir={out}/cache"])
 
 
 def test_pretraining_takes_adapters_too_with_the_same_numbers_on_both_backends(tmp_path):
@@ -74,4 +80,7 @@ def test_pretraining_takes_adapters_too_with_the_same_numbers_on_both_backends(t
     ours, theirs = (read_log(tmp_path / f"use_mca={value}") for value in ("true", "false"))
     for a, b in zip(ours, theirs, strict=True):
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)
-    assert adapter_of(tmp_path / "use_mca=true").keys() == adapter_of(tmp_path / "use_mca=false").keys()
+    assert (
+        adapter_of(tmp_path / "use_mca=true").keys()
+        == adapter_of(tmp_path / "use_mca=false").keys()
+    )

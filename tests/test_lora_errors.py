@@ -25,16 +25,16 @@ def base(tmp_path_factory):
 
 def specified(path: str, output_dir: str, backend="megatron", then=None, **spec):
     """The complete spec of fresh adapters, or what refused them."""
-    from mca_lite import lora, peft_format
+    from mca_lite import lora, lora_files
 
     model, _ = make(path, output_dir, backend)
     try:
         (lora.inject_torch if backend == "torch" else lora.inject)(model, lora.LoraSpec(**spec))
         if then == "merge":
-            peft_format.check_mergeable(lora.spec_of(model), model.config)
+            lora_files.check_mergeable(lora.spec_of(model), model.config)
     except ValueError as error:
         return str(error)
-    return lora.spec_of(model).modules, peft_format.target_modules(model)
+    return lora.spec_of(model).modules, lora_files.target_modules(model)
 
 
 ALL = [f"model.layers.{i}.{m}" for i in range(4) for m in
@@ -45,8 +45,14 @@ MEANT = {
         [*ALL, "lm_head"],
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
     ),
-    ("linear_qkv",): ([n for n in ALL if n[-6:] in ("q_proj", "k_proj", "v_proj")], ["q_proj", "k_proj", "v_proj"]),
-    ("v_proj", "linear_fc2"): ([n for n in ALL if n.endswith(("v_proj", "down_proj"))], ["v_proj", "down_proj"]),
+    ("linear_qkv",): (
+        [n for n in ALL if n[-6:] in ("q_proj", "k_proj", "v_proj")],
+        ["q_proj", "k_proj", "v_proj"],
+    ),
+    ("v_proj", "linear_fc2"): (
+        [n for n in ALL if n.endswith(("v_proj", "down_proj"))],
+        ["v_proj", "down_proj"],
+    ),
     ("*.layers.[01].*.o_proj",): (ALL[3:11:7], ALL[3:11:7]),
     (r".*\.(2|3)\..*linear_fc1",): (
         [n for n in ALL if n.endswith(("gate_proj", "up_proj")) and n[13] in "23"],
@@ -59,7 +65,9 @@ MEANT = {
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 @pytest.mark.parametrize("targets", MEANT)
 def test_targets_mean_these_modules(base, tmp_path, targets, backend):
-    [(modules, for_peft)] = world.run(specified, 1, base[0], str(tmp_path), backend, targets=targets)
+    [(modules, for_peft)] = world.run(
+        specified, 1, base[0], str(tmp_path), backend, targets=targets
+    )
     assert (list(modules), for_peft) == MEANT[targets]
 
 
@@ -67,13 +75,19 @@ def test_targets_mean_these_modules(base, tmp_path, targets, backend):
 @pytest.mark.parametrize(
     "spec, words",
     [
-        (dict(targets=("q_porj",)), ("'q_porj' means no layer", "did you mean q_proj?", "all", "linear_qkv")),
+        (
+            dict(targets=("q_porj",)),
+            ("'q_porj' means no layer", "did you mean q_proj?", "all", "linear_qkv"),
+        ),
         (dict(targets=("*.layers.7.*",)), ("means no layer", "pattern")),
         (dict(rank=0), ("lora_rank 0", "lora_rank: 8")),
         (dict(modules_to_save=("lm_hed",)), ("modules_to_save: 'lm_hed'",)),
         (dict(modules_to_save=("embed_tokens",)), ("modules_to_save", "embedding is", "head")),
         (dict(modules_to_save=("o_proj",)), ("in lora_target and in modules_to_save",)),
-        (dict(targets=("embed_tokens",), then="merge"), ("save_merged_model", "take it out of lora_target")),
+        (
+            dict(targets=("embed_tokens",), then="merge"),
+            ("save_merged_model", "take it out of lora_target"),
+        ),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(base, tmp_path, spec, words, backend):
@@ -82,7 +96,9 @@ def test_adapters_that_cannot_be_are_refused(base, tmp_path, spec, words, backen
 
 
 def test_half_of_a_fused_matrix_cannot_be_saved_whole(base, tmp_path):
-    [error] = world.run(specified, 1, base[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",))
+    [error] = world.run(
+        specified, 1, base[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",)
+    )
     assert "one matrix with" in error and "q_proj" in error
 
 
@@ -167,8 +183,12 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     assert f"saved with r {RANK} of its adapters, and this run has {2 * RANK}" in error
 
 
-@pytest.mark.parametrize("ranks, keys, resumed", [(4, {**TP2, **PP2}, {}), (1, dict(backend="torch"), dict(bf16=True))])
-def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(base, tmp_path, ranks, keys, resumed):
+@pytest.mark.parametrize(
+    "ranks, keys, resumed", [(4, {**TP2, **PP2}, {}), (1, dict(backend="torch"), dict(bf16=True))]
+)
+def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(
+    base, tmp_path, ranks, keys, resumed
+):
     path, adapter = base
     other = tiny.save_model(tmp_path / "other", "qwen3", seed=5)
     keys, out = {**SAVE, **keys}, str(tmp_path / "run")
@@ -178,7 +198,9 @@ def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(base, tmp_pa
         assert "trained on another base model" in error and "model_name_or_path" in error
     if resumed == {}:  # in another layout
         keys = {**SAVE, "resume_from_checkpoint": "auto"}
-    assert world.run(refusal, 1, path, out, adapter, **{**keys, **resumed}) == ["nothing was refused"]
+    assert world.run(refusal, 1, path, out, adapter, **{**keys, **resumed}) == [
+        "nothing was refused"
+    ]
 
 
 def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
@@ -187,23 +209,30 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
 
     path, adapter = base
     world.run(train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "steps": 2})
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(tmp_path / "checkpoint-2"))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path), str(tmp_path / "checkpoint-2")
+    )
     saved = load_file(tmp_path / "adapter_model.safetensors")
     got = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
     assert got.keys() == saved.keys() and all(torch.equal(got[n].detach(), saved[n]) for n in saved)
 
 
 def finetuning(**keys):
-    from mca_lite.arguments import FinetuningArguments
+    from mca_lite.args import FinetuningArguments
 
     return FinetuningArguments(**keys)
 
 
 def test_the_keys_are_those_of_llama_factory():
-    from mca_lite.argument_parser import ArgumentParser
-    from mca_lite.arguments import FinetuningArguments
+    from mca_lite.args import FinetuningArguments
+    from mca_lite.args_parser import ArgumentParser
 
-    values = dict(finetuning_type="lora", lora_target="q_proj,v_proj", lora_alpha=32, additional_target="lm_head")
+    values = dict(
+        finetuning_type="lora",
+        lora_target="q_proj,v_proj",
+        lora_alpha=32,
+        additional_target="lm_head",
+    )
     [got] = ArgumentParser([FinetuningArguments]).parse_dict(values)
     assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
     assert got.modules_to_save == ["lm_head"]
@@ -225,7 +254,7 @@ def test_keys_that_do_not_work_are_errors(keys, words):
 
 
 def test_a_given_dropout_counts_for_an_adapter_too(base, tmp_path):
-    from mca_lite.peft_format import spec_of_keys
+    from mca_lite.lora_files import spec_of_keys
 
     dropping = changed(base[1], tmp_path / "dropping", lora_dropout=0.25)
     found = {}
@@ -240,5 +269,7 @@ def test_a_given_dropout_counts_for_an_adapter_too(base, tmp_path):
 def test_keys_without_effect_are_named():
     [note] = finetuning(lora_rank=16).notes
     assert "lora_rank: no effect" in note
-    notes = finetuning(finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8).notes
+    notes = finetuning(
+        finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8
+    ).notes
     assert [note.split()[0] for note in notes] == ["lora_alpha", "lora_rank"]

@@ -40,7 +40,7 @@ def base(tmp_path_factory):
 
 
 def arguments(output_dir: str, **changes):
-    from mca_lite.arguments import TrainingArguments
+    from mca_lite.args import TrainingArguments
 
     keys = dict(output_dir=output_dir, save_strategy="no", disable_tqdm=True, global_batch_size=4)
     return TrainingArguments(**{**keys, **changes})
@@ -48,14 +48,16 @@ def arguments(output_dir: str, **changes):
 
 def make(path: str, output_dir: str, backend="megatron", **changes):
     """(the base model, its backend's class)"""
-    from mca_lite import models
+    from mca_lite import model
     from mca_lite.backend_megatron import MegatronBackend
     from mca_lite.backend_torch import TorchBackend
 
     args = arguments(output_dir, **changes)
     if backend == "torch":
-        return models.load_torch_model(path), functools.partial(TorchBackend, args=args)
-    return models.AutoModel.from_pretrained(path, args), functools.partial(MegatronBackend, args=args)
+        return model.load_torch_model(path), functools.partial(TorchBackend, args=args)
+    return model.AutoModel.from_pretrained(path, args), functools.partial(
+        MegatronBackend, args=args
+    )
 
 
 def through_us(path: str, adapter: str, output_dir: str, **changes) -> None:
@@ -96,7 +98,9 @@ def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout, tmp_
 def test_the_config_is_pefts(base, tmp_path):
     path, adapter = base
     world.run(through_us, 1, path, adapter, str(tmp_path))
-    ours, theirs = (json.loads((Path(f) / "adapter_config.json").read_text()) for f in (tmp_path, adapter))
+    ours, theirs = (
+        json.loads((Path(f) / "adapter_config.json").read_text()) for f in (tmp_path, adapter)
+    )
     assert ours.pop("base_model_name_or_path") == theirs.pop("base_model_name_or_path") == path
     assert sorted(ours.pop("target_modules")) == sorted(theirs.pop("target_modules"))
     assert ours == {key: theirs[key] for key in ours}
@@ -121,7 +125,10 @@ def test_logits_are_pefts_and_the_bases_without_adapters(base, ranks, keys, tmp_
     from transformers import AutoModelForCausalLM
 
     path, adapter = base
-    wanted = logits(peft_model(path, EVERYTHING)), logits(AutoModelForCausalLM.from_pretrained(path))
+    wanted = (
+        logits(peft_model(path, EVERYTHING)),
+        logits(AutoModelForCausalLM.from_pretrained(path)),
+    )
     for got in world.run(megatron_logits, ranks, path, adapter, str(tmp_path), **keys):
         for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-5)
@@ -135,7 +142,9 @@ def fresh(path: str, output_dir: str, targets, **changes) -> None:
 
     model, backend = make(path, output_dir, **changes)
     put = lora.inject_torch if changes.get("backend") == "torch" else lora.inject
-    backend(put(model, lora.LoraSpec(rank=RANK, targets=targets), seed=5)).export_hf(output_dir, "20KB")
+    backend(put(model, lora.LoraSpec(rank=RANK, targets=targets), seed=5)).export_hf(
+        output_dir, "20KB"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -180,19 +189,26 @@ def test_resume_in_the_same_layout_is_bit_for_bit(base, layout, tmp_path):
     whole = world.run(train_from_adapter, ranks, path, str(tmp_path / "whole"), adapter, **keys)[0]
     stopped(path, tmp_path / "parts", adapter, ranks, keys)
     again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
-    assert world.run(train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again)[0] == whole
+    assert (
+        world.run(train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again)[0]
+        == whole
+    )
     ours, theirs = adapter_of(tmp_path / "parts"), adapter_of(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("before, after", [("one", "tp2_sp"), ("tp2_sp", "pp2_vpp2"), ("pp2_vpp2", "dp2_dist_opt")])
+@pytest.mark.parametrize(
+    "before, after", [("one", "tp2_sp"), ("tp2_sp", "pp2_vpp2"), ("pp2_vpp2", "dp2_dist_opt")]
+)
 def test_resume_in_another_layout(base, before, after, tmp_path):
     path, adapter = base
     whole = world.run(train_from_adapter, 1, path, str(tmp_path / "whole"), adapter)[0]
     stopped(path, tmp_path / "parts", adapter, *LAYOUTS[before])
     ranks, keys = LAYOUTS[after]
     again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
-    for got in world.run(train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again):
+    for got in world.run(
+        train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again
+    ):
         assert_same_curve(got, whole)
 
 
@@ -200,12 +216,16 @@ def test_checkpoints_hold_only_what_trains(base, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 
     path, adapter = base
-    world.run(train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "max_steps": 2})
+    world.run(
+        train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "max_steps": 2}
+    )
     [folder] = tmp_path.glob("checkpoint-2")
     metadata = FileSystemReader(folder / "dist").read_metadata().state_dict_metadata
     tensors = {name: value for name, value in metadata.items() if hasattr(value, "size")}
     assert tensors and all("lora_" in name for name in tensors)
-    weights = sum(v.size.numel() for name, v in tensors.items() if not name.startswith("optimizer."))
+    weights = sum(
+        v.size.numel() for name, v in tensors.items() if not name.startswith("optimizer.")
+    )
     # tensor parallelism pads the vocabulary of 61 to 62 or more: those rows are the difference
     count = sum(t.numel() for t in adapter_of(adapter).values())
     assert count <= weights < count + 128 * RANK * 2
@@ -213,9 +233,13 @@ def test_checkpoints_hold_only_what_trains(base, tmp_path):
 
 def test_the_torch_backends_checkpoint_holds_only_what_trains(base, tmp_path):
     path, adapter = base
-    world.run(train_from_adapter, 1, path, str(tmp_path), adapter, backend="torch", **{**SAVE, "steps": 2})
+    world.run(
+        train_from_adapter, 1, path, str(tmp_path), adapter, backend="torch", **{**SAVE, "steps": 2}
+    )
     weights = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-    assert sum(t.numel() for t in weights.values()) == sum(t.numel() for t in adapter_of(adapter).values())
+    assert sum(t.numel() for t in weights.values()) == sum(
+        t.numel() for t in adapter_of(adapter).values()
+    )
 
 
 # -- precision and memory --------------------------------------------------------------------------------------------
@@ -227,14 +251,21 @@ def buffers(path: str, adapter: str, output_dir: str, **changes):
 
     keys = dict(max_steps=1, logging_steps=1, **changes)
     model, backend = make(path, output_dir, **keys)
-    trainer = McaTrainer(load(adapter, model), backend.keywords["args"], train_dataset=tiny.samples())
+    trainer = McaTrainer(
+        load(adapter, model), backend.keywords["args"], train_dataset=tiny.samples()
+    )
     trainer.train()
     groups = [b for chunk in trainer.backend.chunks for b in chunk.buffers]
     parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
     states = [s for part in parts for s in part.optimizer.state.values()]
     state = sum(t.numel() for s in states for name, t in s.items() if name.startswith("exp_avg"))
     held = [str(b.param_dtype) for b in groups]
-    return held, sum(p.numel() for b in groups for p in b.params), state, *reversed(trainer.backend.num_parameters())
+    return (
+        held,
+        sum(p.numel() for b in groups for p in b.params),
+        state,
+        *reversed(trainer.backend.num_parameters()),
+    )
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "tp2_sp", "pp2_vpp2"])
@@ -247,17 +278,25 @@ def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(base, layo
     ):
         assert set(held) == {"torch.float32"}
         assert in_buffers == trained < total
-        assert abs(state - 2 * trained / shares) <= 2 * 128  # a distributed optimizer's pieces end where buckets do
+        assert (
+            abs(state - 2 * trained / shares) <= 2 * 128
+        )  # a distributed optimizer's pieces end where buckets do
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2"])
 def test_bf16_trains_float32_adapters_and_keeps_the_base(base, layout, tmp_path):
     """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is bf16."""
     path, adapter = base
-    wanted = world.run(train_from_adapter, 1, path, str(tmp_path / "t"), adapter, backend="torch", bf16=True)[0]
+    wanted = world.run(
+        train_from_adapter, 1, path, str(tmp_path / "t"), adapter, backend="torch", bf16=True
+    )[0]
     ranks, keys = LAYOUTS[layout]
-    got = world.run(train_from_adapter, ranks, path, str(tmp_path / "m"), adapter, bf16=True, **keys)[0]
-    assert abs(got[0][0] - wanted[0][0]) < 1e-2 and abs(got[0][1] - wanted[0][1]) < 2e-2 * wanted[0][1]
+    got = world.run(
+        train_from_adapter, ranks, path, str(tmp_path / "m"), adapter, bf16=True, **keys
+    )[0]
+    assert (
+        abs(got[0][0] - wanted[0][0]) < 1e-2 and abs(got[0][1] - wanted[0][1]) < 2e-2 * wanted[0][1]
+    )
     assert {t.dtype for t in adapter_of(tmp_path / "m").values()} == {torch.float32}
 
 
@@ -269,7 +308,9 @@ def test_fp16_trains_float32_adapters(base, layout, tmp_path):
     ranks, keys = LAYOUTS[layout]
     keys = dict(keys, fp16=True, loss_scale=1024.0, steps=2)
     got = world.run(train_from_adapter, ranks, path, str(tmp_path / "16"), adapter, **keys)[0]
-    assert abs(got[0][0] - wanted[0][0]) < 2e-3 and abs(got[0][1] - wanted[0][1]) < 1e-2 * wanted[0][1]
+    assert (
+        abs(got[0][0] - wanted[0][0]) < 2e-3 and abs(got[0][1] - wanted[0][1]) < 1e-2 * wanted[0][1]
+    )
 
 
 # -- dropout ---------------------------------------------------------------------------------------------------------
@@ -286,7 +327,9 @@ def replicas(path: str, output_dir: str, **changes):
         return model
 
     curve = train(path, output_dir, adapt=adapt, **KEYS, **changes)
-    return {p.key: p.tensor.numpy().copy() for p in lora.pieces_of(kept[0]) if p.axis is None}, curve
+    return {
+        p.key: p.tensor.numpy().copy() for p in lora.pieces_of(kept[0]) if p.axis is None
+    }, curve
 
 
 @pytest.mark.parametrize("keys", [TP2, {**TP2, **SP}, {**TP2, "recompute_granularity": "full"}])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.losses import token_losses
+from mca_lite.loss_tokens import token_losses
 
 TOLERANCE = dict(rtol=1e-6, atol=1e-6)  # fp32: the two differ in the order of their sums only
 
@@ -23,12 +23,16 @@ def reference(h, w, y, row_weights, vocab=None):
     """(losses, d hidden, d weight) of the weighted sum, through torch."""
     h, w = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
     logits = F.linear(h, w)[..., :vocab].float()
-    losses = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-100, reduction="none").view(y.shape)
+    losses = F.cross_entropy(
+        logits.flatten(0, -2), y.flatten(), ignore_index=-100, reduction="none"
+    ).view(y.shape)
     (losses * row_weights).sum().backward()
     return losses.detach(), h.grad, w.grad
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 5, 9, 1024])  # 9 rows are kept: 4 and 5 leave a shorter chunk
+@pytest.mark.parametrize(
+    "chunk_size", [1, 4, 5, 9, 1024]
+)  # 9 rows are kept: 4 and 5 leave a shorter chunk
 def test_losses_and_gradients_equal_cross_entropy_for_any_chunk(chunk_size):
     h, w, y = problem()
     losses = token_losses(h, w, y, chunk_size=chunk_size)
@@ -143,7 +147,9 @@ def test_large_logits_do_not_overflow():
     losses = token_losses(h * 1000, w, y)
     expected = reference(h * 1000, w, y, torch.ones(13))[0]
     assert losses.isfinite().all()
-    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-3)  # logits of 1e4 have steps of 1e-3 in fp32
+    torch.testing.assert_close(
+        losses, expected, rtol=1e-6, atol=1e-3
+    )  # logits of 1e4 have steps of 1e-3 in fp32
 
 
 def test_bf16_weights_give_float32_losses_and_bf16_gradients():
@@ -171,7 +177,9 @@ def test_autocast_runs_in_its_dtype_and_leaves_float32_gradients():
     torch.testing.assert_close(h.grad, reference(h, w, y, torch.ones(13))[1], rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("label", [37, 36, -1])  # beyond the weight's rows, in the padding, negative
+@pytest.mark.parametrize(
+    "label", [37, 36, -1]
+)  # beyond the weight's rows, in the padding, negative
 def test_a_label_that_is_no_token_id_makes_its_own_loss_nan(label):
     h, w, y = problem()
     y[y == 36] = 0

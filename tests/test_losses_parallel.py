@@ -22,7 +22,7 @@ def sharded(vocab: int, chunk_size: int) -> dict:
     """Losses, d hidden and d weight of all ranks together, on every rank."""
     import torch.distributed as dist
 
-    from mca_lite.losses import token_losses
+    from mca_lite.loss_tokens import token_losses
 
     hidden, weight, labels, grad = problem(vocab)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -34,7 +34,11 @@ def sharded(vocab: int, chunk_size: int) -> dict:
     dist.all_reduce(hidden.grad)  # what megatron's mapping before the head does
     parts = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(parts, mine.grad)
-    return dict(losses=losses.tolist(), d_hidden=hidden.grad.tolist(), d_weight=torch.cat(parts)[:vocab].tolist())
+    return dict(
+        losses=losses.tolist(),
+        d_hidden=hidden.grad.tolist(),
+        d_weight=torch.cat(parts)[:vocab].tolist(),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -43,11 +47,19 @@ def test_vocab_parallel_loss_equals_cross_entropy(ranks, chunk_size):
     vocab = 61  # no multiple of 2 or 4
     hidden, weight, labels, grad = problem(vocab)
     hidden.requires_grad_(), weight.requires_grad_()
-    losses = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    losses = F.cross_entropy(
+        (hidden @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(labels.shape)
     losses.backward(grad)
     for got in world.run(sharded, ranks, vocab, chunk_size):
-        for name, wanted in (("losses", losses), ("d_hidden", hidden.grad), ("d_weight", weight.grad)):
-            torch.testing.assert_close(torch.tensor(got[name]), wanted.detach(), rtol=0, atol=2 * TOLERANCE)
+        for name, wanted in (
+            ("losses", losses),
+            ("d_hidden", hidden.grad),
+            ("d_weight", weight.grad),
+        ):
+            torch.testing.assert_close(
+                torch.tensor(got[name]), wanted.detach(), rtol=0, atol=2 * TOLERANCE
+            )
 
 
 def peak_rise_mib(path: str, **keys) -> float:
@@ -57,7 +69,10 @@ def peak_rise_mib(path: str, **keys) -> float:
     args = TrainingArguments(output_dir="unused", **keys)
     trainer = McaTrainer(AutoModel.from_pretrained(path, args), args)
     trainer.create_optimizer()
-    row = {"input_ids": torch.ones(8, 512, dtype=torch.long), "labels": torch.ones(8, 512, dtype=torch.long)}
+    row = {
+        "input_ids": torch.ones(8, 512, dtype=torch.long),
+        "labels": torch.ones(8, 512, dtype=torch.long),
+    }
 
     def peak(rows: int) -> float:
         with open("/proc/self/clear_refs", "w") as file:
@@ -73,12 +88,19 @@ def peak_rise_mib(path: str, **keys) -> float:
 
 def test_recomputation_lowers_the_peak(tmp_path):
     """Eight layers, 4,096 tokens: what is kept of each layer makes most of the peak."""
-    keys = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=256, max_position_embeddings=512)
+    keys = dict(
+        num_hidden_layers=8, hidden_size=64, intermediate_size=256, max_position_embeddings=512
+    )
     path = tiny.save_model(
-        tmp_path / "model", "llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **keys
+        tmp_path / "model",
+        "llama",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **keys,
     )
     plain = world.run(peak_rise_mib, 1, path)[0]
     full = world.run(peak_rise_mib, 1, path, recompute_granularity="full")[0]
-    mlp = world.run(peak_rise_mib, 1, path, recompute_granularity="selective", recompute_modules=["mlp"])[0]
+    mlp = world.run(
+        peak_rise_mib, 1, path, recompute_granularity="selective", recompute_modules=["mlp"]
+    )[0]
     assert full < 0.5 * plain, f"{full:.0f} MiB with full recomputation, {plain:.0f} without"
     assert full < mlp < 0.9 * plain, f"{mlp:.0f} MiB with mlp recomputed, {plain:.0f} without"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mca_lite.argument_values import ConfigError
-from mca_lite.arguments import parse_args
+from mca_lite.args import parse_args
+from mca_lite.args_values import ConfigError
 from tests import tiny, tiny_moe, world
 from tests.lora_tools import TARGETS, load, peft_model, train_from_adapter
 from tests.test_checkpoint import SAVE
@@ -26,7 +26,7 @@ def run(*words: str) -> tuple[int, str, str]:
     import contextlib
     import io
 
-    from mca_lite.commands import main
+    from mca_lite.cli_convert import main
 
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -51,7 +51,9 @@ def test_merged_from_files_is_what_peft_merges(base, tmp_path):
     from transformers import AutoModelForCausalLM
 
     path, adapter = base
-    code, out, error = convert(path, tmp_path / "out", "--merge", adapter, "--verify", "--max-shard-size", "30KB")
+    code, out, error = convert(
+        path, tmp_path / "out", "--merge", adapter, "--verify", "--max-shard-size", "30KB"
+    )
     assert code == 0 and "verified: the logits differ by at most" in out, error
     model = peft_model(path, EVERYTHING)
     wanted = logits(model)
@@ -64,7 +66,9 @@ def test_merged_from_files_is_what_peft_merges(base, tmp_path):
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted, rtol=0, atol=1e-5
     )
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2  # streamed in shards
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (Path(path) / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        Path(path) / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_a_bf16_base_is_merged_in_float32_and_rounded_once(tmp_path):
@@ -73,10 +77,14 @@ def test_a_bf16_base_is_merged_in_float32_and_rounded_once(tmp_path):
     peft_model(path, TARGETS, **config).save_pretrained(tmp_path / "adapter")
     code, _, error = convert(path, tmp_path / "out", "--merge", tmp_path / "adapter", "--verify")
     assert code == 0, error
-    exact = peft_model(path, TARGETS, **config).merge_and_unload().state_dict()  # of the base in float32
+    exact = (
+        peft_model(path, TARGETS, **config).merge_and_unload().state_dict()
+    )  # of the base in float32
     for name, tensor in exported(tmp_path / "out").items():
         assert tensor.dtype == torch.bfloat16
-        assert ((tensor.float() - exact[name]).abs() <= exact[name].abs() * BF16_ROUNDING).all(), name
+        assert ((tensor.float() - exact[name]).abs() <= exact[name].abs() * BF16_ROUNDING).all(), (
+            name
+        )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -98,21 +106,29 @@ def test_modules_to_save_take_the_place_of_the_base_s(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     code, _, error = convert(path, tmp_path / "out", "--merge", tmp_path / "adapter", "--verify")
     assert code == 0, error
-    wanted = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter"))
+    wanted = logits(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter")
+    )
     got = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
     world.run(merged_by_us, 1, path, str(tmp_path / "adapter"), str(tmp_path / "trained"))
-    for name, tensor in exported(tmp_path / "trained").items():  # from a model in training: the same numbers
+    for name, tensor in exported(
+        tmp_path / "trained"
+    ).items():  # from a model in training: the same numbers
         torch.testing.assert_close(exported(tmp_path / "out")[name], tensor, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("keys", [{**TP2, **DIST_OPT}, dict(backend="torch")])
 def test_a_checkpoint_with_adapters_is_merged_as_training_merges(base, tmp_path, keys):
     path, adapter = base
-    world.run(train_from_adapter, 2, path, str(tmp_path / "run"), adapter, **{**SAVE, **keys, "steps": 2})
+    world.run(
+        train_from_adapter, 2, path, str(tmp_path / "run"), adapter, **{**SAVE, **keys, "steps": 2}
+    )
     checkpoint = tmp_path / "run" / "checkpoint-2"
     assert convert(path, tmp_path / "a", "--merge", checkpoint, "--verify")[0] == 0
-    assert convert(path, tmp_path / "b", "--merge", tmp_path / "run")[0] == 0  # the exported adapter
+    assert (
+        convert(path, tmp_path / "b", "--merge", tmp_path / "run")[0] == 0
+    )  # the exported adapter
     a, b = exported(tmp_path / "a"), exported(tmp_path / "b")
     assert all(torch.equal(a[name], b[name]) for name in b)
     assert not torch.equal(a["lm_head.weight"], exported(path)["lm_head.weight"])
@@ -152,11 +168,21 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
     (tmp_path / "full" / "file").touch()
     cases = [
         (wider, "out1", adapter, "the adapter belongs to another model"),
-        (shallow, "out2", adapter, "is an adapter of another model: it is for 30 weights, of which"),
+        (
+            shallow,
+            "out2",
+            adapter,
+            "is an adapter of another model: it is for 30 weights, of which",
+        ),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
         (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
-        (path, "out5", tmp_path / "cut", "lacks base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"),
+        (
+            path,
+            "out5",
+            tmp_path / "cut",
+            "lacks base_model.model.model.layers.1.mlp.up_proj.lora_B.weight",
+        ),
         (path, "full", adapter, "is not empty"),
     ]
     for source, out, which, words in cases:
@@ -174,7 +200,7 @@ def test_a_merge_that_went_wrong_is_found_out(base, tmp_path):
 
 
 def verified(src: str, dst: str, adapter: str) -> str:
-    from mca_lite.commands import verify
+    from mca_lite.cli_convert import verify
 
     try:
         return verify(src, dst, adapter)
@@ -182,7 +208,9 @@ def verified(src: str, dst: str, adapter: str) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("name, targets", [("mixtral", ("w1", "w2", "q_proj")), ("qwen3_moe", ("all", "all-router"))])
+@pytest.mark.parametrize(
+    "name, targets", [("mixtral", ("w1", "w2", "q_proj")), ("qwen3_moe", ("all", "all-router"))]
+)
 def test_adapters_of_experts_are_merged_from_files_as_from_a_model(name, targets, tmp_path):
     path = tiny_moe.save_model(tmp_path / "model", name, num_hidden_layers=2)
     world.run(start, 1, path, str(tmp_path / "adapter"), targets)
@@ -194,4 +222,6 @@ def test_adapters_of_experts_are_merged_from_files_as_from_a_model(name, targets
     assert got.keys() == wanted.keys()
     for tensor_name, tensor in got.items():
         torch.testing.assert_close(tensor, wanted[tensor_name], rtol=0, atol=1e-6)
-    assert any(".experts.1." in n and not torch.equal(got[n], before[n]) for n in got), "no expert has changed"
+    assert any(".experts.1." in n and not torch.equal(got[n], before[n]) for n in got), (
+        "no expert has changed"
+    )

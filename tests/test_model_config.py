@@ -10,7 +10,7 @@ from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from mca_lite.arguments import TrainingArguments
+from mca_lite.args import TrainingArguments
 from mca_lite.model_config import (
     AutoConfig,
     McaModelConfig,
@@ -57,13 +57,24 @@ def saved(config, folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_of_each_family_arrive(family):
-    config = from_hf_config(hf(family, head_dim=16, rms_norm_eps=3e-6, tie_word_embeddings=True), arguments())
-    assert (config.vocab_size, config.hidden_size, config.ffn_hidden_size, config.num_layers) == (63, 32, 48, 4)
+    config = from_hf_config(
+        hf(family, head_dim=16, rms_norm_eps=3e-6, tie_word_embeddings=True), arguments()
+    )
+    assert (config.vocab_size, config.hidden_size, config.ffn_hidden_size, config.num_layers) == (
+        63,
+        32,
+        48,
+        4,
+    )
     assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (8, 4, 16)
     assert config.layernorm_epsilon == 3e-6 and config.normalization == "RMSNorm"
     assert config.max_sequence_length == 128 and config.tie_embeddings_and_output_weights is True
     assert config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
-    assert config.add_bias_linear is False and config.hidden_dropout == 0.0 and config.attention_dropout == 0.0
+    assert (
+        config.add_bias_linear is False
+        and config.hidden_dropout == 0.0
+        and config.attention_dropout == 0.0
+    )
     assert config.hf_model_type == family
     # megatron's RMSNorm would otherwise add 1 to weights, and its rope would interleave
     assert not config.layernorm_zero_centered_gamma and not config.rotary_interleaved
@@ -71,7 +82,12 @@ def test_sizes_of_each_family_arrive(family):
 
 @pytest.mark.parametrize(
     "family, qkv_bias, qk_norm",
-    [("llama", False, False), ("mistral", False, False), ("qwen2", True, False), ("qwen3", False, True)],
+    [
+        ("llama", False, False),
+        ("mistral", False, False),
+        ("qwen2", True, False),
+        ("qwen3", False, True),
+    ],
 )
 def test_bias_and_norms_of_attention_are_the_family_s(family, qkv_bias, qk_norm):
     config = from_hf_config(hf(family), arguments())
@@ -79,20 +95,33 @@ def test_bias_and_norms_of_attention_are_the_family_s(family, qkv_bias, qk_norm)
     assert config.tie_embeddings_and_output_weights is False
 
 
-@pytest.mark.parametrize("family, head_dim", [("llama", 4), ("mistral", 4), ("qwen2", 4), ("qwen3", 128)])
+@pytest.mark.parametrize(
+    "family, head_dim", [("llama", 4), ("mistral", 4), ("qwen2", 4), ("qwen3", 128)]
+)
 def test_head_dim_that_is_not_given_is_the_one_of_the_hf_class(family, head_dim):
     assert from_hf_config(hf(family), arguments()).kv_channels == head_dim
 
 
 def test_dropout_of_the_model_is_kept_unless_the_arguments_give_one():
     assert from_hf_config(hf(attention_dropout=0.2), arguments()).attention_dropout == 0.2
-    assert from_hf_config(hf(attention_dropout=0.2), arguments(attention_dropout=0.0)).attention_dropout == 0.0
+    assert (
+        from_hf_config(
+            hf(attention_dropout=0.2), arguments(attention_dropout=0.0)
+        ).attention_dropout
+        == 0.0
+    )
 
 
 def test_layout_and_precision_come_from_the_arguments():
-    args = arguments(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, loss_chunk_size=7)
+    args = arguments(
+        tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, loss_chunk_size=7
+    )
     config = from_hf_config(hf(), args)
-    assert config.tensor_model_parallel_size == 2 and config.sequence_parallel and config.loss_chunk_size == 7
+    assert (
+        config.tensor_model_parallel_size == 2
+        and config.sequence_parallel
+        and config.loss_chunk_size == 7
+    )
     assert config.bf16 and config.params_dtype == config.pipeline_dtype == torch.bfloat16
     assert config.padded_vocab_size == 64 and config.vocab_size == 63
     assert from_hf_config(hf(), arguments()).params_dtype == torch.float32
@@ -123,7 +152,11 @@ SCALINGS = {
     ),
     "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e6),
     "yarn_factor_below_1": dict(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e6, attention_factor=0.8
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=32,
+        rope_theta=1e6,
+        attention_factor=0.8,
     ),
     "yarn_mscale": dict(
         rope_type="yarn",
@@ -151,15 +184,22 @@ def test_rope_is_that_of_the_hf_model(family, scaling, tmp_path):
         assert torch.equal(inv_freq.cpu(), rope.inv_freq)
         assert factor == rope.attention_scaling
         # what megatron's attention multiplies cos and sin with
-        assert _yarn_get_concentration_factor_from_config(config) == pytest.approx(factor, rel=1e-12)
+        assert _yarn_get_concentration_factor_from_config(config) == pytest.approx(
+            factor, rel=1e-12
+        )
 
 
 def test_scaled_rope_differs_from_plain_rope():
     plain = rope_frequencies(from_hf_config(hf(head_dim=16)))[0]
     for scaling in ("linear", "llama3", "yarn"):
-        scaled = rope_frequencies(from_hf_config(hf(head_dim=16, rope_parameters=SCALINGS[scaling])))[0]
+        scaled = rope_frequencies(
+            from_hf_config(hf(head_dim=16, rope_parameters=SCALINGS[scaling]))
+        )[0]
         assert not torch.equal(scaled, plain)
-    assert rope_frequencies(from_hf_config(hf(rope_parameters=SCALINGS["yarn_factor_below_1"])))[1] == 0.8
+    assert (
+        rope_frequencies(from_hf_config(hf(rope_parameters=SCALINGS["yarn_factor_below_1"])))[1]
+        == 0.8
+    )
 
 
 def test_a_config_json_of_transformers_4_is_understood(tmp_path):
@@ -181,7 +221,13 @@ def test_json_round_trip_keeps_every_field(family, tmp_path):
     read = saved(config, tmp_path)
     assert type(read) is McaModelConfig
     assert read.to_dict() == json.loads(config.to_json_string())
-    for name in ("params_dtype", "autocast_dtype", "activation_func", "attention_backend", "kv_channels"):
+    for name in (
+        "params_dtype",
+        "autocast_dtype",
+        "activation_func",
+        "attention_backend",
+        "kv_channels",
+    ):
         assert getattr(read, name) == getattr(config, name), name
 
 
@@ -193,7 +239,11 @@ def test_saved_config_wins_over_the_hf_config(tmp_path):
 
 
 def test_a_saved_layout_does_not_outlive_its_run(tmp_path):
-    pp2 = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, gradient_accumulation_steps=2)
+    pp2 = dict(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        gradient_accumulation_steps=2,
+    )
     first = arguments(tensor_model_parallel_size=4, bf16=True, recompute_granularity="full", **pp2)
     from_hf_config(hf(), first).save_pretrained(tmp_path)
     now = AutoConfig.from_pretrained(str(tmp_path), arguments())
@@ -209,10 +259,15 @@ def test_a_config_saved_on_one_rank_takes_a_pipeline(tmp_path):
     from_hf_config(hf()).save_pretrained(tmp_path)
     layout = "Et|t|t|tL"
     args = arguments(
-        pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout, gradient_accumulation_steps=2, bf16=True
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=layout,
+        gradient_accumulation_steps=2,
+        bf16=True,
     )
     config = AutoConfig.from_pretrained(str(tmp_path), args)
-    assert config.microbatch_group_size_per_vp_stage == 2  # megatron's schedule refuses less than the pipeline's size
+    assert (
+        config.microbatch_group_size_per_vp_stage == 2
+    )  # megatron's schedule refuses less than the pipeline's size
     assert config.autocast_dtype == torch.bfloat16
     again = saved(config, tmp_path)
     assert again.pipeline_model_parallel_layout.input_data == layout
@@ -246,19 +301,30 @@ def test_mla_config_round_trips_as_its_own_class(tmp_path):
 
 
 def test_update_with_args_equals_building_with_them():
-    pp2 = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, gradient_accumulation_steps=2)
+    pp2 = dict(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        gradient_accumulation_steps=2,
+    )
     layouts = [
         arguments(),
         arguments(tensor_model_parallel_size=4, sequence_parallel=True, bf16=True, **pp2),
         arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3L"),
         arguments(fp16=True, recompute_granularity="selective"),
-        arguments(additional_configs={"attention_backend": "flash"}),  # last: it stays until it is set again
+        arguments(
+            additional_configs={"attention_backend": "flash"}
+        ),  # last: it stays until it is set again
     ]
     config = from_hf_config(hf("qwen3"), layouts[0])
     for args in layouts[1:]:
         config.update_with_args(args)
         fresh = from_hf_config(hf("qwen3"), args)
-        for name in ("params_dtype", "autocast_dtype", "overlap_p2p_comm", "microbatch_group_size_per_vp_stage"):
+        for name in (
+            "params_dtype",
+            "autocast_dtype",
+            "overlap_p2p_comm",
+            "microbatch_group_size_per_vp_stage",
+        ):
             assert getattr(config, name) == getattr(fresh, name), name
         assert config.attention_backend == fresh.attention_backend
         assert config.to_dict() == fresh.to_dict()
@@ -268,7 +334,10 @@ def test_update_with_args_equals_building_with_them():
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"num_layrs": 3}, "'num_layrs' is not a field of McaModelConfig; did you mean 'num_layers'"),
+        (
+            {"num_layrs": 3},
+            "'num_layrs' is not a field of McaModelConfig; did you mean 'num_layers'",
+        ),
         ({"params_dtype": "torch.bfloat16"}, "params_dtype cannot be set"),
         ({"activation_func": "snake"}, "activation_func 'snake': expected one of silu"),
     ],
@@ -299,13 +368,20 @@ def test_additional_configs_reach_their_fields():
 )
 def test_configs_match_where_every_rank_holds_the_same_weights(values, match):
     base = dict(num_layers=4, hidden_size=32, num_attention_heads=8, transformer_impl="local")
-    one, other = McaModelConfig(**base, num_moe_experts=2), McaModelConfig(**{**base, **values}, num_moe_experts=2)
-    assert one.distribute_config_match(other) is match and other.distribute_config_match(one) is match
+    one, other = (
+        McaModelConfig(**base, num_moe_experts=2),
+        McaModelConfig(**{**base, **values}, num_moe_experts=2),
+    )
+    assert (
+        one.distribute_config_match(other) is match and other.distribute_config_match(one) is match
+    )
 
 
 def test_configs_of_different_pipeline_layouts_do_not_match():
     def cut(layout=None):
-        return from_hf_config(hf(), arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout))
+        return from_hf_config(
+            hf(), arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+        )
 
     assert not cut().distribute_config_match(cut("Et|t*3L"))
     assert not cut("Et*3|tL").distribute_config_match(cut("Et|t*3L"))
@@ -325,12 +401,22 @@ def test_configs_of_different_pipeline_layouts_do_not_match():
         ("llama", dict(attention_bias=True), "attention_bias: True"),
         ("qwen3", dict(attention_bias=True), "attention_bias: True"),
         ("llama", dict(mlp_bias=True), "mlp_bias: True"),
-        ("llama", dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config"),
-        ("qwen3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "scaling 'dynamic'"),
+        (
+            "llama",
+            dict(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "quantization_config",
+        ),
+        (
+            "qwen3",
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+            "scaling 'dynamic'",
+        ),
         # transformers' own default rope passes it over: half a rotation would be another model
         (
             "llama",
-            dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+            ),
             "partial_rotary_factor: 0.5",
         ),
     ],
@@ -343,9 +429,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(family, values, message):
 
 def test_all_refusals_of_a_model_are_said_at_once():
     with pytest.raises(ValueError) as caught:
-        from_hf_config(hf(hidden_act="gelu", attention_bias=True, mlp_bias=True), arguments(), "some/model")
+        from_hf_config(
+            hf(hidden_act="gelu", attention_bias=True, mlp_bias=True), arguments(), "some/model"
+        )
     text = str(caught.value)
-    assert text.startswith("some/model:") and all(key in text for key in ("hidden_act", "attention_bias", "mlp_bias"))
+    assert text.startswith("some/model:") and all(
+        key in text for key in ("hidden_act", "attention_bias", "mlp_bias")
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,7 +446,11 @@ def test_all_refusals_of_a_model_are_said_at_once():
         ("qwen2", dict(use_sliding_window=True, sliding_window=16, max_window_layers=2), 16),
         ("qwen3", dict(use_sliding_window=True, sliding_window=16, max_window_layers=0), 16),
         ("qwen2", dict(use_sliding_window=False, sliding_window=16), None),
-        ("qwen3", dict(use_sliding_window=True, sliding_window=16, max_window_layers=4), None),  # no layer has it
+        (
+            "qwen3",
+            dict(use_sliding_window=True, sliding_window=16, max_window_layers=4),
+            None,
+        ),  # no layer has it
         ("llama", {}, None),
     ],
 )
@@ -365,19 +459,31 @@ def test_sliding_window_is_kept_where_a_layer_uses_it(family, values, window):
 
 
 def test_unknown_model_type_names_those_that_there_are():
-    with pytest.raises(ValueError, match="'gpt2'.*expected one of .*llama, mistral, .*qwen3.*use_mca: false"):
+    with pytest.raises(
+        ValueError, match="'gpt2'.*expected one of .*llama, mistral, .*qwen3.*use_mca: false"
+    ):
         from_hf_config(transformers.GPT2Config(), arguments())
 
 
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(pipeline_model_parallel_size=3), "4 layers cannot be cut evenly into pipeline 3 x virtual 1 stages"),
         (
-            dict(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, gradient_accumulation_steps=4),
+            dict(pipeline_model_parallel_size=3),
+            "4 layers cannot be cut evenly into pipeline 3 x virtual 1 stages",
+        ),
+        (
+            dict(
+                pipeline_model_parallel_size=4,
+                virtual_pipeline_model_parallel_size=2,
+                gradient_accumulation_steps=4,
+            ),
             "4 layers cannot be cut evenly into pipeline 4 x virtual 2",
         ),
-        (dict(tensor_model_parallel_size=3), "8 attention heads do not divide by tensor parallel 3"),
+        (
+            dict(tensor_model_parallel_size=3),
+            "8 attention heads do not divide by tensor parallel 3",
+        ),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(values, message):
@@ -393,7 +499,12 @@ def test_query_groups_that_tensor_parallelism_cannot_cut_are_refused():
 
 def test_virtual_stages_need_a_pipeline():
     with pytest.raises(ValueError, match="needs pipeline_model_parallel_size > 1"):
-        McaModelConfig(num_layers=4, hidden_size=32, num_attention_heads=8, virtual_pipeline_model_parallel_size=2)
+        McaModelConfig(
+            num_layers=4,
+            hidden_size=32,
+            num_attention_heads=8,
+            virtual_pipeline_model_parallel_size=2,
+        )
 
 
 def test_sequence_parallelism_follows_tensor_parallelism():
@@ -412,7 +523,10 @@ def test_folders_without_a_config_and_files_of_no_known_class_are_named(tmp_path
         AutoConfig.from_pretrained(str(tmp_path))
 
 
-@pytest.mark.parametrize("field, value", [("window_size", [4, 0]), ("no_rope_freq", [1] * 4), ("softmax_type", "learnable")])
+@pytest.mark.parametrize(
+    "field, value",
+    [("window_size", [4, 0]), ("no_rope_freq", [1] * 4), ("softmax_type", "learnable")],
+)
 def test_attention_that_the_local_layers_lack_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: the local layers have no such thing"):
         from_hf_config(hf(), arguments(additional_configs={field: value}))

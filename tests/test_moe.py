@@ -32,7 +32,13 @@ LAYOUTS = {
 }
 FAMILIES = ("qwen3_moe_dense_layers", "mixtral", "qwen2_moe", "olmoe", "glm4_moe")
 LATENT = ("deepseek_v2", "deepseek_v3")  # test_families.py trains them without balancing losses
-NUMBERS = ("expert_load_max", "expert_load_min", "load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+NUMBERS = (
+    "expert_load_max",
+    "expert_load_min",
+    "load_balancing_loss",
+    "seq_load_balancing_loss",
+    "z_loss",
+)
 
 
 def variants_of(name: str) -> dict[str, tuple[dict, dict]]:
@@ -45,16 +51,23 @@ def train_all(paths: dict, out: str, runs: dict, **keys) -> dict:
     """The curve of each run {name: (model, keys)}, one after another in one world; all are exported."""
     shared = dict(steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-5, export=True)
     return {
-        name: train(paths[model], f"{out}/{name}", **{**shared, **keys, **own}) for name, (model, own) in runs.items()
+        name: train(paths[model], f"{out}/{name}", **{**shared, **keys, **own})
+        for name, (model, own) in runs.items()
     }
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
-    made = {name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in FAMILIES}
-    made.update({name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in LATENT})
-    made["skewed"] = tiny_moe.save_model(folder / "skewed", "glm4_moe", skew=True, num_hidden_layers=2)
+    made = {
+        name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in FAMILIES
+    }
+    made.update(
+        {name: tiny_moe.save_model(folder / name, name, num_hidden_layers=2) for name in LATENT}
+    )
+    made["skewed"] = tiny_moe.save_model(
+        folder / "skewed", "glm4_moe", skew=True, num_hidden_layers=2
+    )
     made["four_layers"] = tiny_moe.save_model(folder / "four", "qwen3_moe_sparse_step")
     return made
 
@@ -82,7 +95,9 @@ def assert_same(curve, folder, reference):
     weights, ours = exported(theirs), exported(folder)
     assert ours.keys() == weights.keys()
     for name, value in weights.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
     for own, other in zip(read_log(folder), read_log(theirs), strict=True):
         for key in NUMBERS:
             assert (key in own) == (key in other)
@@ -91,7 +106,9 @@ def assert_same(curve, folder, reference):
 
 def check(torch_runs, paths, tmp_path, ranks, layout, runs):
     """runs: {name: (model, keys of both backends, keys of the layout alone)}, in one world."""
-    ours = {name: (model, {**layout, **shared, **own}) for name, (model, shared, own) in runs.items()}
+    ours = {
+        name: (model, {**layout, **shared, **own}) for name, (model, shared, own) in runs.items()
+    }
     answers = world.run(train_all, ranks, paths, str(tmp_path), ours)
     for name, (model, shared, _) in runs.items():
         for curves in answers:
@@ -132,18 +149,30 @@ def test_virtual_stages_and_fillers_train_as_on_torch(torch_runs, paths, tmp_pat
     """Four layers, every second of them dense, in four chunks. The last window of an epoch has three micro-batches on each
     rank, and the schedule fills them up to four with one that must not count."""
     three = dict(per_device_train_batch_size=1, count=14)
-    runs = {name: ("four_layers", {**keys, **three}, {}) for name, keys in {"aux": AUX, **SETTINGS}.items()}
+    runs = {
+        name: ("four_layers", {**keys, **three}, {})
+        for name, keys in {"aux": AUX, **SETTINGS}.items()
+    }
     check(torch_runs, paths, tmp_path, 4, {**EP2, **PP2, **VPP2}, runs)
 
 
 def test_models_with_latent_attention_are_balanced_as_on_torch(torch_runs, paths, tmp_path):
     shared = {"deepseek_v2": SEQ, "deepseek_v3": {**AUX, **BIAS}}
-    check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2}, {name: (name, keys, {}) for name, keys in shared.items()})
+    check(
+        torch_runs,
+        paths,
+        tmp_path,
+        4,
+        {**EP2, **TP2},
+        {name: (name, keys, {}) for name, keys in shared.items()},
+    )
 
 
 def test_recomputation_and_overlap_change_no_number(torch_runs, paths, tmp_path):
     full = dict(recompute_granularity="full")
-    block = dict(full, recompute_method="block", recompute_num_layers=1)  # the second layer is not recomputed
+    block = dict(
+        full, recompute_method="block", recompute_num_layers=1
+    )  # the second layer is not recomputed
     modules = dict(recompute_granularity="selective", recompute_modules=["moe"])
     overlap = dict(moe_shared_expert_overlap=True)
     own = {"full": full, "block": block, "moe": modules, "overlap": overlap}
@@ -178,4 +207,7 @@ def test_the_export_is_what_transformers_writes(torch_runs, paths, tmp_path):
         assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
         _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert json.loads((Path(folder) / "config.json").read_text())["model_type"] == tiny_moe.MODELS[name][0]
+        assert (
+            json.loads((Path(folder) / "config.json").read_text())["model_type"]
+            == tiny_moe.MODELS[name][0]
+        )

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mca_lite.argument_values import ConfigError
-from mca_lite.arguments import TrainingArguments, parse_args
+from mca_lite.args import TrainingArguments, parse_args
+from mca_lite.args_values import ConfigError
+from mca_lite.log_summary import step_flops
 from mca_lite.model_config import McaModelConfig, from_hf_config
-from mca_lite.summary import step_flops
 from tests import tiny, tiny_moe, world
 from tests.test_moe import AUX, BIAS, EP2, ETP1, TP2
 
@@ -26,7 +26,9 @@ def folders(tmp_path_factory):
     """{name: a folder with config.json alone}"""
     out = {}
     for name, config in {
-        "moe": tiny_moe.hf_config("qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8),
+        "moe": tiny_moe.hf_config(
+            "qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8
+        ),
         "dense": tiny.hf_config("qwen3", num_attention_heads=8, num_key_value_heads=8),
     }.items():
         out[name] = tmp_path_factory.mktemp(name)
@@ -52,11 +54,16 @@ moe_token_dispatcher_type=allgather
     dense 1 moe_aux_loss_coeff             no experts            moe_aux_loss_coeff=0.1
     dense 1 moe_z_loss_coeff               no experts            moe_z_loss_coeff=0.1
 """
-LINES = [re.fullmatch(r" *(\w+) +(\d) (\w+) +(.+?)  +(.+)", line).groups() for line in ERRORS.strip("\n").splitlines()]
+LINES = [
+    re.fullmatch(r" *(\w+) +(\d) (\w+) +(.+?)  +(.+)", line).groups()
+    for line in ERRORS.strip("\n").splitlines()
+]
 
 
 @pytest.mark.parametrize("model, world_size, key, text, words", LINES)
-def test_what_does_not_fit_is_an_error_of_its_key(model, world_size, key, text, words, folders, monkeypatch, tmp_path):
+def test_what_does_not_fit_is_an_error_of_its_key(
+    model, world_size, key, text, words, folders, monkeypatch, tmp_path
+):
     monkeypatch.setenv("WORLD_SIZE", world_size)
     base = [f"model_name_or_path={folders[model]}", "dataset=data.jsonl", f"output_dir={tmp_path}"]
     problems = problems_of(parse_args, base + words.split())
@@ -104,7 +111,13 @@ recompute_granularity: full
         ("deepseek_v3", dict(topk_method="greedy"), "topk_method.*noaux_tc"),
         ("deepseek_v3", dict(moe_layer_freq=2), "moe_layer_freq"),
         ("qwen3_moe", dict(hidden_act="gelu"), "hidden_act"),
-        ("qwen3_moe", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), "partial"),
+        (
+            "qwen3_moe",
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+            ),
+            "partial",
+        ),
     ],
 )
 def test_what_a_model_asks_for_and_is_not_built_is_refused(name, changes, text):
@@ -120,12 +133,17 @@ def test_what_a_model_asks_for_and_is_not_built_is_refused(name, changes, text):
         (dict(expert_tensor_parallel_size=3), "expert_tensor_parallel_size: 1"),
         (BIAS, "no bias to update"),
         (dict(moe_permute_fusion=True), "Transformer Engine"),
-        (dict(recompute_granularity="selective", recompute_modules=["layernorm"]), "layernorm needs Transformer Engine"),
+        (
+            dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
+            "layernorm needs Transformer Engine",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_says_what_to_set(keys, text):
     with pytest.raises(ValueError, match=text):
-        from_hf_config(tiny_moe.hf_config("qwen3_moe"), TrainingArguments(output_dir="unused", **keys))
+        from_hf_config(
+            tiny_moe.hf_config("qwen3_moe"), TrainingArguments(output_dir="unused", **keys)
+        )
 
 
 def test_saved_settings_of_a_run_do_not_outlive_it(tmp_path):
@@ -133,12 +151,16 @@ def test_saved_settings_of_a_run_do_not_outlive_it(tmp_path):
     from_hf_config(tiny_moe.hf_config("qwen3_moe"), first).save_pretrained(tmp_path)
     now = McaModelConfig.from_pretrained(str(tmp_path), TrainingArguments(output_dir="unused"))
     assert (now.moe_aux_loss_coeff, now.moe_z_loss_coeff, now.moe_grouped_gemm) == (0.0, None, True)
-    assert (now.expert_model_parallel_size, now.expert_tensor_parallel_size, now.num_moe_experts) == (1, 1, 4)
+    assert (
+        now.expert_model_parallel_size,
+        now.expert_tensor_parallel_size,
+        now.num_moe_experts,
+    ) == (1, 1, 4)
     assert [now.is_moe_layer(i) for i in range(4)] == [True] * 4
 
 
 def balancing_of_a_dense_model(path: str, out: str) -> str:
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
     from mca_lite.trainer import McaTrainer
 
     try:

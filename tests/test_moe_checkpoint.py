@@ -48,7 +48,9 @@ def saved(path, tmp_path_factory):
         if layout not in done:
             ranks, keys = LAYOUTS[layout]
             folder = tmp_path_factory.mktemp(layout)
-            curve = world.run(train, ranks, path, str(folder), export=True, **{**SHARED, **SAVE, **keys})[0]
+            curve = world.run(
+                train, ranks, path, str(folder), export=True, **{**SHARED, **SAVE, **keys}
+            )[0]
             shutil.rmtree(folder / "checkpoint-4")
             done[layout] = curve, exported(folder), folder
         return done[layout]
@@ -71,4 +73,6 @@ def test_a_run_goes_on_in_the_same_layout_or_another(path, saved, tmp_path, befo
         return
     assert_same_curve(got, curve, 5e-6)
     for name, value in weights.items():  # the routers' bias too
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -25,8 +25,8 @@ LIMIT = 7000
 
 def through_every_family(sources: dict, out: str, keys: dict) -> dict:
     """Export each model as it came, in one file and in several, and one drawn from a seed -> logits on one stage."""
+    from mca_lite.model import AutoModel
     from mca_lite.model_config import AutoConfig
-    from mca_lite.models import AutoModel
 
     logits = {}
     for name, path in sources.items():
@@ -49,7 +49,11 @@ def fuse(path: str, folder, model_type: str) -> str:
     model = load_hf(path)
     persistent = model.state_dict()
     (folder / "model.safetensors").unlink()
-    save_file({k: v.clone() for k, v in persistent.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.clone() for k, v in persistent.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return str(folder)
 
 
@@ -66,7 +70,9 @@ def sources(tmp_path_factory):
 def logits(sources):
     with torch.no_grad():
         return {
-            name: load_hf(path)(torch.tensor(TOKENS)).logits for name, path in sources.items() if "bf16" not in name
+            name: load_hf(path)(torch.tensor(TOKENS)).logits
+            for name, path in sources.items()
+            if "bf16" not in name
         }
 
 
@@ -79,13 +85,18 @@ def test_round_trip_gives_the_same_bytes_and_logits(layout, sources, logits, tmp
     for name, path in sources.items():
         for export in (name, f"{name}-shards"):
             assert_same_bytes(tensors(tmp_path / export), tensors(path))
-    assert tensors(sources["glm4_moe-bf16"])["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert (
+        tensors(sources["glm4_moe-bf16"])["model.layers.1.mlp.gate.e_score_correction_bias"].dtype
+        == torch.float32
+    )
     assert len(list((tmp_path / "mixtral-shards").glob("*.safetensors"))) > 5
-    assert json.loads((tmp_path / "mixtral-shards/model.safetensors.index.json").read_text())["weight_map"]
+    assert json.loads((tmp_path / "mixtral-shards/model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
 
 
 def drawn_by_torch(sources: dict) -> dict:
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     out = {}
     for name, path in sources.items():
@@ -105,7 +116,10 @@ def test_both_backends_draw_the_same_weights(sources, tmp_path):
 
 
 def test_a_checkpoint_with_fused_experts_loads_as_well(sources, logits, tmp_path):
-    fused = {n: fuse(sources[n], tmp_path / f"{n}-fused", n) for n in ("qwen3_moe", "mixtral", "glm4_moe")}
+    fused = {
+        n: fuse(sources[n], tmp_path / f"{n}-fused", n)
+        for n in ("qwen3_moe", "mixtral", "glm4_moe")
+    }
     assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors(fused["mixtral"]))
     for layout in ("one", "ep2tp2_etp1", "tp2"):
         ranks, keys = ALL[layout]
@@ -117,7 +131,7 @@ def test_a_checkpoint_with_fused_experts_loads_as_well(sources, logits, tmp_path
 def there_and_back(path: str, out: str) -> None:
     from pathlib import Path
 
-    from mca_lite.commands import convert
+    from mca_lite.cli_convert import convert
 
     convert(path, Path(f"{out}/checkpoint"))
     convert(f"{out}/checkpoint", Path(f"{out}/back"))

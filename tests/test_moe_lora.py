@@ -28,7 +28,12 @@ LAYOUTS = {
 TARGETS = {
     "qwen3_moe_dense_layers": ("all", "all-router"),
     "qwen2_moe": ("all",),
-    "mixtral": ("w1", "w2", "q_proj", "mlp.router"),  # a projection without adapter beside one that has it
+    "mixtral": (
+        "w1",
+        "w2",
+        "q_proj",
+        "mlp.router",
+    ),  # a projection without adapter beside one that has it
     "glm4_moe": ("linear_fc1", "gate"),  # megatron's name for gate and up
     "deepseek_v3": ("all",),
 }
@@ -65,7 +70,9 @@ def where(model, name: str, key: str) -> tuple[torch.nn.Module, str, tuple]:
     e, projection = rest.split(".")
     experts = model.get_submodule(prefix + ".experts")
     half = experts.down_proj.shape[2]
-    rows = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}.get(projection, slice(None))
+    rows = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}.get(
+        projection, slice(None)
+    )
     return experts, "down_proj" if projection == "down_proj" else "gate_up_proj", (int(e), rows)
 
 
@@ -74,7 +81,7 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
     from torch.nn.utils import parametrize
     from transformers import AutoModelForCausalLM
 
-    from mca_lite.arguments import TrainingArguments
+    from mca_lite.args import TrainingArguments
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
     tensors, places, trained = adapter_of(start), {}, {}
@@ -89,22 +96,27 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
     for (module, parameter), parts in places.items():
         parametrize.register_parametrization(module, parameter, Merged(parts), unsafe=True)
     keys = {**run_keys(f"{folder}/run"), "max_steps": 3, "per_device_train_batch_size": 2}
-    trainer = whole_logits_trainer()(model, TrainingArguments(**keys), train_dataset=tiny.samples(12))
+    trainer = whole_logits_trainer()(
+        model, TrainingArguments(**keys), train_dataset=tiny.samples(12)
+    )
     trainer.train()
-    save_file({k: v.detach().contiguous() for k, v in trained.items()}, f"{folder}/adapter_model.safetensors")
+    save_file(
+        {k: v.detach().contiguous() for k, v in trained.items()},
+        f"{folder}/adapter_model.safetensors",
+    )
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
 
 
 def start(path: str, folder: str, targets: tuple) -> None:
     """An adapter of ours whose matrices are all not zero: a start of B = 0 would hide errors in A."""
-    from mca_lite import lora, peft_format
+    from mca_lite import lora, lora_files
     from mca_lite.lora_layers import LoraSpec
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     model = lora.inject_torch(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
     generator = torch.Generator().manual_seed(3)
     lora.fill(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
-    peft_format.save_adapter(model, folder)
+    lora_files.save_adapter(model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +137,15 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
     curves = {}
     for name, (path, adapter) in models.items():
         own = LOOP if name == "qwen2_moe" and "backend" not in keys else {}
-        shared = dict(steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-4, export=True)
-        curves[name] = train(path, f"{out}/{name}", adapt=functools.partial(load, adapter), **{**shared, **own, **keys})
+        shared = dict(
+            steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-4, export=True
+        )
+        curves[name] = train(
+            path,
+            f"{out}/{name}",
+            adapt=functools.partial(load, adapter),
+            **{**shared, **own, **keys},
+        )
     return curves
 
 
@@ -141,20 +160,22 @@ def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_pat
         ours = adapter_of(tmp_path / name)
         assert ours.keys() == end.keys()
         for key, value in end.items():
-            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+            )
 
 
 def merged_and_logits(models: dict, out: str, keys: dict) -> dict:
     """Write each model with its adapter in its weights -> the logits with the adapter beside them, on one stage."""
-    from mca_lite import convert, peft_format
-    from mca_lite.models import AutoModel
+    from mca_lite import lora_files, weights_convert
+    from mca_lite.model import AutoModel
     from tests.test_convert import TOKENS, make_args
 
     logits = {}
     for name, (path, adapter) in models.items():
         args = make_args(**keys)
-        model = peft_format.load_adapter(AutoModel.from_pretrained(path, args), adapter).eval()
-        convert.export_hf(model, f"{out}/{name}", change=peft_format.merger(model))
+        model = lora_files.load_adapter(AutoModel.from_pretrained(path, args), adapter).eval()
+        weights_convert.export_hf(model, f"{out}/{name}", change=lora_files.merger(model))
         with torch.no_grad():
             logits[name] = model.gather_logits(model(torch.tensor(TOKENS))).tolist()
     return logits
@@ -177,7 +198,9 @@ def test_merged_weights_give_the_logits_of_the_adapters(layout, made, tmp_path):
     for name, ours in answer.items():
         merged = load_hf(tmp_path / name)
         torch.testing.assert_close(logits_of(merged), torch.tensor(ours), rtol=0, atol=1e-5)
-        assert (logits_of(merged) - logits_of(load_hf(made[name][0]))).abs().max() > 1e-2, "the adapter changes nothing"
+        assert (logits_of(merged) - logits_of(load_hf(made[name][0]))).abs().max() > 1e-2, (
+            "the adapter changes nothing"
+        )
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_dense_layers", "glm4_moe"])
@@ -216,7 +239,9 @@ def test_checkpoints_of_adapters_go_on_in_other_expert_layouts(before, after, ma
         assert got == wanted and all(torch.equal(ours[key], value) for key, value in end.items())
     assert_same_curve(got[name], wanted[name], 5e-6)
     for key, value in end.items():
-        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            ours[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 def beside_the_dispatch(path: str) -> list:
@@ -233,6 +258,8 @@ def beside_the_dispatch(path: str) -> list:
     return answers
 
 
-def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_tensor_parallelism_cuts_them(made):
+def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_tensor_parallelism_cuts_them(
+    made,
+):
     for refused, taken in world.run(beside_the_dispatch, 2, made["qwen2_moe"][0]):
         assert "set moe_shared_expert_overlap: false" in refused and taken == "taken"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from mca_lite.arguments import parse_args
+from mca_lite.args import parse_args
 from tests import tiny, tiny_moe, world
 from tests.test_arguments import keys_of
 from tests.test_convert import assert_same_bytes, tensors
@@ -45,7 +45,9 @@ def extra_layers(model):
 
     torch.manual_seed(5)
     last, norm = model.model.layers[-1], type(model.model.norm)
-    layers = torch.nn.ModuleList(MtpLayer(model.config, type(last), norm, last.self_attn.layer_idx) for _ in range(COUNT))
+    layers = torch.nn.ModuleList(
+        MtpLayer(model.config, type(last), norm, last.self_attn.layer_idx) for _ in range(COUNT)
+    )
     with torch.no_grad():
         for parameter in layers.parameters():
             scale, shift = (0.2, 1.0) if parameter.dim() == 1 else (0.1, 0.0)
@@ -65,8 +67,14 @@ def in_files(layers, first: int) -> dict[str, torch.Tensor]:
             for e, matrix in enumerate(value) if ".experts." in name else ():
                 stem = prefix.rsplit(".", 1)[0] + f".{e}."
                 is_down = name.endswith("down_proj")
-                parts = {"down": matrix} if is_down else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-                out.update({f"{stem}{part}_proj.weight": rows.clone() for part, rows in parts.items()})
+                parts = (
+                    {"down": matrix}
+                    if is_down
+                    else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+                )
+                out.update(
+                    {f"{stem}{part}_proj.weight": rows.clone() for part, rows in parts.items()}
+                )
             if ".experts." not in name:
                 out[prefix] = value.clone()
     return out
@@ -74,7 +82,9 @@ def in_files(layers, first: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    return save_with_extra_layers(tmp_path_factory.mktemp("models"), "deepseek_v3", num_nextn_predict_layers=COUNT)
+    return save_with_extra_layers(
+        tmp_path_factory.mktemp("models"), "deepseek_v3", num_nextn_predict_layers=COUNT
+    )
 
 
 def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
@@ -87,7 +97,9 @@ def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
     values = load_file(folder / "plain/model.safetensors")
     values.update(in_files(extra_layers(model), 4))
     for layer in (4, 5):
-        values[f"model.layers.{layer}.embed_tokens.weight"] = values["model.embed_tokens.weight"].clone()
+        values[f"model.layers.{layer}.embed_tokens.weight"] = values[
+            "model.embed_tokens.weight"
+        ].clone()
         values[f"model.layers.{layer}.shared_head.head.weight"] = values["lm_head.weight"].clone()
     save_file(values, folder / "full/model.safetensors", metadata={"format": "pt"})
     return str(folder / "full")
@@ -111,21 +123,32 @@ def reference(path: str, out: str, **changes) -> list:
             ids, labels, positions = inputs["input_ids"], inputs["labels"], inputs["position_ids"]
 
             def losses(hidden, labels):
-                return F.cross_entropy(hf.lm_head(hidden)[0], labels[0], ignore_index=IGNORE_INDEX, reduction="none")
+                return F.cross_entropy(
+                    hf.lm_head(hidden)[0], labels[0], ignore_index=IGNORE_INDEX, reduction="none"
+                )
 
             hidden = hf.model(ids).last_hidden_state
             rotary = hf.model.rotary_emb(hidden, positions)
             mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), float("-inf")).triu(1)
             main, more, trained, ahead = losses(hidden, labels).sum(), 0.0, labels, 0
             for layer in hf.extra:
-                ids, labels = F.pad(ids[:, 1:], (0, 1)), F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+                ids, labels = (
+                    F.pad(ids[:, 1:], (0, 1)),
+                    F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX),
+                )
                 hidden = layer(hf.model.embed_tokens(ids), hidden, rotary, mask, positions, None)
-                more, ahead = more + losses(hidden, labels).sum(), ahead + (labels != IGNORE_INDEX).sum()
+                more, ahead = (
+                    more + losses(hidden, labels).sum(),
+                    ahead + (labels != IGNORE_INDEX).sum(),
+                )
             return main, functools.partial(self._loss, (trained != IGNORE_INDEX).sum(), more, ahead)
 
         def _loss(self, count, more, ahead, main):
             pairs = {"loss": (main, count), "mtp_loss": (more, ahead)}
-            metrics = {name: torch.stack([torch.as_tensor(x).detach().float() for x in pair]) for name, pair in pairs.items()}
+            metrics = {
+                name: torch.stack([torch.as_tensor(x).detach().float() for x in pair])
+                for name, pair in pairs.items()
+            }
             total = (main + FACTOR / COUNT * more) * self._micro_batch_weight
             return total, count.int(), metrics
 
@@ -161,7 +184,9 @@ def wanted(path, tmp_path_factory):
 
 def assert_same(got, curve):
     for ours, theirs in zip(got, curve, strict=True):
-        assert abs(ours[2] - theirs[2]) < 1e-5, f"loss of the extra layers {ours[2]} instead of {theirs[2]}"
+        assert abs(ours[2] - theirs[2]) < 1e-5, (
+            f"loss of the extra layers {ours[2]} instead of {theirs[2]}"
+        )
     assert_same_curve([ours[:2] for ours in got], [theirs[:2] for theirs in curve])
 
 
@@ -173,8 +198,16 @@ def check(path, reference, tmp_path, ranks, keys):
     assert ours.keys() == tensors(path).keys()
     for name, value in ours.items():
         copied = name.rsplit(".", 2)[-2] in ("embed_tokens", "head")  # of the trained ones
-        source = "model.embed_tokens.weight" if "embed_tokens" in name else "lm_head.weight" if copied else name
-        torch.testing.assert_close(value, weights[source], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        source = (
+            "model.embed_tokens.weight"
+            if "embed_tokens" in name
+            else "lm_head.weight"
+            if copied
+            else name
+        )
+        torch.testing.assert_close(
+            value, weights[source], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -215,7 +248,7 @@ def round_trips(path: str, out: str, **keys) -> list:
     """The model exported with none, one and both layers trained, by the torch backend, and drawn from a seed with both."""
     from mca_lite import AutoConfig, AutoModel, TrainingArguments
     from mca_lite.backend_torch import TorchBackend
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     for count in (0, 1, 2):
         args = TrainingArguments(output_dir="unused", mtp_num_layers=count, **keys)
@@ -224,7 +257,9 @@ def round_trips(path: str, out: str, **keys) -> list:
     config.name_or_path = None
     AutoModel.from_config(config, args, seed=3).save_pretrained(f"{out}/drawn")
     if not keys:
-        TorchBackend(load_torch_model(path), TrainingArguments(output_dir="unused")).export_hf(f"{out}/torch", "5GB")
+        TorchBackend(load_torch_model(path), TrainingArguments(output_dir="unused")).export_hf(
+            f"{out}/torch", "5GB"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -235,16 +270,20 @@ def exports(path, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("name", ("one/0", "one/1", "one/2", "one/torch", "four/0", "four/1", "four/2"))
+@pytest.mark.parametrize(
+    "name", ("one/0", "one/1", "one/2", "one/torch", "four/0", "four/1", "four/2")
+)
 def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(name, path, exports):
     assert_same_bytes(tensors(exports / name), tensors(path))
 
 
 def test_layers_that_cannot_be_carried_any_more_are_missed(path):
-    from mca_lite.convert import carried_tensors
+    from mca_lite.weights_convert import carried_tensors
 
     config = json.loads((Path(path) / "config.json").read_text())
-    assert len(list(carried_tensors(path, config))) > len(list(carried_tensors(path, config, 1))) > 0
+    assert (
+        len(list(carried_tensors(path, config))) > len(list(carried_tensors(path, config, 1))) > 0
+    )
     for trained, missed in ((0, 1), (1, 1), (COUNT, 0)):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -256,7 +295,9 @@ def test_fresh_layers_are_the_same_in_every_layout(path, exports):
     ours = tensors(exports / "four/drawn")
     assert_same_bytes(ours, tensors(exports / "one/drawn"))
     assert ours.keys() == tensors(path).keys()
-    assert torch.equal(ours["model.layers.5.embed_tokens.weight"], ours["model.embed_tokens.weight"])
+    assert torch.equal(
+        ours["model.layers.5.embed_tokens.weight"], ours["model.embed_tokens.weight"]
+    )
 
 
 def drawn_with_more_layers(path: str, out: str) -> list:
@@ -265,7 +306,9 @@ def drawn_with_more_layers(path: str, out: str) -> list:
 
     args = TrainingArguments(output_dir="unused", mtp_num_layers=2)
     AutoModel.from_config(AutoConfig.from_pretrained(path, args), args).save_pretrained(out)
-    AutoModel.from_pretrained(out, TrainingArguments(output_dir="unused")).save_pretrained(f"{out}-again")
+    AutoModel.from_pretrained(out, TrainingArguments(output_dir="unused")).save_pretrained(
+        f"{out}-again"
+    )
     return [sorted(tensors(Path(folder))) for folder in (out, f"{out}-again")]
 
 
@@ -275,7 +318,10 @@ def test_an_exported_config_speaks_of_the_layers_that_the_files_hold(path, tmp_p
     args = str(tmp_path), str(tmp_path / "out")
     drawn, again = world.run(drawn_with_more_layers, 1, *args)[0]
     assert drawn == again == sorted(tensors(path))
-    assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "num_nextn_predict_layers": 2}
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {
+        **config,
+        "num_nextn_predict_layers": 2,
+    }
 
 
 def test_a_run_resumes_in_another_layout(path, wanted, tmp_path):
@@ -297,7 +343,7 @@ def resumed(path: str, out: str, **keys) -> tuple:
 
 def refusals(path: str, llama: str, plain: str) -> list:
     from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, lora
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     args = TrainingArguments(output_dir="unused", mtp_num_layers=1)
     out = []
@@ -325,6 +371,12 @@ def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
 
 @pytest.mark.parametrize("word", ("use_mca=false", "stage=dpo", "finetuning_type=lora"))
 def test_a_run_whose_loss_cannot_look_ahead_is_refused_before_it_starts(word, path, tmp_path):
-    words = [f"model_name_or_path={path}", "dataset=pairs.json", f"output_dir={tmp_path / 'out'}", "max_steps=1", word]
+    words = [
+        f"model_name_or_path={path}",
+        "dataset=pairs.json",
+        f"output_dir={tmp_path / 'out'}",
+        "max_steps=1",
+        word,
+    ]
     assert list(keys_of(parse_args, [*words, "mtp_num_layers=1"])) == ["mtp_num_layers"]
     assert parse_args([*words, "mtp_num_layers=0"])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mca_lite.arguments import TrainingArguments
+from mca_lite.args import TrainingArguments
 from mca_lite.optim import (
     create_torch_optimizer,
     decays,
@@ -160,7 +160,9 @@ def test_warmup_stable_decay_in_each_style(style, kwargs):
 
 def test_warmup_stable_decay_that_ends_before_the_run_stays_at_the_minimum():
     kwargs = {"num_stable_steps": 3, "num_decay_steps": 2, "min_lr": 0.1}
-    args = arguments(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs, warmup_steps=2)
+    args = arguments(
+        lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs, warmup_steps=2
+    )
     assert rates(args, 10) == wsd("linear", 10, 2, 3, 2, low=0.1)
 
 
@@ -173,7 +175,9 @@ def test_a_decay_of_no_steps_drops_at_once():
 
 def test_warmup_ratio_is_rounded_up_as_transformers_does():
     assert warmup_steps(arguments(warmup_ratio=0.25), 10) == 3
-    assert warmup_steps(arguments(warmup_steps=0.25), 10) == 3  # a fraction, as transformers 5 spells it
+    assert (
+        warmup_steps(arguments(warmup_steps=0.25), 10) == 3
+    )  # a fraction, as transformers 5 spells it
     assert warmup_steps(arguments(warmup_steps=2, warmup_ratio=0.25), 10) == 2
     assert warmup_steps(arguments(warmup_steps=1), 10) == 1
     assert warmup_steps(arguments(), 10) == 0
@@ -187,13 +191,25 @@ def test_a_run_of_one_step_trains_at_the_full_rate():
 @pytest.mark.parametrize(
     "args, message",
     [
-        (unchecked("polynomial"), "lr_scheduler_type 'polynomial': expected one of constant, constant_with_warmup"),
+        (
+            unchecked("polynomial"),
+            "lr_scheduler_type 'polynomial': expected one of constant, constant_with_warmup",
+        ),
         (unchecked(power=2), "lr_scheduler_kwargs: power is not known to linear"),
         (unchecked("cosine", decay_type="linear"), "decay_type is not known to cosine"),
         (unchecked("linear", num_stable_steps=2), "num_stable_steps is not known to linear"),
-        (unchecked("warmup_stable_decay", num_decay_steps=2, warmup_type="cosine"), "warmup_type is not known"),
-        (unchecked("warmup_stable_decay", num_decay_steps=2, decay_type="step"), "decay_type 'step': expected one of"),
-        (unchecked("warmup_stable_decay", warmup=4, num_decay_steps=7), "num_decay_steps 7 is not between 0 and the 6"),
+        (
+            unchecked("warmup_stable_decay", num_decay_steps=2, warmup_type="cosine"),
+            "warmup_type is not known",
+        ),
+        (
+            unchecked("warmup_stable_decay", num_decay_steps=2, decay_type="step"),
+            "decay_type 'step': expected one of",
+        ),
+        (
+            unchecked("warmup_stable_decay", warmup=4, num_decay_steps=7),
+            "num_decay_steps 7 is not between 0 and the 6",
+        ),
         (unchecked("warmup_stable_decay", num_decay_steps=-1), "num_decay_steps -1 is not between"),
         (unchecked("cosine", min_lr=0.1, min_lr_rate=0.1), "both given: set one of them"),
         (unchecked("cosine", min_lr=0.5), "min_lr 0.5 is not between 0 and learning_rate 0.4"),
@@ -253,12 +269,20 @@ def test_scheduler_sets_decay_by_group_and_keeps_it():
 
 
 def test_a_model_of_one_kind_of_parameter_has_one_group():
-    assert len(create_torch_optimizer(arguments(), torch.nn.Linear(2, 2, bias=False)).param_groups) == 1
+    assert (
+        len(create_torch_optimizer(arguments(), torch.nn.Linear(2, 2, bias=False)).param_groups)
+        == 1
+    )
 
 
 def test_five_steps_equal_adamw_written_out_by_hand():
     args = arguments(
-        learning_rate=0.05, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, warmup_steps=2
+        learning_rate=0.05,
+        weight_decay=0.3,
+        adam_beta1=0.8,
+        adam_beta2=0.95,
+        adam_epsilon=1e-6,
+        warmup_steps=2,
     )
     net, by_hand = Net(), Net()
     optimizer = create_torch_optimizer(args, net)
@@ -282,8 +306,12 @@ def test_five_steps_equal_adamw_written_out_by_hand():
                 if name in MATRICES:
                     p.mul_(1 - rate * 0.3)
                 p.sub_(rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-6))
-        for (name, mine), reference in zip(net.named_parameters(), by_hand.parameters(), strict=True):
-            torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for (name, mine), reference in zip(
+            net.named_parameters(), by_hand.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                mine, reference, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
     assert not torch.equal(net.embed.weight, Net().embed.weight)
     assert torch.equal(net.frozen, torch.ones(2, 2))
 
@@ -297,14 +325,18 @@ def test_sgd_with_momentum_takes_the_same_groups():
     get_megatron_lr_scheduler(args, 10, optimizer)
     p.grad = torch.full((1, 1), 2.0)
     optimizer.step()
-    assert p.item() == pytest.approx(1 - 0.1 * (2 + 0.1))  # torch's SGD adds the decay to the gradient
+    assert p.item() == pytest.approx(
+        1 - 0.1 * (2 + 0.1)
+    )  # torch's SGD adds the decay to the gradient
     p.grad = torch.zeros(1, 1)
     optimizer.step()
     assert p.item() == pytest.approx(0.79 - 0.1 * (0.5 * 2.1 + 0.1 * 0.79))
 
 
 def test_megatron_gets_the_same_numbers():
-    args = arguments(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, max_grad_norm=0)
+    args = arguments(
+        weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, max_grad_norm=0
+    )
     config = get_optimizer_config(args, torch.bfloat16)
     assert (config.lr, config.weight_decay, config.adam_eps) == (MAX, 0.3, 1e-6)
     assert (config.adam_beta1, config.adam_beta2) == (0.8, 0.95)

@@ -56,7 +56,9 @@ def check(references, family, tmp_path, ranks, keys):
     for got in world.run(train, ranks, path, str(tmp_path), export=True, **keys):
         assert_same_curve(got, curve)
     for name, value in exported(tmp_path).items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("layout", PACKED_LAYOUTS)
@@ -79,7 +81,8 @@ def test_the_torch_backend_packs_with_the_same_numbers(references, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "keys", [dict(FULL, **TP2, **SP), dict(recompute_granularity="selective", **CP2), dict(FULL, **CP2)]
+    "keys",
+    [dict(FULL, **TP2, **SP), dict(recompute_granularity="selective", **CP2), dict(FULL, **CP2)],
 )
 def test_recomputation_of_packed_rows_changes_no_number(references, tmp_path, keys):
     ranks = 2
@@ -90,13 +93,16 @@ MEAN = dict(PACKED, calculate_per_token_loss=False)
 
 
 @pytest.mark.parametrize(
-    "ranks, keys", [(1, {}), (2, CP2), (4, {**CP2, **PP2}), (2, {**PP2, **VPP2}), (4, {**CP2, **DIST_OPT})]
+    "ranks, keys",
+    [(1, {}), (2, CP2), (4, {**CP2, **PP2}), (2, {**PP2, **VPP2}), (4, {**CP2, **DIST_OPT})],
 )
 def test_mean_of_packed_micro_batches_agrees_with_torch(references, tmp_path, ranks, keys):
     """The other loss mode: rows are means of their own, so the same rows are packed on both sides."""
     path = references["qwen3"][0]
     [wanted] = world.run(train, 1, path, str(tmp_path / "torch"), backend="torch", **MEAN)
-    assert abs(wanted[1][1] - references["qwen3"][1][1][1]) > 1e-3, "the two loss modes do not differ on this data"
+    assert abs(wanted[1][1] - references["qwen3"][1][1][1]) > 1e-3, (
+        "the two loss modes do not differ on this data"
+    )
     for got in world.run(train, ranks, path, str(tmp_path), **keys, **MEAN):
         assert_same_curve(got, wanted)
 
@@ -129,7 +135,9 @@ def token_losses(path: str, cp: int = 1) -> dict:
         if cp > 1:
             dist.all_reduce(whole)
         borders = inputs["packed_seq_params"].cu_seqlens_q.tolist()
-        return [whole[a : a + len(d["labels"])].tolist() for a, d in zip(borders, docs, strict=False)]
+        return [
+            whole[a : a + len(d["labels"])].tolist() for a, d in zip(borders, docs, strict=False)
+        ]
 
     changed = documents()
     changed[2]["input_ids"] = (changed[2]["input_ids"] + 1) % tiny.VOCAB
@@ -158,7 +166,9 @@ def forget_the_borders(path: str) -> str:
     args = TrainingArguments(output_dir="unused", sequence_packing=True)
     trainer = McaTrainer(AutoModel.from_pretrained(path, args), args)
     with pytest.raises(ValueError) as error:
-        trainer.models[0](input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long))
+        trainer.models[0](
+            input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long)
+        )
     return str(error.value)
 
 
@@ -171,8 +181,8 @@ def packs_of(path: str, out: str, **keys) -> list:
     import numpy as np
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.models import load_torch_model
-    from mca_lite.packing import best_fit
+    from mca_lite.model import load_torch_model
+    from mca_lite.packed_rows import best_fit
 
     class Packs:
         def __init__(self):
@@ -195,7 +205,9 @@ def packs_of(path: str, out: str, **keys) -> list:
         output_dir=out, max_steps=3, logging_steps=1, learning_rate=1e-3, global_batch_size=4, sequence_packing=True,
         save_strategy="no", disable_tqdm=True, **keys,
     )  # fmt: skip
-    model = AutoModel.from_pretrained(path, args) if backend == "megatron" else load_torch_model(path)
+    model = (
+        AutoModel.from_pretrained(path, args) if backend == "megatron" else load_torch_model(path)
+    )
     trainer = McaTrainer(model, args, train_dataset=Packs())
     trainer.train()
     return [(h["loss"], h["grad_norm"], h["consumed_tokens"]) for h in trainer.state.log_history]
@@ -207,4 +219,6 @@ def test_packs_of_the_packer_train_alike(references, tmp_path, ranks, keys):
     [wanted] = world.run(packs_of, 1, path, str(tmp_path / "torch"), backend="torch")
     for got in world.run(packs_of, ranks, path, str(tmp_path), **keys):
         assert_same_curve([g[:2] for g in got], [w[:2] for w in wanted])
-        assert [g[2] for g in got] == [w[2] for w in wanted], "tokens are counted once, without padding"
+        assert [g[2] for g in got] == [w[2] for w in wanted], (
+            "tokens are counted once, without padding"
+        )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mca_lite.packing import (
+from mca_lite.packed_rows import (
     best_fit,
     block_diagonal_mask,
     check_pack_seq_aligned,
@@ -22,7 +22,15 @@ PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 
 def test_seqlens_of_the_documented_example():
     cu_seqlens, longest = get_seqlens_in_batch(PACKED)
-    assert cu_seqlens.tolist() == [0, 2, 5, 6, 7, 9, 12]  # the padding of a row is a sequence of its own
+    assert cu_seqlens.tolist() == [
+        0,
+        2,
+        5,
+        6,
+        7,
+        9,
+        12,
+    ]  # the padding of a row is a sequence of its own
     assert longest == 3
     assert cu_seqlens.dtype == longest.dtype == torch.int32
 
@@ -79,14 +87,18 @@ def test_mask_hides_the_future_and_positions_count_up():
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
 def test_mask_hides_the_padding_of_its_own_row_only(dtype):
     one_dim = torch.tensor([[1, 1, 0], [1, 1, 1]]).to(dtype)
-    mask, positions = get_ltor_masks_and_position_ids(torch.zeros(2, 3, dtype=torch.long), attn_mask_1D=one_dim)
+    mask, positions = get_ltor_masks_and_position_ids(
+        torch.zeros(2, 3, dtype=torch.long), attn_mask_1D=one_dim
+    )
     assert mask[0, 0].tolist() == [[False, True, True], [False, False, True], [False, False, True]]
     assert mask[1, 0].tolist() == [[False, True, True], [False, False, True], [False, False, False]]
     assert positions[0].tolist() == [0, 1, 2]
 
 
 def test_no_mask_is_built_where_none_is_asked_for():
-    mask, positions = get_ltor_masks_and_position_ids(torch.zeros(1, 4, dtype=torch.long), build_attention_mask=False)
+    mask, positions = get_ltor_masks_and_position_ids(
+        torch.zeros(1, 4, dtype=torch.long), build_attention_mask=False
+    )
     assert mask is None and positions.tolist() == [[0, 1, 2, 3]]
 
 

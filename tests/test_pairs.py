@@ -5,16 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from mca_lite.arguments import DataArguments
-from mca_lite.batches import BatchPlan
+from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import PairDataset, load_datasets
-from mca_lite.encoding import Encoder
-from mca_lite.pair_records import detect_pair_format, pair
-from mca_lite.records import Source
+from mca_lite.data_batches import BatchPlan
+from mca_lite.data_encode import Encoder
+from mca_lite.data_pair_records import detect_pair_format, pair
+from mca_lite.data_records import Source
 from tests.test_records import CHATML, QWEN3, byte_tokenizer
 
-PROMPT = len("SuserNaENSassistantN")  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
+PROMPT = len(
+    "SuserNaENSassistantN"
+)  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
 NONE = Source("t", [])
 
 
@@ -32,7 +34,12 @@ def write(path, *records) -> str:
 
 
 def load(tmp_path, *dataset, template=CHATML, stage="dpo", **options):
-    options = {"dataset": list(dataset), "cache_dir": str(tmp_path / "cache"), "cutoff_len": 4096, **options}
+    options = {
+        "dataset": list(dataset),
+        "cache_dir": str(tmp_path / "cache"),
+        "cutoff_len": 4096,
+        **options,
+    }
     return load_datasets(DataArguments(**options), stage, byte_tokenizer(template))
 
 
@@ -60,7 +67,11 @@ FORMATS = {
     "openai": {"messages": [user("a")], "chosen": said("good"), "rejected": said("bad")},
     "alpaca": {"instruction": "a", "input": "", "chosen": "good", "rejected": "bad"},
     "prompt": {"prompt": "a", "chosen": "good", "rejected": "bad"},
-    "prompt of messages": {"prompt": [user("a")], "chosen": [said("good")], "rejected": [said("bad")]},
+    "prompt of messages": {
+        "prompt": [user("a")],
+        "chosen": [said("good")],
+        "rejected": [said("bad")],
+    },
     "conversations": {"chosen": [user("a"), said("good")], "rejected": [user("a"), said("bad")]},
     "conversations of sharegpt": {
         side: [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]
@@ -84,27 +95,43 @@ def test_every_format_gives_the_prompt_and_both_answers(tmp_path, name):
 
 
 def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
-    bundle = load(tmp_path, write(tmp_path / "a.jsonl", FORMATS["prompt"], FORMATS["prompt"] | {"chosen": "x"}))
+    bundle = load(
+        tmp_path,
+        write(tmp_path / "a.jsonl", FORMATS["prompt"], FORMATS["prompt"] | {"chosen": "x"}),
+    )
     train = bundle.train
     b, a, d = byte_tokenizer().convert_tokens_to_ids(["b", "a", "d"])
     end = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
     rejected = train[0]["rejected"]
-    assert rejected["input_ids"][-4:].tolist() == [b, a, d, end] and rejected["input_ids"].dtype == np.int64
-    assert rejected["labels"].tolist() == [IGNORE_INDEX] * (PROMPT - 1) + [b, a, d, end, IGNORE_INDEX]
+    assert (
+        rejected["input_ids"][-4:].tolist() == [b, a, d, end]
+        and rejected["input_ids"].dtype == np.int64
+    )
+    assert rejected["labels"].tolist() == [IGNORE_INDEX] * (PROMPT - 1) + [
+        b,
+        a,
+        d,
+        end,
+        IGNORE_INDEX,
+    ]
     assert isinstance(train, PairDataset)
     assert train.pair_lengths.tolist() == [[PROMPT + 5, PROMPT + 4], [PROMPT + 2, PROMPT + 4]]
     assert train.costs.tolist() == train.lengths.tolist() == [2 * PROMPT + 9, 2 * PROMPT + 6]
     assert (train.num_tokens, train.num_trained_tokens) == (4 * PROMPT + 15, 5 + 4 + 2 + 4)
     report = "\n".join(bundle.report)
     assert "2 records -> 2 pairs" in report and "train: 2 pairs" in report
-    assert "first chosen, trained tokens in «»" in report and "assistant\\n«bad<|im_end|>»'" in report
+    assert (
+        "first chosen, trained tokens in «»" in report and "assistant\\n«bad<|im_end|>»'" in report
+    )
     plan = BatchPlan(2, 1, 1, 0, 2, seed=0, shuffle=False, costs=train.costs)
     assert plan.step(0, 0) == [[0]]  # the dearer one goes to rank 0
 
 
 def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
     files = [
-        write(tmp_path / f"{n}.jsonl", *({"prompt": "a", "chosen": c, "rejected": "-"} for c in chars))
+        write(
+            tmp_path / f"{n}.jsonl", *({"prompt": "a", "chosen": c, "rejected": "-"} for c in chars)
+        )
         for n, chars in enumerate(("bc", "defghijk"))
     ]
     whole = load(tmp_path, *files)
@@ -113,8 +140,14 @@ def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
     assert (len(split.train), len(split.eval)) == (7, 3)
     heldout = {chosen for _, chosen, _ in shown(split.eval)}
     assert heldout.isdisjoint(chosen for _, chosen, _ in shown(split.train))
-    assert whole.train.fingerprint == load(tmp_path, *files).train.fingerprint != split.train.fingerprint
-    assert whole.train.pair_lengths.shape == (10, 2) and whole.train.subset([3, 0]).pair_lengths.shape == (2, 2)
+    assert (
+        whole.train.fingerprint
+        == load(tmp_path, *files).train.fingerprint
+        != split.train.fingerprint
+    )
+    assert whole.train.pair_lengths.shape == (10, 2) and whole.train.subset(
+        [3, 0]
+    ).pair_lengths.shape == (2, 2)
     with pytest.raises(IndexError):
         whole.train.shards[0][2]
 
@@ -132,15 +165,23 @@ def test_only_the_last_answer_is_trained(tmp_path):
 
 def test_system_tools_and_thinking_are_those_of_the_template(tmp_path):
     tools = [{"type": "function", "function": {"name": "add"}}]
-    call = {**said(""), "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+    call = {
+        **said(""),
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    }
     record = {"prompt": "a", "tools": tools, "chosen": [call], "rejected": "bad"}
     [(prompt, chosen, rejected)] = shown(
         load(tmp_path, write(tmp_path / "a.jsonl", record), template=QWEN3).train, QWEN3
     )
     assert '"name": "add"' in prompt
-    assert chosen == '<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'
+    assert (
+        chosen
+        == '<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'
+    )
     assert rejected == "<think>\n\n</think>\n\nbad<|im_end|>"
-    with_system = load(tmp_path, write(tmp_path / "b.jsonl", FORMATS["conversations"]), default_system="Brief.")
+    with_system = load(
+        tmp_path, write(tmp_path / "b.jsonl", FORMATS["conversations"]), default_system="Brief."
+    )
     assert shown(with_system.train)[0][0] == "<|im_start|>system\nBrief.<|im_end|>\n" + CHAT
 
 
@@ -157,10 +198,20 @@ def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(t
     pairs = shown(bundle.train)
     assert pairs[0] == (CHAT, "good<|im_end|>", "b<|im_end|>")
     # 29 tokens of the prompt are too many, counted from the longer side, and both sides lose the same ones
-    kept = CHAT.replace("a<|im_end|>", long + "<|im_end|>")[len("<|im_start|>user\n") + 29 - len("SuserN") :]
+    kept = CHAT.replace("a<|im_end|>", long + "<|im_end|>")[
+        len("<|im_start|>user\n") + 29 - len("SuserN") :
+    ]
     assert pairs[1] == (kept, "good<|im_end|>", "b<|im_end|>")
-    assert pairs[2] == ("\n", "g" * (limit - 1), "b<|im_end|>")  # one token of the prompt is left to predict from
-    assert bundle.train.pair_lengths.tolist() == [[limit - 1, limit - 4], [limit - 1, limit - 4], [limit - 1, 3]]
+    assert pairs[2] == (
+        "\n",
+        "g" * (limit - 1),
+        "b<|im_end|>",
+    )  # one token of the prompt is left to predict from
+    assert bundle.train.pair_lengths.tolist() == [
+        [limit - 1, limit - 4],
+        [limit - 1, limit - 4],
+        [limit - 1, 3],
+    ]
     warnings = [line.strip() for line in bundle.report if "warning" in line]
     assert warnings == [
         f"warning: 2 pairs were longer than cutoff_len {limit - 1}: the beginning of their prompt was cut, the first at "
@@ -176,28 +227,44 @@ def test_identical_and_empty_pairs_are_left_out_counted_and_named(tmp_path):
         {"prompt": "a", "chosen": "same", "rejected": "same"},
         {"prompt": "a", "chosen": "good", "rejected": " \n"},
         {"prompt": "a", "chosen": "", "rejected": ""},
-        {"prompt": "a", "chosen": "x" * 99 + "y", "rejected": "x" * 99 + "z"},  # the same once they are cut
+        {
+            "prompt": "a",
+            "chosen": "x" * 99 + "y",
+            "rejected": "x" * 99 + "z",
+        },  # the same once they are cut
     )
     bundle = load(tmp_path, file, cutoff_len=PROMPT + 6)
     assert len(bundle.train) == 1
     report = "\n".join(bundle.report)
-    assert f"2 pairs have the same chosen and rejected answer and were left out, the first at {file}:2" in report
+    assert (
+        f"2 pairs have the same chosen and rejected answer and were left out, the first at {file}:2"
+        in report
+    )
     assert f"2 pairs have an empty answer and were left out, the first at {file}:3" in report
-    with pytest.raises(ValueError, match="no pair is left to train on(.|\n)*same chosen and rejected"):
+    with pytest.raises(
+        ValueError, match="no pair is left to train on(.|\n)*same chosen and rejected"
+    ):
         load(tmp_path, write(tmp_path / "b.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}))
 
 
 def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
-    tokenizer = byte_tokenizer(CHATML, (("Ċ", "Ċ"), ("a", "b")))  # "\n\n" is one token where more white space follows
+    tokenizer = byte_tokenizer(
+        CHATML, (("Ċ", "Ċ"), ("a", "b"))
+    )  # "\n\n" is one token where more white space follows
     file = write(tmp_path / "a.jsonl", {"prompt": "ppppp", "chosen": "\n\nx", "rejected": "ab"})
     options = dict(dataset=[file], cache_dir=str(tmp_path / "cache"))
     short = load_datasets(DataArguments(**options, cutoff_len=3), "dpo", tokenizer).train[0]
     # the last token that both prompts have is the t of assistant: it stays, and nothing of an answer goes before it
-    assert [tokenizer.decode(short[side]["input_ids"]) for side in ("chosen", "rejected")] == ["t\n\n\n", "t\nab"]
+    assert [tokenizer.decode(short[side]["input_ids"]) for side in ("chosen", "rejected")] == [
+        "t\n\n\n",
+        "t\nab",
+    ]
     options = DataArguments(**options, cutoff_len=PROMPT + 5)
     sample = load_datasets(options, "dpo", tokenizer).train[0]
     sides = sample["chosen"], sample["rejected"]
-    shared = "ser\nppppp<|im_end|>\n<|im_start|>assistant\n"  # the same two tokens are gone from both
+    shared = (
+        "ser\nppppp<|im_end|>\n<|im_start|>assistant\n"  # the same two tokens are gone from both
+    )
     texts = [tokenizer.decode(side["input_ids"]) for side in sides]
     assert texts == [shared + "\n\nx<|im_end|>", shared + "ab<|im_end|>"]
     trained = [tokenizer.decode(side["labels"][side["labels"] != IGNORE_INDEX]) for side in sides]
@@ -233,7 +300,13 @@ def test_dataset_info_declares_pairs(tmp_path):
     write(tmp_path / "c.jsonl", {"instruction": "a", "output": "b"})
     named = {"prompt": "question", "chosen": "yes", "rejected": "no"}
     info = {
-        "a": {"file_name": "a.jsonl", "ranking": True, "formatting": "sharegpt", "columns": columns, "tags": tags},
+        "a": {
+            "file_name": "a.jsonl",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": columns,
+            "tags": tags,
+        },
         "b": {"file_name": "b.jsonl", "ranking": True, "columns": named},
         "c": {"file_name": "c.jsonl", "ranking": True},
     }
@@ -241,33 +314,46 @@ def test_dataset_info_declares_pairs(tmp_path):
     bundle = load(tmp_path, "a", "b", dataset_dir=str(tmp_path))
     assert shown(bundle.train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")] * 2
     with pytest.raises(
-        ValueError, match=r"c\.jsonl:1: stage dpo expects pairs: .*got the columns \['instruction', 'output'\]"
+        ValueError,
+        match=r"c\.jsonl:1: stage dpo expects pairs: .*got the columns \['instruction', 'output'\]",
     ):
         load(tmp_path, "c", dataset_dir=str(tmp_path))
     for stage in ("sft", "pt"):
-        with pytest.raises(ValueError, match=f"'a': preference pairs .* for stage dpo, not for stage {stage}"):
+        with pytest.raises(
+            ValueError, match=f"'a': preference pairs .* for stage dpo, not for stage {stage}"
+        ):
             load(tmp_path, "a", dataset_dir=str(tmp_path), stage=stage)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "conversations and prompt"])
 def test_sft_over_pairs_is_refused_and_says_the_stage(tmp_path, name):
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: chosen and rejected answers are for stage dpo"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: chosen and rejected answers are for stage dpo"
+    ):
         load(tmp_path, write(tmp_path / "a.jsonl", FORMATS[name]), stage="sft")
 
 
 def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
-    train = load(tmp_path, write(tmp_path / "a.jsonl", FORMATS["conversations and prompt"]), stage="sft").train
+    train = load(
+        tmp_path, write(tmp_path / "a.jsonl", FORMATS["conversations and prompt"]), stage="sft"
+    ).train
     assert len(train) == 1 and train.num_trained_tokens == len("goodE")
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "completion": "b"}, r"stage dpo expects pairs.*got the columns \['completion', 'prompt'\]"),
+        (
+            {"prompt": "a", "completion": "b"},
+            r"stage dpo expects pairs.*got the columns \['completion', 'prompt'\]",
+        ),
         ({"chosen": "a", "rejected": "b"}, "got texts without a prompt"),
         (["a"], "stage dpo expects pairs.*got a list"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "'rejected' is missing or null"),
-        ({"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected': expected a list or a text, got 3"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": 3},
+            "'rejected': expected a list or a text, got 3",
+        ),
         (
             {"prompt": "a", "chosen": [user("b")], "rejected": "c"},
             "chosen: the conversation ends with user",
@@ -276,17 +362,29 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
             {"prompt": [user("a"), said("b")], "chosen": "c", "rejected": "d"},
             "chosen: message 3 .assistant. follows assistant",
         ),
-        ({"chosen": [user("a"), said("b")], "rejected": [user("x"), said("c")]}, "differ from message 1 on"),
         (
-            {"chosen": [user("a"), said("b"), user("c"), said("d")], "rejected": [user("a"), said("b")]},
+            {"chosen": [user("a"), said("b")], "rejected": [user("x"), said("c")]},
+            "differ from message 1 on",
+        ),
+        (
+            {
+                "chosen": [user("a"), said("b"), user("c"), said("d")],
+                "rejected": [user("a"), said("b")],
+            },
             "differ from message 3 on, and have 4 and 2 messages",
         ),
         (
             {"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
             "not that of the column 'prompt'",
         ),
-        ({"instruction": 3, "chosen": "b", "rejected": "c"}, "'instruction': expected a text, got 3"),
-        ({"messages": [user("a")], "chosen": {"role": "assistant"}, "rejected": "c"}, "chosen: .*neither content nor"),
+        (
+            {"instruction": 3, "chosen": "b", "rejected": "c"},
+            "'instruction': expected a text, got 3",
+        ),
+        (
+            {"messages": [user("a")], "chosen": {"role": "assistant"}, "rejected": "c"},
+            "chosen: .*neither content nor",
+        ),
     ],
 )
 def test_a_bad_pair_is_an_error_with_its_place(record, message):

@@ -15,7 +15,10 @@ TOLERANCE = 1e-5  # float32, summed in another order
 
 DIST_OPT = dict(use_distributed_optimizer=True)
 OVERLAP = dict(
-    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=2000
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    ddp_bucket_size=2000,
 )
 TP2 = dict(tensor_model_parallel_size=2)
 PP2 = dict(pipeline_model_parallel_size=2)
@@ -55,14 +58,20 @@ def references(tmp_path_factory):
 
 
 def exported(folder) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v
+        for file in sorted(Path(folder).glob("*.safetensors"))
+        for k, v in load_file(file).items()
+    }
 
 
 def assert_same_curve(got, wanted, tolerance=TOLERANCE):
     assert len(got) == len(wanted)
     for step, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
         for name, a, b in zip(("loss", "grad norm"), ours, theirs, strict=True):
-            assert abs(a - b) <= tolerance * max(1.0, abs(b)), f"step {step}: {name} {a} instead of {b}"
+            assert abs(a - b) <= tolerance * max(1.0, abs(b)), (
+                f"step {step}: {name} {a} instead of {b}"
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,7 +84,9 @@ def test_layout_trains_as_torch_on_one_rank(family, layout, references, tmp_path
     ours = exported(tmp_path)
     assert ours.keys() == weights.keys()
     for name, value in weights.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_torch_ddp_on_two_ranks_trains_as_on_one(references, tmp_path):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mca_lite.pref_losses import dpo_loss, log1mexp, odds_ratio_loss
+from mca_lite.loss_preference import dpo_loss, log1mexp, odds_ratio_loss
 
 
 def t(*values):
@@ -33,7 +33,9 @@ def test_dpo_gradient_by_hand():
     policy = t(-10, -12).requires_grad_()
     losses, chosen, _ = dpo_loss(policy[:1], policy[1:], t(-11), t(-11), beta=0.5)
     losses.sum().backward()
-    assert policy.grad.tolist() == pytest.approx([-0.5 / (1 + math.e), 0.5 / (1 + math.e)], abs=1e-12)
+    assert policy.grad.tolist() == pytest.approx(
+        [-0.5 / (1 + math.e), 0.5 / (1 + math.e)], abs=1e-12
+    )
     assert not chosen.requires_grad
 
 
@@ -41,7 +43,9 @@ def test_odds_ratio_by_hand():
     # a_c = log(1/2) (4 tokens), a_r = log(1/4) (2 tokens): odds 1 and 1/3, log odds ratio log 3
     # L = log 2 + beta log(1 + 1/3) = 0.69314718 + 0.2 * 0.28768207
     chosen, rejected = t(4 * math.log(0.5)), t(2 * math.log(0.25))
-    losses, chosen_rewards, rejected_rewards = odds_ratio_loss(chosen, rejected, t(4), t(2), beta=0.2)
+    losses, chosen_rewards, rejected_rewards = odds_ratio_loss(
+        chosen, rejected, t(4), t(2), beta=0.2
+    )
     assert losses.item() == pytest.approx(0.75068360, abs=1e-8)
     assert chosen_rewards.item() == pytest.approx(0.2 * math.log(0.5))
     assert rejected_rewards.item() == pytest.approx(0.2 * math.log(0.25))
@@ -63,6 +67,8 @@ def test_log1mexp_keeps_its_digits_in_float32(x, expected):
 
 def test_certain_responses_give_finite_losses_and_gradients():
     logps = torch.tensor([0.0, -1e-12, -1e-6, -200.0], requires_grad=True)
-    losses, *_ = odds_ratio_loss(logps[:2], logps[2:], torch.tensor([3.0, 2.0]), torch.tensor([3.0, 0.0]), beta=0.1)
+    losses, *_ = odds_ratio_loss(
+        logps[:2], logps[2:], torch.tensor([3.0, 2.0]), torch.tensor([3.0, 0.0]), beta=0.1
+    )
     losses.sum().backward()
     assert losses.isfinite().all() and logps.grad.isfinite().all()

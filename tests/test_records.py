@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite.encoding import Encoder, mask_of_spans
-from mca_lite.records import Source, detect_format, read_records, resolve
+from mca_lite.data_encode import Encoder, mask_of_spans
+from mca_lite.data_records import Source, detect_format, read_records, resolve
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -21,7 +21,8 @@ CHATML_MARKS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHATML_SHORT_MARKS = CHATML_MARKS.replace(
-    "{{ m['content'] }}<|im_end|>\n{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}<|im_end|>\n"
+    "{{ m['content'] }}<|im_end|>\n{% endgeneration %}",
+    "{{ m['content'] }}{% endgeneration %}<|im_end|>\n",
 )
 # thinking is written for the last turn alone, as an empty block where there is none; tool calls as JSON
 QWEN3 = (
@@ -72,19 +73,28 @@ SPECIAL = [
 def byte_tokenizer(template: str | None = None, merges: tuple = ()) -> PreTrainedTokenizerFast:
     """A token a byte, so that a mask can be read as text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: number for number, piece in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    vocab = {
+        piece: number
+        for number, piece in enumerate([*alphabet, *("".join(pair) for pair in merges)])
+    }
     core = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    core.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
     tokenizer.chat_template = template
     return tokenizer
 
 
 def encode(record, template: str, form: str = "openai", source: Source | None = None, **options):
     tokenizer = byte_tokenizer(template)
-    encoder = Encoder(tokenizer, source or Source("t", []), "sft", **{"cutoff_len": 4096, **options})
+    encoder = Encoder(
+        tokenizer, source or Source("t", []), "sft", **{"cutoff_len": 4096, **options}
+    )
     return tokenizer, encoder.encode([("t.json:1", form, record)])
 
 
@@ -101,7 +111,9 @@ def trained_texts(record, template: str, **options) -> list[str]:
 
 
 def chat(*texts: str, system: str | None = None) -> dict:
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
     return {"messages": ([{"role": "system", "content": system}] if system else []) + turns}
 
 
@@ -121,7 +133,17 @@ TWO_TURNS = chat("Hi", "Hello", "What is 2+3?", "5")
         (MISTRAL, [" Hello</s>", " 5</s>"]),
         (DEEPSEEK, ["Hello</s>", "5</s>"]),
     ],
-    ids=["chatml", "no_prompt", "marks", "short_marks", "qwen3", "llama3", "phi3", "mistral", "deepseek"],
+    ids=[
+        "chatml",
+        "no_prompt",
+        "marks",
+        "short_marks",
+        "qwen3",
+        "llama3",
+        "phi3",
+        "mistral",
+        "deepseek",
+    ],
 )
 def test_each_answer_with_its_end_of_turn_token_is_trained_and_nothing_else(template, expected):
     assert trained_texts(TWO_TURNS, template) == expected
@@ -134,26 +156,42 @@ def test_an_answer_that_repeats_the_question_is_found_in_the_right_place():
     start = 3 + len("user\nyes\nassistant\n")  # three special tokens, the rest a token a byte
     assert tokenizer.decode(part.ids[:start]) == text
     assert part.mask[: start + 5].tolist() == [0] * start + [1, 1, 1, 1, 0]
-    assert trained_texts(chat("yes", "yes", "user", "assistant"), CHATML) == ["yes<|im_end|>", "assistant<|im_end|>"]
+    assert trained_texts(chat("yes", "yes", "user", "assistant"), CHATML) == [
+        "yes<|im_end|>",
+        "assistant<|im_end|>",
+    ]
 
 
 def test_a_system_message_that_moves_with_the_conversation_leaves_the_mask_right():
     record = chat("5", "5", "5", "5", system="Be brief.")
     tokenizer, part = encode(record, MISTRAL)
-    assert tokenizer.decode(part.ids) == "<s>[INST] 5 [/INST] 5</s>[INST] Be brief.\n\n5 [/INST] 5</s>"
+    assert (
+        tokenizer.decode(part.ids) == "<s>[INST] 5 [/INST] 5</s>[INST] Be brief.\n\n5 [/INST] 5</s>"
+    )
     assert trained_texts(record, MISTRAL) == ["5</s>", "5</s>"]
     assert part.mask.tolist().index(1) == len("[INST] 5 [/INST] ") + 1
 
 
 def test_thinking_that_the_template_drops_from_the_history_is_trained_only_where_it_stands():
     record = chat("Hi", "<think>\nold\n</think>\n\nHello", "2+3?", "<think>\nadd\n</think>\n\n5")
-    assert trained_texts(record, QWEN3) == ["Hello<|im_end|>", "<think>\nadd\n</think>\n\n5<|im_end|>"]
+    assert trained_texts(record, QWEN3) == [
+        "Hello<|im_end|>",
+        "<think>\nadd\n</think>\n\n5<|im_end|>",
+    ]
 
 
 def test_tool_calls_are_trained_and_tool_results_are_not():
     call = {"name": "add", "arguments": {"a": 2}}
-    turns = [("human", "2+3?"), ("function_call", json.dumps(call)), ("observation", "5"), ("gpt", "It is 5.")]
-    record = {"conversations": [{"from": role, "value": text} for role, text in turns], "tools": '[{"name": "add"}]'}
+    turns = [
+        ("human", "2+3?"),
+        ("function_call", json.dumps(call)),
+        ("observation", "5"),
+        ("gpt", "It is 5."),
+    ]
+    record = {
+        "conversations": [{"from": role, "value": text} for role, text in turns],
+        "tools": '[{"name": "add"}]',
+    }
     expected = [
         '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>',
         "<think>\n\n</think>\n\nIt is 5.<|im_end|>",
@@ -161,11 +199,17 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
     assert trained_texts(record, QWEN3, form="sharegpt") == expected
     tokenizer, part = encode(record, QWEN3, form="sharegpt")
     assert '{"type": "function", "function": {"name": "add"}}' in tokenizer.decode(part.ids)
-    with pytest.raises(ValueError, match="t.json:1: the record has tools, but .* template takes none"):
+    with pytest.raises(
+        ValueError, match="t.json:1: the record has tools, but .* template takes none"
+    ):
         encode(record, CHATML, form="sharegpt")
     openai = [
         {"role": "user", "content": "2+3?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": call}],
+        },
         {"role": "tool", "content": "5"},
         {"role": "assistant", "content": "It is 5."},
     ]
@@ -185,10 +229,16 @@ def test_train_on_prompt_trains_every_token():
 def test_token_borders_are_those_of_the_whole_text():
     merges = (("H", "i"), ("Ċ", "H"))  # "\nH" is never merged: "Hi" comes first
     tokenizer = byte_tokenizer(CHATML, merges)
-    part = Encoder(tokenizer, Source("t", []), "sft", cutoff_len=99).encode([("t:1", "openai", chat("a", "Hi"))])
-    whole = tokenizer(tokenizer.apply_chat_template(chat("a", "Hi")["messages"], tokenize=False))["input_ids"]
+    part = Encoder(tokenizer, Source("t", []), "sft", cutoff_len=99).encode(
+        [("t:1", "openai", chat("a", "Hi"))]
+    )
+    whole = tokenizer(tokenizer.apply_chat_template(chat("a", "Hi")["messages"], tokenize=False))[
+        "input_ids"
+    ]
     assert part.ids.tolist() == whole
-    assert part.ids[part.mask == 1].tolist() == [tokenizer.convert_tokens_to_ids(t) for t in ("Hi", "<|im_end|>")]
+    assert part.ids[part.mask == 1].tolist() == [
+        tokenizer.convert_tokens_to_ids(t) for t in ("Hi", "<|im_end|>")
+    ]
 
 
 def test_a_token_is_trained_if_one_of_its_characters_is():
@@ -198,11 +248,15 @@ def test_a_token_is_trained_if_one_of_its_characters_is():
 
 
 def test_alpaca_history_system_and_input_become_turns():
-    record = {"instruction": "Add", "input": "2+3", "output": "5", "system": "Brief.", "history": [["Hi", "Hello"]]}
+    record = {
+        "instruction": "Add",
+        "input": "2+3",
+        "output": "5",
+        "system": "Brief.",
+        "history": [["Hi", "Hello"]],
+    }
     tokenizer, part = encode(record, CHATML, form="alpaca", default_system="unused")
-    roles = (
-        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    )
+    roles = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.decode(part.ids).startswith(roles + "<|im_start|>user\nAdd\n2+3<|im_end|>\n")
     assert trained_texts(record, CHATML, form="alpaca") == ["Hello<|im_end|>", "5<|im_end|>"]
     del record["system"]
@@ -223,13 +277,29 @@ def test_prompt_and_completion_may_be_texts_or_messages():
 def test_formats_are_detected_from_the_first_record():
     none = Source("t", [])
     assert detect_format({"instruction": "", "output": ""}, none, "sft", "t:1") == "alpaca"
-    assert detect_format({"conversations": [{"from": "human", "value": ""}]}, none, "sft", "t:1") == "sharegpt"
-    assert detect_format({"messages": [{"role": "user", "content": ""}]}, none, "sft", "t:1") == "openai"
-    assert detect_format({"messages": [{"from": "human", "value": ""}]}, none, "sft", "t:1") == "sharegpt"
-    assert detect_format({"prompt": "", "completion": ""}, none, "sft", "t:1") == "prompt-completion"
+    assert (
+        detect_format({"conversations": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
+        == "sharegpt"
+    )
+    assert (
+        detect_format({"messages": [{"role": "user", "content": ""}]}, none, "sft", "t:1")
+        == "openai"
+    )
+    assert (
+        detect_format({"messages": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
+        == "sharegpt"
+    )
+    assert (
+        detect_format({"prompt": "", "completion": ""}, none, "sft", "t:1") == "prompt-completion"
+    )
     assert detect_format({"text": ""}, none, "pt", "t:1") == "text"
-    assert detect_format({"body": ""}, Source("t", [], columns={"prompt": "body"}), "pt", "t:1") == "text"
-    with pytest.raises(ValueError, match=r"t:1: stage sft expects alpaca .*got the columns \['text'\].*stage: pt"):
+    assert (
+        detect_format({"body": ""}, Source("t", [], columns={"prompt": "body"}), "pt", "t:1")
+        == "text"
+    )
+    with pytest.raises(
+        ValueError, match=r"t:1: stage sft expects alpaca .*got the columns \['text'\].*stage: pt"
+    ):
         detect_format({"text": ""}, none, "sft", "t:1")
     with pytest.raises(ValueError, match="t:1: stage pt expects the column 'text'.*stage: sft"):
         detect_format({"messages": []}, none, "pt", "t:1")
@@ -240,16 +310,28 @@ def test_formats_are_detected_from_the_first_record():
     [
         ({"instruction": "a"}, "alpaca", "the column 'output' is missing"),
         ({"instruction": "a", "output": 3}, "alpaca", "'output': expected a text, got 3"),
-        ({"instruction": "a", "output": "b", "history": [["x"]]}, "alpaca", "history: expected a list of"),
+        (
+            {"instruction": "a", "output": "b", "history": [["x"]]},
+            "alpaca",
+            "history: expected a list of",
+        ),
         (chat("a"), "openai", "ends with user"),
         ({"messages": []}, "openai", "no messages"),
-        ({"messages": [{"role": "user", "content": "a"}] * 2}, "openai", r"message 2 \(user\) follows user"),
+        (
+            {"messages": [{"role": "user", "content": "a"}] * 2},
+            "openai",
+            r"message 2 \(user\) follows user",
+        ),
         ({"messages": [{"role": "bot", "content": "a"}]}, "openai", "unknown role 'bot'"),
         ({"messages": [{"role": "user"}]}, "openai", "neither content nor tool_calls"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "openai", "only text"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "sharegpt", "unknown from 'alien'"),
         ({"conversations": "a"}, "sharegpt", "'conversations': expected a list, got a text"),
-        ({"conversations": [{"from": "function_call", "value": "{"}]}, "sharegpt", "function_call: expected one JSON"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "sharegpt",
+            "function_call: expected one JSON",
+        ),
         (["a"], "alpaca", "expected an object, got a list"),
     ],
 )
@@ -263,7 +345,9 @@ def test_a_template_that_rewrites_answers_is_an_error_that_says_what_to_do():
     with pytest.raises(ValueError, match="t.json:1: cannot tell which part .* generation"):
         encode(TWO_TURNS, shouting)
     refusing = CHATML + "{% if messages | length > 3 %}{{ raise_exception('too many') }}{% endif %}"
-    with pytest.raises(ValueError, match="t.json:1: the chat template refuses the conversation: too many"):
+    with pytest.raises(
+        ValueError, match="t.json:1: the chat template refuses the conversation: too many"
+    ):
         encode(TWO_TURNS, refusing)
 
 
@@ -278,9 +362,14 @@ def test_readers_give_records_with_their_lines(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\n\n{"n": "\\r"}\n')
     (tmp_path / "d.txt").write_text("one\n\n  two\n")
     records = {path.name: list(read_records(str(path))) for path in tmp_path.iterdir()}
-    assert records["a.json"] == [(f"{tmp_path}/a.json:{line}", {"n": n}) for line, n in ((2, 1), (4, 2), (5, 3))]
+    assert records["a.json"] == [
+        (f"{tmp_path}/a.json:{line}", {"n": n}) for line, n in ((2, 1), (4, 2), (5, 3))
+    ]
     assert records["b.json"] == [(f"{tmp_path}/b.json:{n}", {"n": n}) for n in (1, 2)]
-    assert records["c.jsonl"] == [(f"{tmp_path}/c.jsonl:1", {"n": 1}), (f"{tmp_path}/c.jsonl:3", {"n": "\r"})]
+    assert records["c.jsonl"] == [
+        (f"{tmp_path}/c.jsonl:1", {"n": 1}),
+        (f"{tmp_path}/c.jsonl:3", {"n": "\r"}),
+    ]
     assert records["d.txt"] == [(f"{tmp_path}/d.txt:1", "one"), (f"{tmp_path}/d.txt:3", "two")]
 
 
@@ -313,7 +402,12 @@ def test_a_broken_file_is_an_error_with_its_line(tmp_path, name, content, messag
 def test_dataset_info_names_files_columns_and_tags(tmp_path):
     (tmp_path / "x.jsonl").write_text("{}")
     info = {
-        "x": {"file_name": "x.jsonl", "columns": {"prompt": "text"}, "num_samples": 3, "split": "train"},
+        "x": {
+            "file_name": "x.jsonl",
+            "columns": {"prompt": "text"},
+            "num_samples": 3,
+            "split": "train",
+        },
         "hub": {"hf_hub_url": "a/b"},
         "pairs": {"file_name": "x.jsonl", "ranking": True},
         "typo": {"file_name": "x.jsonl", "columns": {"promt": "text"}},
@@ -322,9 +416,17 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     [source] = resolve(["x"], str(tmp_path))
-    assert (source.files, source.columns, source.num_samples) == ([str(tmp_path / "x.jsonl")], {"prompt": "text"}, 3)
+    assert (source.files, source.columns, source.num_samples) == (
+        [str(tmp_path / "x.jsonl")],
+        {"prompt": "text"},
+        3,
+    )
     assert source.notes == ["split of dataset_info.json has no meaning for a local file"]
-    assert resolve([str(tmp_path)], None)[0].files == source.files == resolve(["x.jsonl"], str(tmp_path))[0].files
+    assert (
+        resolve([str(tmp_path)], None)[0].files
+        == source.files
+        == resolve(["x.jsonl"], str(tmp_path))[0].files
+    )
     for name, message in [
         ("hub", "local files: .*file_name instead of hf_hub_url"),
         ("pairs", "stage dpo"),
@@ -338,7 +440,13 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
 
 
 def test_tags_of_dataset_info_rename_roles():
-    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "it", "system_tag": "sys"}
+    tags = {
+        "role_tag": "who",
+        "content_tag": "says",
+        "user_tag": "me",
+        "assistant_tag": "it",
+        "system_tag": "sys",
+    }
     record = {"log": [{"who": "me", "says": "Hi"}, {"who": "it", "says": "Hello"}]}
     for form in ("sharegpt", "openai"):
         source = Source("t", [], form, {"messages": "log"}, tags)

@@ -16,10 +16,9 @@ import torch
 from transformers import AutoTokenizer
 from transformers import TrainerState as HFTrainerState
 
-from mca_lite import report as report_module
-from mca_lite.arguments import parse_args
-from mca_lite.callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
-from mca_lite.report import (
+from mca_lite import log as report_module
+from mca_lite.args import parse_args
+from mca_lite.log import (
     Report,
     Throughput,
     format_duration,
@@ -31,12 +30,17 @@ from mca_lite.report import (
     read_log,
     smooth,
 )
+from mca_lite.trainer_callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
-ARGS = SimpleNamespace(metric_for_best_model="loss", greater_is_better=None, load_best_model_at_end=True)
+ARGS = SimpleNamespace(
+    metric_for_best_model="loss", greater_is_better=None, load_best_model_at_end=True
+)
 
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra plot")
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs the extra plot"
+)
 
 
 class Clock:
@@ -83,7 +87,9 @@ def test_state_survives_a_round_trip_and_bears_hugging_face_names(tmp_path):
 
 def test_state_file_of_hugging_face_is_read(tmp_path):
     path = tmp_path / "trainer_state.json"
-    HFTrainerState(global_step=3, epoch=0.5, best_global_step=2, max_steps=9).save_to_json(str(path))
+    HFTrainerState(global_step=3, epoch=0.5, best_global_step=2, max_steps=9).save_to_json(
+        str(path)
+    )
     state = TrainerState.load(str(path))
     assert (state.global_step, state.epoch, state.best_step, state.max_steps) == (3, 0.5, 2, 9)
 
@@ -112,7 +118,11 @@ def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
         control = evaluate(best, state, step, eval_loss=loss)
         assert control.should_save == (step <= 2)
         best.on_save(ARGS, state, control, f"checkpoint-{step}")
-    assert (state.best_metric, state.best_step, state.best_model_checkpoint) == (1.0, 2, "checkpoint-2")
+    assert (state.best_metric, state.best_step, state.best_model_checkpoint) == (
+        1.0,
+        2,
+        "checkpoint-2",
+    )
 
 
 def test_best_model_finds_a_checkpoint_saved_before_the_evaluation():
@@ -127,7 +137,10 @@ def test_best_model_takes_the_direction_from_the_name_of_the_metric():
     for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
         evaluate(best, state, step, eval_accuracy=accuracy, eval_loss=1.0)
     assert state.best_step == 2
-    reversed_best, state = BestModel(metric="eval_accuracy", greater_is_better=False), TrainerState()
+    reversed_best, state = (
+        BestModel(metric="eval_accuracy", greater_is_better=False),
+        TrainerState(),
+    )
     for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
         evaluate(reversed_best, state, step, eval_accuracy=accuracy)
     assert state.best_step == 3
@@ -143,12 +156,19 @@ def test_early_stopping_counts_evaluations_in_a_row_and_respects_the_threshold()
     losses = (2.0, 1.5, 1.45, 1.3, 1.25, 1.4, 1.3)
     stopping, state = EarlyStopping(patience=3, threshold=0.1), TrainerState()
     stopping.on_train_begin(ARGS, state, TrainerControl())
-    stops = [evaluate(stopping, state, step, eval_loss=loss).should_stop for step, loss in enumerate(losses)]
+    stops = [
+        evaluate(stopping, state, step, eval_loss=loss).should_stop
+        for step, loss in enumerate(losses)
+    ]
     assert stops == [False] * 6 + [True]
 
 
 def test_early_stopping_goes_on_counting_after_a_resume():
-    history = [{"step": 1, "eval_loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.1}]
+    history = [
+        {"step": 1, "eval_loss": 1.0},
+        {"step": 2, "loss": 1.0},
+        {"step": 2, "eval_loss": 1.1},
+    ]
     stopping, state = EarlyStopping(patience=2), TrainerState(global_step=2, log_history=history)
     stopping.on_train_begin(ARGS, state, TrainerControl())
     assert stopping.evaluations_without_gain == 1
@@ -167,9 +187,15 @@ def test_early_stopping_refuses_numbers_that_mean_nothing(options):
 def test_log_holds_unrounded_numbers_as_they_were_given(tmp_path):
     report = make_report(tmp_path)
     begin(report, max_steps=2)
-    report.log({"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": torch.tensor(0.5)})
-    assert lines(tmp_path) == [{"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": 0.5}]
-    report.on_log(ARGS, TrainerState(), TrainerControl(), {"step": 2, "eval_loss": 0.25})  # flushed line by line
+    report.log(
+        {"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": torch.tensor(0.5)}
+    )
+    assert lines(tmp_path) == [
+        {"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": 0.5}
+    ]
+    report.on_log(
+        ARGS, TrainerState(), TrainerControl(), {"step": 2, "eval_loss": 0.25}
+    )  # flushed line by line
     assert lines(tmp_path)[1] == {"step": 2, "eval_loss": 0.25}
 
 
@@ -179,7 +205,11 @@ def test_resumed_log_is_cut_after_the_resumed_step_and_a_torn_line_goes(tmp_path
     report = make_report(tmp_path)
     begin(report, global_step=2, max_steps=9)
     report.log({"step": 3, "loss": 0.5})
-    assert lines(tmp_path) == [{"step": 1, "loss": 1 / 7}, {"step": 2, "loss": 2 / 7}, {"step": 3, "loss": 0.5}]
+    assert lines(tmp_path) == [
+        {"step": 1, "loss": 1 / 7},
+        {"step": 2, "loss": 2 / 7},
+        {"step": 3, "loss": 0.5},
+    ]
 
 
 def test_new_run_starts_an_empty_log(tmp_path):
@@ -223,12 +253,16 @@ def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
         "step": 20, "epoch": 0.128, "loss": 2.34564, "grad_norm": 1.2345, "learning_rate": 1e-4, "skipped_iter": 0,
         "tokens_per_second": 12345.6, "consumed_samples": 640, "peak_memory_gib": 0.4,
     })  # fmt: skip
-    expected = "step 20/30  epoch 0.13  loss 2.3456  grad_norm 1.23  lr 1.0e-04  12.3k tokens/s  eta 40s\n"
+    expected = (
+        "step 20/30  epoch 0.13  loss 2.3456  grad_norm 1.23  lr 1.0e-04  12.3k tokens/s  eta 40s\n"
+    )
     assert capsys.readouterr().out == expected
 
 
 def test_progress_line_shows_skipped_steps_and_metrics_of_the_objective():
-    line = format_progress({"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5}, max_steps=4)
+    line = format_progress(
+        {"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5}, max_steps=4
+    )
     assert line == "step 3/4  loss 1.0000  skipped_iter 2  eval_loss 0.5000"
 
 
@@ -269,7 +303,9 @@ def test_summary_lists_sections_in_one_column():
 def hide(monkeypatch, package):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        report_module.importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest)
+        report_module.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == package else found(name, *rest),
     )
 
 
@@ -281,7 +317,9 @@ def hide(monkeypatch, package):
         ("matplotlib", {"plot_loss": True}, "plot"),
     ],
 )
-def test_missing_package_is_an_error_on_every_rank_that_names_the_extra(tmp_path, monkeypatch, package, options, extra):
+def test_missing_package_is_an_error_on_every_rank_that_names_the_extra(
+    tmp_path, monkeypatch, package, options, extra
+):
     hide(monkeypatch, package)
     for is_main in (True, False):
         with pytest.raises(ValueError, match=rf"mca-lite\[{extra}\]"):
@@ -296,9 +334,15 @@ def test_unknown_tracker_is_an_error_and_none_is_not(tmp_path):
 
 def test_trackers_get_every_number_under_the_step(tmp_path, monkeypatch):
     written, calls = [], []
-    writer = SimpleNamespace(add_scalar=lambda *values: written.append(values), close=lambda: calls.append("close"))
-    run = SimpleNamespace(log=lambda logs, step: calls.append((logs, step)), finish=lambda: calls.append("finish"))
-    tensorboard = SimpleNamespace(SummaryWriter=lambda folder, purge_step: calls.append(purge_step) or writer)
+    writer = SimpleNamespace(
+        add_scalar=lambda *values: written.append(values), close=lambda: calls.append("close")
+    )
+    run = SimpleNamespace(
+        log=lambda logs, step: calls.append((logs, step)), finish=lambda: calls.append("finish")
+    )
+    tensorboard = SimpleNamespace(
+        SummaryWriter=lambda folder, purge_step: calls.append(purge_step) or writer
+    )
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
     monkeypatch.setattr(report_module, "_require", lambda *args, **options: None)
@@ -349,7 +393,11 @@ def test_throughput_is_tokens_over_time_since_the_last_line():
         "mfu": 0.5,
     })  # fmt: skip
     assert throughput.take() == {}
-    assert (throughput.total_samples, throughput.total_tokens, throughput.total_time_s) == (4, 800, 4.0)
+    assert (throughput.total_samples, throughput.total_tokens, throughput.total_time_s) == (
+        4,
+        800,
+        4.0,
+    )
 
 
 def test_throughput_without_a_known_peak_or_count_leaves_those_keys_out():
@@ -414,18 +462,28 @@ def test_example_script_writes_the_committed_bytes(tmp_path):
     made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     assert len(made) == 9
     for name in made:
-        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), f"make.py writes another {name}"
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), (
+            f"make.py writes another {name}"
+        )
 
 
 def test_example_holds_out_what_it_asks_and_stays_small():
     def answers(name):
         records = [json.loads(line) for line in (TINY / name).read_text().splitlines()]
-        return {m["content"] for record in records for m in record["messages"] if m["role"] == "assistant"}
+        return {
+            m["content"]
+            for record in records
+            for m in record["messages"]
+            if m["role"] == "assistant"
+        }
 
     heldout = answers("heldout.jsonl")
     assert len(heldout) == 200 and not heldout & answers("sft.jsonl")
     assert not any(date in (TINY / "pt.jsonl").read_text() for date in heldout)
-    assert sum(path.stat().st_size for path in TINY.rglob("*") if "__pycache__" not in path.parts) < 1_000_000
+    assert (
+        sum(path.stat().st_size for path in TINY.rglob("*") if "__pycache__" not in path.parts)
+        < 1_000_000
+    )
 
 
 def test_example_pairs_are_of_two_readings_of_dates_and_hold_some_out():
@@ -433,7 +491,10 @@ def test_example_pairs_are_of_two_readings_of_dates_and_hold_some_out():
         found = set()
         for record in map(json.loads, (TINY / name).read_text().splitlines()):
             day, month, year = re.search(r"(\d\d) (\d\d) (\d{4})", record["prompt"]).groups()
-            assert record["chosen"] == f"{year}-{month}-{day}" and record["rejected"] == f"{year}-{day}-{month}"
+            assert (
+                record["chosen"] == f"{year}-{month}-{day}"
+                and record["rejected"] == f"{year}-{day}-{month}"
+            )
             found.add((day, month, year))
         return found
 
@@ -445,8 +506,14 @@ def test_example_template_marks_the_answers_and_their_stop_token():
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     turns = [("user", "Say 1."), ("assistant", "1999"), ("user", "Again."), ("assistant", "ok")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    kept = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    encoded = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    kept = [
+        token
+        for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        if mask
+    ]
     assert tokenizer.decode(kept) == "1999<|im_end|>ok<|im_end|>"
     assert tokenizer.tokenize("1999") == ["1", "9", "9", "9"]
 
@@ -454,7 +521,10 @@ def test_example_template_marks_the_answers_and_their_stop_token():
 def test_example_tokenizer_gives_any_text_back():
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     rng = random.Random(0)
-    for text in ["Zürich\n\n  ok 12 — ½ ", "".join(chr(rng.randrange(32, 0x3000)) for _ in range(200))]:
+    for text in [
+        "Zürich\n\n  ok 12 — ½ ",
+        "".join(chr(rng.randrange(32, 0x3000)) for _ in range(200)),
+    ]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -469,7 +539,9 @@ REAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_shipped_configuration_parses_and_fits_its_model_and_world(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     world_size, sizes = REAL.get(path.stem, (2, None))
@@ -477,8 +549,14 @@ def test_shipped_configuration_parses_and_fits_its_model_and_world(path, tmp_pat
     words = []
     if path.stem in ("dpo", "orpo"):  # they go on from what configs/sft.yaml writes
         words = ["model_name_or_path=configs/tiny/model"]
-    if sizes is not None:  # the model is on a hub, which a test cannot ask: a config.json of the same sizes stands in
-        config = json.loads((TINY / "model" / "config.json").read_text()) | sizes | {"num_key_value_heads": 8}
+    if (
+        sizes is not None
+    ):  # the model is on a hub, which a test cannot ask: a config.json of the same sizes stands in
+        config = (
+            json.loads((TINY / "model" / "config.json").read_text())
+            | sizes
+            | {"num_key_value_heads": 8}
+        )
         (tmp_path / "config.json").write_text(json.dumps(config))
         words = [f"model_name_or_path={tmp_path}"]
     run = parse_args([str(path), *words])
@@ -489,7 +567,9 @@ def test_shipped_configuration_parses_and_fits_its_model_and_world(path, tmp_pat
     assert isinstance(training.lr_scheduler_kwargs.get("min_lr", 0.0), float)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_shipped_configuration_starts_with_the_command_that_runs_it(path):
     text = path.read_text()
     head = text.split("\nmodel_name_or_path")[0]

@@ -27,14 +27,18 @@ def test_token_losses_are_those_of_the_models_own_logits(family):
     from mca_lite.backend_torch import TokenLossModel
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **OTHERS[family]}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**SIZES, **OTHERS[family]})
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     ids, labels = torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9))
     labels[:, :2] = -100
     wrapped = TokenLossModel(model, 4)
-    wanted = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 9)
+    wanted = F.cross_entropy(
+        model(ids).logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(2, 9)
     torch.testing.assert_close(wrapped(ids, labels=labels), wanted, rtol=1e-5, atol=1e-5)
     assert wrapped.head_is_plain == (family == "qwen3")
 
@@ -50,7 +54,10 @@ def refusal(path: str, out: str, **keys) -> str:
 def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
     path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
     packs = dict(sequence_packing=True, per_device_train_batch_size=4)
-    assert "packing: false" in world.run(refusal, 1, path, str(tmp_path / "a"), backend="torch", **packs)[0]
+    assert (
+        "packing: false"
+        in world.run(refusal, 1, path, str(tmp_path / "a"), backend="torch", **packs)[0]
+    )
 
 
 def on_transformer_engine(path: str) -> str:

@@ -39,7 +39,9 @@ def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:
         total, count = 0.0, 0
         for i in chosen:
             logits = model(data[i]["input_ids"][None]).logits[0].float()
-            total = total + F.cross_entropy(logits, data[i]["labels"], ignore_index=-100, reduction="sum")
+            total = total + F.cross_entropy(
+                logits, data[i]["labels"], ignore_index=-100, reduction="sum"
+            )
             count += int((data[i]["labels"] != -100).sum())
         (total / count).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -67,12 +69,19 @@ def trained_tokens() -> list[int]:
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_a_log_line_is_the_mean_per_trained_token_of_exactly_its_steps(model_path, tmp_path, backend):
+def test_a_log_line_is_the_mean_per_trained_token_of_exactly_its_steps(
+    model_path, tmp_path, backend
+):
     [steps] = world.run(train, 1, model_path, str(tmp_path / "each"), backend=backend)
     world.run(train, 2, model_path, str(tmp_path / "pairs"), backend=backend, logging_steps=2)
     tokens = trained_tokens()
-    wanted = [sum(steps[i][0] * tokens[i] for i in pair) / sum(tokens[i] for i in pair) for pair in ((0, 1), (2, 3))]
-    assert [line["loss"] for line in read_log(tmp_path / "pairs")] == pytest.approx(wanted, rel=1e-5)
+    wanted = [
+        sum(steps[i][0] * tokens[i] for i in pair) / sum(tokens[i] for i in pair)
+        for pair in ((0, 1), (2, 3))
+    ]
+    assert [line["loss"] for line in read_log(tmp_path / "pairs")] == pytest.approx(
+        wanted, rel=1e-5
+    )
 
 
 def plain_eval(path: str) -> float:
@@ -82,15 +91,21 @@ def plain_eval(path: str) -> float:
     for sample in tiny.samples(9, seed=2):
         with torch.no_grad():
             logits = model(sample["input_ids"][None]).logits[0]
-        total += float(F.cross_entropy(logits, sample["labels"], ignore_index=-100, reduction="sum"))
+        total += float(
+            F.cross_entropy(logits, sample["labels"], ignore_index=-100, reduction="sum")
+        )
         count += int((sample["labels"] != -100).sum())
     return total / count
 
 
-@pytest.mark.parametrize("ranks, keys", [(2, {}), (2, PP2), (2, {**TP2, **SP}), (2, {**PP2, **VPP2})])
+@pytest.mark.parametrize(
+    "ranks, keys", [(2, {}), (2, PP2), (2, {**TP2, **SP}), (2, {**PP2, **VPP2})]
+)
 def test_evaluation_is_sum_over_count_of_the_whole_set(model_path, tmp_path, ranks, keys):
     keys = dict(keys, eval_strategy="steps", eval_steps=1, steps=1, per_device_eval_batch_size=2)
-    keys.update(learning_rate=1e-12, lr_scheduler_type="constant", lr_scheduler_kwargs={}, warmup_steps=0)
+    keys.update(
+        learning_rate=1e-12, lr_scheduler_type="constant", lr_scheduler_kwargs={}, warmup_steps=0
+    )
     wanted = world.run(plain_eval, 1, model_path)[0]
     for curve in world.run(train, ranks, model_path, str(tmp_path), **keys):
         name, value = curve[-1]
@@ -101,13 +116,18 @@ MEAN = dict(calculate_per_token_loss=False, count=21)
 
 
 @pytest.mark.parametrize(
-    "ranks, keys", [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))]
+    "ranks, keys",
+    [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))],
 )
 def test_mean_of_micro_batches_agrees_with_the_torch_backend(model_path, tmp_path, ranks, keys):
     """One sample a micro-batch: the mean of 8 means, and of 5 in the last step of the epoch, fillers left out."""
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **MEAN)
-    [per_token] = world.run(train, 1, model_path, str(tmp_path / "tokens"), backend="torch", count=21)
-    assert abs(wanted[2][1] - per_token[2][1]) > 1e-3, "the two objectives do not differ on this data"
+    [per_token] = world.run(
+        train, 1, model_path, str(tmp_path / "tokens"), backend="torch", count=21
+    )
+    assert abs(wanted[2][1] - per_token[2][1]) > 1e-3, (
+        "the two objectives do not differ on this data"
+    )
     for got in world.run(train, ranks, model_path, str(tmp_path), **keys, **MEAN):
         assert_same_curve(got, wanted)
 
@@ -120,7 +140,9 @@ def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
         assert_same_curve(got, wanted)
 
 
-@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, TP2), (2, dict(use_distributed_optimizer=True)), (2, PP2)])
+@pytest.mark.parametrize(
+    "ranks, keys", [(1, {}), (2, TP2), (2, dict(use_distributed_optimizer=True)), (2, PP2)]
+)
 def test_bf16_follows_the_torch_backend_in_bf16(model_path, tmp_path, ranks, keys):
     """bf16 rounds to 3 digits, and megatron keeps residuals in bf16 where autocast keeps them in float32: 2 % of the loss."""
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", bf16=True)
@@ -154,10 +176,14 @@ def test_dropout_is_the_same_on_all_ranks_of_a_model_and_repeats(model_path, tmp
     assert first[0][0] != plain[0][0]
 
 
-@pytest.mark.parametrize("keys", [dict(recompute_granularity="full"), dict(recompute_granularity="selective")])
+@pytest.mark.parametrize(
+    "keys", [dict(recompute_granularity="full"), dict(recompute_granularity="selective")]
+)
 def test_recomputation_changes_no_number(model_path, tmp_path, keys):
     wanted = world.run(train, 2, model_path, str(tmp_path / "a"), **PP2)[0]
-    assert_same_curve(world.run(train, 2, model_path, str(tmp_path / "b"), **PP2, **keys)[0], wanted, 1e-6)
+    assert_same_curve(
+        world.run(train, 2, model_path, str(tmp_path / "b"), **PP2, **keys)[0], wanted, 1e-6
+    )
 
 
 def test_uneven_pipeline_layout_trains_every_layer(model_path, tmp_path):
@@ -173,7 +199,7 @@ def test_uneven_pipeline_layout_trains_every_layer(model_path, tmp_path):
 def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
     """AutoModel, TrainingArguments, tokenizer, a collator that shifts, a dataset with more columns than are trained."""
     from mca_lite import AutoModel, McaTrainer, Seq2SeqTrainingArguments
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
     from tests.toy_tokenizer import word_tokenizer
 
     def data_collator(features):
@@ -198,17 +224,27 @@ def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
         logging_steps=1,
         disable_tqdm=True,
     )
-    model = AutoModel.from_pretrained(path, args) if backend == "megatron" else load_torch_model(path)
-    dataset = [{"ids": list(range(i, i + 6 + i % 3)), "note": "not for the model"} for i in range(10)]
+    model = (
+        AutoModel.from_pretrained(path, args) if backend == "megatron" else load_torch_model(path)
+    )
+    dataset = [
+        {"ids": list(range(i, i + 6 + i % 3)), "note": "not for the model"} for i in range(10)
+    ]
     trainer = McaTrainer(
-        model=model, args=args, tokenizer=word_tokenizer(), data_collator=data_collator, train_dataset=dataset
+        model=model,
+        args=args,
+        tokenizer=word_tokenizer(),
+        data_collator=data_collator,
+        train_dataset=dataset,
     )
     first = trainer.train()
     trainer.save_model(out + "/final")
     args.overwrite_output_dir = True
     again = trainer.train()
     return dict(
-        steps=first.global_step, losses=[first.training_loss, again.training_loss], metrics=sorted(first.metrics)
+        steps=first.global_step,
+        losses=[first.training_loss, again.training_loss],
+        metrics=sorted(first.metrics),
     )
 
 
@@ -230,10 +266,16 @@ def with_batch(path: str, out: str, changes: dict) -> str:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
 
     args = TrainingArguments(output_dir=out, disable_tqdm=True)
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
+    batch = {
+        "input_ids": torch.ones(1, 4, dtype=torch.long),
+        "labels": torch.ones(1, 4, dtype=torch.long),
+    }
     batch = {k: v for k, v in {**batch, **changes}.items() if v is not None}
     trainer = McaTrainer(
-        AutoModel.from_pretrained(path, args), args, data_collator=lambda _: dict(batch), train_dataset=[0]
+        AutoModel.from_pretrained(path, args),
+        args,
+        data_collator=lambda _: dict(batch),
+        train_dataset=[0],
     )
     try:
         trainer.train()
@@ -274,7 +316,7 @@ def with_dataset(path: str, out: str) -> str:
 def record_events(path: str, out: str, **keys) -> dict:
     import mca_lite.trainer as module
     from mca_lite import TrainerCallback, TrainingArguments
-    from mca_lite.models import load_torch_model
+    from mca_lite.model import load_torch_model
 
     events = []
 
@@ -294,7 +336,9 @@ def record_events(path: str, out: str, **keys) -> dict:
         def on_train_end(self, args, state, control, **kwargs):
             events.append("end")
 
-    args = TrainingArguments(output_dir=out, per_device_train_batch_size=8, disable_tqdm=True, **keys)
+    args = TrainingArguments(
+        output_dir=out, per_device_train_batch_size=8, disable_tqdm=True, **keys
+    )
     trainer = module.McaTrainer(
         load_torch_model(path),
         args,
@@ -311,7 +355,18 @@ def record_events(path: str, out: str, **keys) -> dict:
 def test_callbacks_are_called_in_order(model_path, tmp_path):
     keys = dict(max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2, save_steps=4)
     [got] = world.run(record_events, 1, model_path, str(tmp_path), **keys)
-    wanted = ["step 1", "step 2", "log", "evaluate", "step 3", "step 4", "log", "evaluate", "save", "end"]
+    wanted = [
+        "step 1",
+        "step 2",
+        "log",
+        "evaluate",
+        "step 3",
+        "step 4",
+        "log",
+        "evaluate",
+        "save",
+        "end",
+    ]
     assert got["events"][: len(wanted)] == wanted
 
 
@@ -338,7 +393,9 @@ def test_early_stopping_and_the_best_checkpoint_at_the_end(model_path, tmp_path)
 def refused_units(path: str) -> str:
     from mca_lite import AutoModel, TrainingArguments
 
-    args = TrainingArguments(output_dir="unused", recompute_granularity="full", recompute_num_layers=3)
+    args = TrainingArguments(
+        output_dir="unused", recompute_granularity="full", recompute_num_layers=3
+    )
     with pytest.raises(ValueError) as error:
         AutoModel.from_pretrained(path, args)
     return str(error.value)

@@ -45,7 +45,11 @@ def grown_by_hand(path: str, folder: Path) -> str:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path)
-    old = {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name in (EMBEDDING, HEAD)}
+    old = {
+        name: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        if name in (EMBEDDING, HEAD)
+    }
     model.resize_token_embeddings(GROWN, mean_resizing=False)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -57,8 +61,8 @@ def grown_by_hand(path: str, folder: Path) -> str:
 
 def loaded(path: str, out: str, backend="megatron", **keys) -> None:
     """A grown model, exported as it is loaded."""
-    from mca_lite.arguments import TrainingArguments
-    from mca_lite.models import AutoModel, load_torch_model
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel, load_torch_model
 
     if backend == "torch":
         load_torch_model(path, vocab_size=GROWN).save_pretrained(out)
@@ -68,9 +72,17 @@ def loaded(path: str, out: str, backend="megatron", **keys) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, layout", [("mistral", "tp2_sp_dist_opt"), ("mistral", "torch"), ("qwen3", "pp2_vpp2"), ("qwen3", "torch")]
+    "family, layout",
+    [
+        ("mistral", "tp2_sp_dist_opt"),
+        ("mistral", "torch"),
+        ("qwen3", "pp2_vpp2"),
+        ("qwen3", "torch"),
+    ],
 )
-def test_new_rows_begin_as_the_mean_of_the_old_ones_in_every_layout(bases, family, layout, tmp_path):
+def test_new_rows_begin_as_the_mean_of_the_old_ones_in_every_layout(
+    bases, family, layout, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
     path, by_hand = bases[family]
@@ -78,9 +90,14 @@ def test_new_rows_begin_as_the_mean_of_the_old_ones_in_every_layout(bases, famil
     ranks = 1 if layout == "torch" else ranks
     world.run(loaded, ranks, path, str(tmp_path), **keys)
     got, wanted = exported(tmp_path), exported(by_hand)
-    assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert got.keys() == wanted.keys() and all(
+        torch.equal(got[name], wanted[name]) for name in wanted
+    )
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == GROWN
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight.shape[0] == GROWN
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight.shape[0]
+        == GROWN
+    )
 
 
 def test_a_bf16_model_grows_by_rows_of_its_own_precision(tmp_path):
@@ -89,25 +106,35 @@ def test_a_bf16_model_grows_by_rows_of_its_own_precision(tmp_path):
         world.run(loaded, 1, path, str(tmp_path / backend), backend)
         for name in (EMBEDDING, HEAD):
             mean = exported(path)[name].double().mean(0).bfloat16().float()
-            assert all(torch.equal(row.float(), mean) for row in exported(tmp_path / backend)[name][tiny.VOCAB :])
+            assert all(
+                torch.equal(row.float(), mean)
+                for row in exported(tmp_path / backend)[name][tiny.VOCAB :]
+            )
 
 
 @pytest.mark.parametrize(
-    "family, layouts", [("mistral", ("one", "pp2_vpp2", "torch")), ("qwen3", ("tp2_sp_dist_opt", "pp2_vpp2"))]
+    "family, layouts",
+    [("mistral", ("one", "pp2_vpp2", "torch")), ("qwen3", ("tp2_sp_dist_opt", "pp2_vpp2"))],
 )
-def test_a_grown_model_trains_in_every_layout_as_the_one_grown_by_hand(bases, family, layouts, tmp_path):
+def test_a_grown_model_trains_in_every_layout_as_the_one_grown_by_hand(
+    bases, family, layouts, tmp_path
+):
     path, by_hand = bases[family]
     keys = dict(steps=3, export=True, adam_epsilon=1e-4)
     [curve] = world.run(from_grown, 1, by_hand, str(tmp_path / "torch"), **keys)
     wanted = exported(tmp_path / "torch")
     before = exported(by_hand)[EMBEDDING][tiny.VOCAB :]
-    assert (wanted[EMBEDDING][tiny.VOCAB :] - before).abs().max() > 1e-3, "the new rows were not trained"
+    assert (wanted[EMBEDDING][tiny.VOCAB :] - before).abs().max() > 1e-3, (
+        "the new rows were not trained"
+    )
     for layout in layouts:
         out, (ranks, changes) = tmp_path / layout, LAYOUTS[layout]
         for got in world.run(train, ranks, path, str(out), vocab_size=GROWN, **keys, **changes):
             assert_same_curve(got, curve)
         for name, tensor in exported(out).items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                tensor, wanted[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def from_grown(path: str, out: str, **keys) -> list:
@@ -121,12 +148,25 @@ def test_a_grown_run_resumes_in_another_layout_and_its_checkpoint_converts(bases
     keys = {**SAVE, "steps": 4, "vocab_size": GROWN, "adam_epsilon": 1e-4}
     whole = world.run(train, 2, path, str(run), **keys, **TP2)[0]
     shutil.rmtree(run / "checkpoint-4")
-    got = world.run(train, 2, path, str(run), **keys, **PP2, **DIST_OPT, export=True, resume_from_checkpoint="auto")[0]
+    got = world.run(
+        train,
+        2,
+        path,
+        str(run),
+        **keys,
+        **PP2,
+        **DIST_OPT,
+        export=True,
+        resume_from_checkpoint="auto",
+    )[0]
     assert_same_curve(got, whole, 5e-6)
     code, _, error = convert(run / "checkpoint-4", tmp_path / "hf", "--verify")
     assert code == 0, error
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == GROWN
-    assert all(torch.equal(tensor, exported(run)[name]) for name, tensor in exported(tmp_path / "hf").items())
+    assert all(
+        torch.equal(tensor, exported(run)[name])
+        for name, tensor in exported(tmp_path / "hf").items()
+    )
     [error] = world.run(refused, 1, str(run / "checkpoint-4"), GROWN + 1)
     assert f"a checkpoint of a model of {GROWN} tokens" in error and "mca_lite convert" in error
     [error] = world.run(refused, 1, path, GROWN - 10)
@@ -134,11 +174,13 @@ def test_a_grown_run_resumes_in_another_layout_and_its_checkpoint_converts(bases
 
 
 def refused(path: str, vocab_size: int) -> str:
-    from mca_lite.arguments import TrainingArguments
-    from mca_lite.models import AutoModel
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel
 
     try:
-        AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"), vocab_size=vocab_size)
+        AutoModel.from_pretrained(
+            path, TrainingArguments(output_dir="unused"), vocab_size=vocab_size
+        )
     except ValueError as error:
         return str(error)
     return "nothing was refused"
@@ -149,7 +191,9 @@ def refused(path: str, vocab_size: int) -> str:
 
 def peft_on_grown(path: str, folder: str) -> list:
     tiny.VOCAB = GROWN
-    return train_with_peft(path, folder, targets=("q_proj", "down_proj"), modules_to_save=list(BOTH))
+    return train_with_peft(
+        path, folder, targets=("q_proj", "down_proj"), modules_to_save=list(BOTH)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +211,9 @@ def test_new_tokens_are_trained_beside_adapters_as_with_peft(bases, reference, l
     path, (folder, curve) = bases["mistral"][0], reference
     ranks, keys = LAYOUTS[layout]
     start = str(folder / "start")
-    for got in world.run(train_from_adapter, ranks, path, str(tmp_path), start, vocab_size=GROWN, **keys):
+    for got in world.run(
+        train_from_adapter, ranks, path, str(tmp_path), start, vocab_size=GROWN, **keys
+    ):
         assert_same_curve(got, curve)
     ours, theirs = adapter_of(tmp_path), adapter_of(folder / "end")
     assert_same_adapter(ours, theirs)
@@ -193,7 +239,10 @@ def test_an_adapter_with_new_tokens_is_merged_into_its_smaller_base(bases, refer
     code, _, error = convert(path, tmp_path / "out", "--merge", tmp_path / "adapter", "--verify")
     assert code == 0, error
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert merged.config.vocab_size == GROWN and "adapter" in (tmp_path / "out" / "tokenizer.json").read_text()
+    assert (
+        merged.config.vocab_size == GROWN
+        and "adapter" in (tmp_path / "out" / "tokenizer.json").read_text()
+    )
     own = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(by_hand), str(folder / "end")
     ).merge_and_unload()
@@ -202,13 +251,16 @@ def test_an_adapter_with_new_tokens_is_merged_into_its_smaller_base(bases, refer
 
 
 def loads(path: str, adapter: str, backend: str) -> str:
-    from mca_lite.arguments import TrainingArguments
-    from mca_lite.models import AutoModel, load_torch_model
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel, load_torch_model
     from tests.lora_tools import load
 
     args = TrainingArguments(output_dir="unused")
     try:
-        load(adapter, load_torch_model(path) if backend == "torch" else AutoModel.from_pretrained(path, args))
+        load(
+            adapter,
+            load_torch_model(path) if backend == "torch" else AutoModel.from_pretrained(path, args),
+        )
     except ValueError as error:
         return str(error)
     return "loaded"
@@ -220,7 +272,9 @@ def test_an_embedding_that_peft_writes_beside_an_adapter_is_not_lost(bases, fami
 
     path, model = bases[family][0], peft_model(bases[family][0], ["q_proj"])
     model.save_pretrained(tmp_path / "same", save_embedding_layers=True)
-    assert f"base_model.model.{EMBEDDING}" in load_file(tmp_path / "same" / "adapter_model.safetensors")
+    assert f"base_model.model.{EMBEDDING}" in load_file(
+        tmp_path / "same" / "adapter_model.safetensors"
+    )
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(1.5)
     model.save_pretrained(tmp_path / "other", save_embedding_layers=True)
@@ -244,11 +298,17 @@ def place(bases, tmp_path_factory):
     for family, (path, _) in bases.items():
         shutil.copytree(path, folder / family)
         tokenizer = word_tokenizer()
-        tokenizer.chat_template = "{% for m in messages %}<|im_start|> {{ m['content'] }} <|im_end|> {% endfor %}"
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|im_start|> {{ m['content'] }} <|im_end|> {% endfor %}"
+        )
         tokenizer.save_pretrained(folder / family)
     turns = [[f"w{i} new w{i + 1}", f"w{i + 2} newer <special> w{i}"] for i in range(16)]
     lines = [
-        {"messages": [{"role": r, "content": t} for r, t in zip(("user", "assistant"), pair, strict=True)]}
+        {
+            "messages": [
+                {"role": r, "content": t} for r, t in zip(("user", "assistant"), pair, strict=True)
+            ]
+        }
         for pair in turns
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -278,10 +338,18 @@ def test_keys_add_tokens_and_both_backends_agree(place, kind, tmp_path):
     from transformers import AutoTokenizer
 
     words = f"{NEW} finetuning_type={kind} lora_rank=4"
-    for name, ranks, layout in (("tp2", 2, "tensor_model_parallel_size=2"), ("torch", 1, "use_mca=false")):
-        code, shown = world.run(main, ranks, str(place), "mistral", str(tmp_path / name), f"{words} {layout}")[0]
+    for name, ranks, layout in (
+        ("tp2", 2, "tensor_model_parallel_size=2"),
+        ("torch", 1, "use_mca=false"),
+    ):
+        code, shown = world.run(
+            main, ranks, str(place), "mistral", str(tmp_path / name), f"{words} {layout}"
+        )[0]
         assert code == 0, shown
-        assert "vocabulary: 3 new tokens, 61 -> 63 rows; a new row begins as the mean of the old ones" in shown
+        assert (
+            "vocabulary: 3 new tokens, 61 -> 63 rows; a new row begins as the mean of the old ones"
+            in shown
+        )
         assert ("modules_to_save is embed_tokens, lm_head" in shown) == (kind == "lora")
     ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
     for a, b in zip(ours, theirs, strict=True):
@@ -312,7 +380,11 @@ def test_new_tokens_that_would_stay_untrained_or_unknown_are_refused(place, tmp_
             f"{NEW} finetuning_type=lora modules_to_save=lm_head",
             "3 new tokens would not be trained: embed_tokens",
         ),
-        ("mistral", f"{NEW} finetuning_type=lora lora_target=lm_head", "in lora_target and in modules_to_save"),
+        (
+            "mistral",
+            f"{NEW} finetuning_type=lora lora_target=lm_head",
+            "in lora_target and in modules_to_save",
+        ),
     ]
     larger = tmp_path / "larger"
     shutil.copytree(place / "mistral", larger)
@@ -332,8 +404,14 @@ def test_new_tokens_that_would_stay_untrained_or_unknown_are_refused(place, tmp_
 
 
 def test_tokens_for_which_there_are_rows_already_leave_them_as_they_are(place, tmp_path):
-    code, shown = world.run(main, 1, str(place), "mistral", str(tmp_path), "add_tokens=new learning_rate=1e-9")[0]
+    code, shown = world.run(
+        main, 1, str(place), "mistral", str(tmp_path), "add_tokens=new learning_rate=1e-9"
+    )[0]
     assert code == 0 and "vocabulary: 1 new token\n" in shown, shown
-    torch.testing.assert_close(exported(tmp_path)[EMBEDDING], exported(place / "mistral")[EMBEDDING], rtol=0, atol=1e-6)
-    code, shown = world.run(main, 1, str(place), "mistral", str(tmp_path / "known"), "add_tokens=w3 max_steps=1")[0]
+    torch.testing.assert_close(
+        exported(tmp_path)[EMBEDDING], exported(place / "mistral")[EMBEDDING], rtol=0, atol=1e-6
+    )
+    code, shown = world.run(
+        main, 1, str(place), "mistral", str(tmp_path / "known"), "add_tokens=w3 max_steps=1"
+    )[0]
     assert code == 0 and "the tokenizer had all of the new tokens" in shown

@@ -65,7 +65,12 @@ def start_and_stop(tp: int) -> dict:
     except RuntimeError as error:
         refused = str(error)
     parallel.shutdown()
-    return dict(running, refused=refused, left=dist.is_initialized(), mpu=mpu.model_parallel_is_initialized())
+    return dict(
+        running,
+        refused=refused,
+        left=dist.is_initialized(),
+        mpu=mpu.model_parallel_is_initialized(),
+    )
 
 
 def test_a_world_starts_once_and_stops_clean():

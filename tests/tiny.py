@@ -80,7 +80,9 @@ def hf_config(family: str, **changes):
     return AutoConfig.for_model(keys.pop("model_type", family), **keys)
 
 
-def save_model(folder, family: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", **changes) -> str:
+def save_model(
+    folder, family: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", **changes
+) -> str:
     """Save a model with random weights: norms and biases too, so that a mistaken one shows."""
     from transformers import AutoModelForCausalLM
 

@@ -35,11 +35,19 @@ def hf_config(name: str, **changes):
     from transformers import AutoConfig
 
     family, keys = MODELS[name]
-    return AutoConfig.for_model(family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes})
+    return AutoConfig.for_model(
+        family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}
+    )
 
 
 def save_model(
-    folder, name: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", skew=False, **changes
+    folder,
+    name: str,
+    seed: int = 0,
+    dtype=torch.float32,
+    max_shard_size="50GB",
+    skew=False,
+    **changes,
 ) -> str:
     """As tiny.save_model. skew: no token goes to the last half of the experts (where a bias chooses), or to few of them."""
     from transformers import AutoModelForCausalLM

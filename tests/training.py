@@ -24,8 +24,8 @@ def train(
     adapt: what is done to the model before the trainer gets it. vocab_size: new tokens, which the samples hold too.
     Global batch 8 of `count` samples: the last step of an epoch is a partial window with fillers.
     """
-    from mca_lite.arguments import TrainingArguments
-    from mca_lite.models import AutoModel, load_torch_model
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel, load_torch_model
     from mca_lite.trainer import McaTrainer
 
     keys = dict(
@@ -46,7 +46,11 @@ def train(
         disable_tqdm=True,
     )
     args = TrainingArguments(**{**keys, **changes})
-    load = functools.partial(AutoModel.from_pretrained, args=args) if backend == "megatron" else load_torch_model
+    load = (
+        functools.partial(AutoModel.from_pretrained, args=args)
+        if backend == "megatron"
+        else load_torch_model
+    )
     model = load(model_path, vocab_size=vocab_size)
     tiny.VOCAB = vocab_size or tiny.VOCAB  # of this process, which is the test's own
     model = adapt(model) if adapt is not None else model

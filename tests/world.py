@@ -25,7 +25,9 @@ def _server():
     if _context is None:
         import torch
 
-        if torch.cuda.is_available():  # importing megatron starts CUDA, which does not live through a fork
+        if (
+            torch.cuda.is_available()
+        ):  # importing megatron starts CUDA, which does not live through a fork
             _context = multiprocessing.get_context("spawn")
         else:
             _context = multiprocessing.get_context("forkserver")
@@ -39,7 +41,9 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
     torch.set_num_threads(1)
     try:
         backend, timeout = "gloo", datetime.timedelta(seconds=20)
@@ -47,7 +51,11 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
             torch.cuda.set_device(rank)
             backend, timeout = "nccl", datetime.timedelta(seconds=120)
         dist.init_process_group(
-            backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
+            backend,
+            store=dist.FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
         )
         dist.barrier()  # a rank that is done at once would leave while others still connect to it
         answers.put((rank, None, function(*args, **kwargs)))
@@ -65,7 +73,9 @@ def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
     answers = context.Queue()
     processes = [
         context.Process(
-            target=_rank, args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers), daemon=True
+            target=_rank,
+            args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers),
+            daemon=True,
         )
         for rank in range(ranks)
     ]
@@ -89,11 +99,15 @@ def _collect(function, processes, answers, end, timeout_s) -> list:
         except queue.Empty:
             silent = [r for r in range(len(processes)) if r not in got]
             if time.monotonic() > end:
-                raise TimeoutError(f"{name}: ranks {silent} still run after {timeout_s} s") from None
+                raise TimeoutError(
+                    f"{name}: ranks {silent} still run after {timeout_s} s"
+                ) from None
             dead = [r for r in silent if not processes[r].is_alive()]
             if dead and answers.empty():
                 codes = [processes[r].exitcode for r in dead]
-                raise RuntimeError(f"{name}: ranks {dead} died without an answer, exit codes {codes}") from None
+                raise RuntimeError(
+                    f"{name}: ranks {dead} died without an answer, exit codes {codes}"
+                ) from None
             continue
         if error:
             raise AssertionError(f"{name}: rank {rank} failed:\n{error}")

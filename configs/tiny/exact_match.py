@@ -22,17 +22,30 @@ def count_matches(model, tokenizer, records: list[dict]) -> int:
     matches = 0
     for start in range(0, len(records), BATCH_SIZE):
         batch = [record["messages"] for record in records[start : start + BATCH_SIZE]]
-        prompts = [tokenizer.apply_chat_template(m[:1], tokenize=False, add_generation_prompt=True) for m in batch]
+        prompts = [
+            tokenizer.apply_chat_template(m[:1], tokenize=False, add_generation_prompt=True)
+            for m in batch
+        ]
         # Padding on the left: generation continues where the row ends.
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        inputs = tokenizer(
+            prompts,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
+        )
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             max_new_tokens=MAX_NEW_TOKENS,
             do_sample=False,
         )
-        answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        matches += sum(answer.strip() == m[1]["content"] for answer, m in zip(answers, batch, strict=True))
+        answers = tokenizer.batch_decode(
+            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        matches += sum(
+            answer.strip() == m[1]["content"] for answer, m in zip(answers, batch, strict=True)
+        )
     return matches
 
 
@@ -43,11 +56,15 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable_progress_bar()
 
-    records = [json.loads(line) for line in Path(args.heldout).read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line) for line in Path(args.heldout).read_text(encoding="utf-8").splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(args.model_dir)
     trained = AutoModelForCausalLM.from_pretrained(args.model_dir, dtype=torch.float32).eval()
     torch.manual_seed(0)
-    untrained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model_dir)).float().eval()
+    untrained = (
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model_dir)).float().eval()
+    )
 
     after, before = (count_matches(model, tokenizer, records) for model in (trained, untrained))
     print(

@@ -86,7 +86,10 @@ def spellings(date: datetime.date) -> list[str]:
 
 def turn(date: datetime.date, rng: random.Random) -> list[dict]:
     question = rng.choice(REQUESTS).format(rng.choice(spellings(date)))
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": date.isoformat()}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": date.isoformat()},
+    ]
 
 
 def document(date: datetime.date, rng: random.Random) -> str:
@@ -112,17 +115,23 @@ def make_data() -> tuple[list[dict], list[dict], list[dict]]:
     sft = []
     for index in range(NUM_TRAIN):
         messages = turn(dates.pop(), rng)
-        if index % 10 == 0:  # some conversations of two turns, so that the mask has to find both answers
+        if (
+            index % 10 == 0
+        ):  # some conversations of two turns, so that the mask has to find both answers
             messages += turn(dates.pop(), rng)
         sft.append({"messages": messages})
-    told = [date for date in dates if date + ONE_DAY not in hidden]  # a document names the next day too
+    told = [
+        date for date in dates if date + ONE_DAY not in hidden
+    ]  # a document names the next day too
     return sft, heldout, [{"text": document(date, rng)} for date in told[:NUM_DOCUMENTS]]
 
 
 def make_pairs() -> tuple[list[dict], list[dict]]:
     """Returns the preference records of training and of heldout, which have no date in common."""
     rng = random.Random(SEED + 1)
-    ambiguous = [(d, m, y) for d in range(1, 13) for m in range(1, 13) for y in range(1900, 2100) if d != m]
+    ambiguous = [
+        (d, m, y) for d in range(1, 13) for m in range(1, 13) for y in range(1900, 2100) if d != m
+    ]
     records = []
     for day, month, year in rng.sample(ambiguous, NUM_PAIRS + NUM_HELDOUT_PAIRS):
         question = rng.choice(REQUESTS).format(f"{day:02} {month:02} {year}")
@@ -158,7 +167,10 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+        encoding="utf-8",
+    )
 
 
 def main(directory: Path) -> None:
@@ -171,8 +183,16 @@ def main(directory: Path) -> None:
     write_lines(directory / "pairs.jsonl", pairs)
     write_lines(directory / "heldout_pairs.jsonl", heldout_pairs)
 
-    roles = ["system\n", "user\n", "assistant\n"]  # as they stand in the template: each becomes one token
-    texts = roles + [m["content"] for record in sft for m in record["messages"]] + [record["text"] for record in pt]
+    roles = [
+        "system\n",
+        "user\n",
+        "assistant\n",
+    ]  # as they stand in the template: each becomes one token
+    texts = (
+        roles
+        + [m["content"] for record in sft for m in record["messages"]]
+        + [record["text"] for record in pt]
+    )
     tokenizer = make_tokenizer(texts)
     write_json(directory / "model" / "tokenizer.json", json.loads(tokenizer.to_str()))
     write_json(
@@ -187,7 +207,13 @@ def main(directory: Path) -> None:
         },
     )
     write_json(directory / "model" / "config.json", CONFIG)
-    stop = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False, "max_new_tokens": 32}
+    stop = {
+        "bos_token_id": 0,
+        "eos_token_id": [2, 0],
+        "pad_token_id": 0,
+        "do_sample": False,
+        "max_new_tokens": 32,
+    }
     write_json(directory / "model" / "generation_config.json", stop)
 
 

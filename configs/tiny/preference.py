@@ -17,7 +17,10 @@ BATCH_SIZE = 100
 
 
 def conversation(record: dict, side: str) -> list[dict]:
-    return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[side]}]
+    return [
+        {"role": "user", "content": record["prompt"]},
+        {"role": "assistant", "content": record[side]},
+    ]
 
 
 @torch.inference_mode()
@@ -31,11 +34,15 @@ def answer_logps(model, tokenizer, conversations: list[list[dict]]) -> torch.Ten
             tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
             for messages in batch
         ]
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        inputs = tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
         ids, mask = inputs["input_ids"], inputs["attention_mask"].clone()
         for row, prompt in enumerate(prompts):
             mask[row, : len(tokenizer(prompt, add_special_tokens=False)["input_ids"])] = 0
-        logits = model(input_ids=ids, attention_mask=inputs["attention_mask"]).logits[:, :-1].float()
+        logits = (
+            model(input_ids=ids, attention_mask=inputs["attention_mask"]).logits[:, :-1].float()
+        )
         of_tokens = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         scores.append((of_tokens * mask[:, 1:]).sum(1))
     return torch.cat(scores)
@@ -60,8 +67,12 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable_progress_bar()
 
-    records = [json.loads(line) for line in Path(args.heldout).read_text(encoding="utf-8").splitlines()]
-    after, before = (count_preferred(folder, records) for folder in (args.model_dir, args.before_dir))
+    records = [
+        json.loads(line) for line in Path(args.heldout).read_text(encoding="utf-8").splitlines()
+    ]
+    after, before = (
+        count_preferred(folder, records) for folder in (args.model_dir, args.before_dir)
+    )
     print(
         f"preference accuracy: {100 * after / len(records):.1f} % ({after} of {len(records)} held-out pairs), "
         f"before training: {100 * before / len(records):.1f} %"

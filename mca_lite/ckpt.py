@@ -1,0 +1,430 @@
+"""Checkpoints: checkpoint-<step>/ is complete or absent, and loads in any layout.
+
+    trainer_state.json, training.json      the loop's state (Hugging Face's names); schedule, loss scale, data, layout
+    rng-<rank>.pt                          random states, read with weights_only
+    mca_config.json, dist/                 megatron backend: the model's config, megatron's distributed checkpoint
+    model.safetensors, optimizer.safetensors   torch backend
+    hf/                                    with save_hf_checkpoints: the model in Hugging Face's format
+    ckpt_manifest.json                          sizes and checksums of all others, written last
+
+Saving has three parts: what must be caught at this step and what needs all ranks (begin), the writing, which talks to no
+other rank and may run in a thread (async_save), and naming the folder (finish). An error on any rank ends them on all.
+"""
+
+import io
+import json
+import os
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import ckpt_folder, ckpt_manifest, lora, parallel
+from .ckpt_manifest import CheckpointError
+from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .model_config import McaModelConfig, load_decision
+from .optim import load_scaler_states, scaler_states
+from .trainer_callbacks import TrainerState
+from .weights_experts import named_tensors
+
+TRAINING_NAME = "training.json"
+HF_FOLDER = "hf"
+_OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+# -- a folder, from the trainer's side ----------------------------------------------------------------------------------
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one trainer, one at a time. All ranks must call its methods together."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.written_step: int | None = None  # of the last checkpoint begun
+        self._job: _Job | None = None
+        self._base: dict | None = None  # of adapters: what the frozen model is known by
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is begun and not named yet."""
+        return self._job is not None
+
+    @property
+    def still_writes(self) -> bool:
+        """Whether this rank's thread is at work."""
+        return (
+            self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
+        )
+
+    def begin(self) -> None:
+        """Catch the state of this step and write it; with async_save it is being written when this returns.
+
+        CheckpointError, on every rank, where the folder cannot be made."""
+        trainer, args = self.trainer, self.trainer.args
+        step = self.written_step = trainer.state.global_step
+        final = ckpt_folder.checkpoint_folder(args.output_dir, step)
+        temporary = ckpt_folder.temporary_folder(final)
+        parallel.on_main(lambda: _make_empty(temporary), CheckpointError)
+        trainer.backend.finish_param_sync()
+        if self._base is None:  # frozen: once is enough
+            self._base = lora.base_sample(trainer.model)
+        files = {f"rng-{parallel.rank()}.pt": _random_states()}
+        if parallel.is_main():
+            files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
+            files[TRAINING_NAME] = _json({**_training_record(trainer), "base": self._base})
+        snapshot = trainer.backend.snapshot(
+            with_optimizer=not args.save_only_model, copy=args.async_save
+        )
+        self._job = _Job(final, temporary, snapshot, files, _facts(trainer))
+        if args.save_hf_checkpoints:
+            names = trainer.backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
+            self._job.exported = [f"{HF_FOLDER}/{name}" for name in names]
+        self._job.exported += trainer.backend.export_adapters(temporary)
+        self._job.start(in_thread=args.async_save)
+
+    def finish(self) -> tuple[Path, int]:
+        """Wait for the writing, then name the folder -> (the folder, its step).
+
+        CheckpointError, on every rank, where a part could not be written; what was there before is untouched."""
+        job, self._job = self._job, None
+        job.wait()
+        try:
+            _complete(job, lambda: ckpt_folder.publish(job.temporary, job.final))
+        except CheckpointError as error:
+            parallel.on_main(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
+            raise CheckpointError(f"{error}; earlier checkpoints are untouched") from None
+        return job.final, job.facts["step"]
+
+
+def _complete(job: "_Job", name_it=lambda: None) -> None:
+    """When every rank has written its part: the index, the manifest, and the name. Collective.
+
+    CheckpointError on every rank, with what went wrong on any."""
+    answers = parallel.gather((job.error, job.entries, job.results))
+    errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
+    if errors:
+        raise CheckpointError(f"{job.final} could not be written: {'; '.join(errors)}")
+
+    def finish():
+        try:
+            files = {name: entry for _, entries, _ in answers for name, entry in entries.items()}
+            for name in job.snapshot.finish(job.temporary, [results for _, _, results in answers]):
+                files[name] = ckpt_manifest.measure(job.temporary / name)
+            ckpt_manifest.write(job.temporary, job.facts, files)
+            name_it()
+        except Exception as error:
+            raise CheckpointError(
+                f"{job.final} could not be finished: {parallel.describe_error(error)}"
+            ) from error
+
+    parallel.on_main(finish, CheckpointError)
+
+
+class _Job:
+    """One checkpoint on its way."""
+
+    def __init__(self, final, temporary, snapshot, files: dict[str, bytes], facts: dict):
+        self.final, self.temporary, self.snapshot, self.files, self.facts = (
+            final,
+            temporary,
+            snapshot,
+            files,
+            facts,
+        )
+        self.thread, self.error, self.results = None, None, None
+        self.exported: list[str] = []
+        self.entries: dict[str, dict] = {}
+
+    def start(self, in_thread: bool) -> None:
+        if not in_thread:
+            self._write()
+            return
+        self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+    def _write(self) -> None:
+        try:
+            for name, data in self.files.items():
+                ckpt_manifest.write_synced(self.temporary / name, data)
+            names, self.results = self.snapshot.write(self.temporary)
+            names += self.exported
+            with ThreadPoolExecutor(
+                1
+            ) as flusher:  # the disk and the checksums are busy at the same time
+                flushed = [
+                    flusher.submit(ckpt_manifest.sync, self.temporary / name) for name in names
+                ]
+                self.entries = {
+                    name: ckpt_manifest.measure(self.temporary / name)
+                    for name in [*self.files, *names]
+                }
+                for answer in flushed:
+                    answer.result()
+        except Exception as error:  # told to all ranks by finish()
+            self.error = parallel.describe_error(error)
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error}") from error
+
+
+def _facts(trainer) -> dict:
+    facts = {"backend": trainer.backend.name, "step": trainer.state.global_step}
+    return {
+        **facts,
+        "with_optimizer": not trainer.args.save_only_model,
+        "model": identity(trainer.backend),
+    }
+
+
+def identity(backend) -> dict:
+    """What tells the backend's model from others."""
+    return ckpt_manifest.model_identity(backend.hf_config)
+
+
+def _state_to_store(state: TrainerState, final: Path) -> bytes:
+    """The state as it will be once this checkpoint is there: the best one, where this step evaluated best."""
+    best = str(final) if state.best_step == state.global_step else state.best_model_checkpoint
+    return _json(state.to_record() | {"best_model_checkpoint": best})
+
+
+def _json(record: dict) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()
+
+
+def find(trainer, asked: str | bool | None) -> Path | None:
+    """The checkpoint that a trainer resumes from, verified, or None; see ckpt_folder.find. Collective."""
+    backend = trainer.backend
+    return ckpt_folder.find(
+        trainer.args, asked, backend.name, identity(backend), trainer.report.print
+    )
+
+
+def load(folder: str | os.PathLike, trainer) -> None:
+    """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has verified.
+
+    CheckpointError where the checkpoint has no optimizer state, or where the data or the global batch are not what they were.
+    """
+    folder = Path(folder)
+    record = json.loads((folder / TRAINING_NAME).read_text())
+    if not record["with_optimizer"]:
+        raise CheckpointError(
+            f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights"
+        )
+    now = _training_record(trainer)
+    for key in ("num_samples", "global_batch_size", "data_seed", "shuffle", "dataset"):
+        if record[key] != now[key]:
+            raise CheckpointError(
+                f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
+            )
+    trainer.check_objective(record.get("objective") or {}, folder)
+    _check_base(record.get("base") or {}, trainer.model, folder)
+    trainer.backend.load_state(folder)
+    if (folder / MCA_CONFIG_NAME).is_file():
+        saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
+        trainer.report.print(
+            f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
+        )
+    max_steps, epochs = trainer.state.max_steps, trainer.state.num_train_epochs
+    trainer.state = TrainerState.load(folder / TRAINER_STATE_NAME)
+    trainer.state.max_steps, trainer.state.num_train_epochs = max_steps, epochs
+    best = trainer.state.best_model_checkpoint
+    if (
+        best is not None and (folder.parent / Path(best).name).is_dir()
+    ):  # the run's folder may have been moved since
+        trainer.state.best_model_checkpoint = str(folder.parent / Path(best).name)
+    # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
+    trainer.lr_scheduler.num_steps = 0
+    trainer.lr_scheduler.step(record["scheduler_steps"])
+    load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
+    mine = folder / f"rng-{parallel.rank()}.pt"
+    if record["layout"] == now["layout"] and mine.is_file():
+        _set_random_states(torch.load(mine, weights_only=True))
+    parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
+
+
+def _check_base(theirs: dict, model, folder: Path) -> None:
+    """CheckpointError where adapters were trained on other frozen weights than the model has. Collective."""
+    ours = lora.base_sample(model)
+
+    def check() -> None:
+        if not lora.is_same_base(ours, theirs):
+            raise CheckpointError(
+                f"{folder} holds adapters that were trained on another base model, of the same shape: set model_name_or_path "
+                "to the one that the run started from, or start anew from these by adapter_name_or_path"
+            )
+
+    parallel.on_main(check, CheckpointError)
+
+
+def _tidy(trainer, folder: Path) -> None:
+    """What is newer than the checkpoint that was loaded goes aside; what a run that died did not get to prune is pruned."""
+    args, state = trainer.args, trainer.state
+    ckpt_folder.set_newer_aside(args.output_dir, state.global_step, trainer.report.print)
+    if folder.parent.resolve() == Path(args.output_dir).resolve():
+        ckpt_folder.prune(folder, state.best_model_checkpoint, args.save_total_limit)
+
+
+def load_model(folder: str | os.PathLike, backend) -> None:
+    """The weights alone, verified first. Collective. CheckpointError for what cannot be read."""
+    bad = ckpt_folder.inspect(Path(folder), backend.name, identity(backend))
+    if bad:
+        raise CheckpointError(bad)
+    backend.load_state(Path(folder), with_optimizer=False)
+
+
+def save_model(folder: str | os.PathLike, backend) -> None:
+    """The weights alone, in the format of checkpoints, with a manifest. Collective."""
+    folder = Path(folder)
+    parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
+    backend.finish_param_sync()
+    facts = {
+        "backend": backend.name,
+        "step": 0,
+        "with_optimizer": False,
+        "model": identity(backend),
+    }
+    write_weights(folder, backend.snapshot(with_optimizer=False, copy=False), facts)
+
+
+def write_weights(folder: Path, snapshot, facts: dict) -> None:
+    """Write a snapshot and its manifest into a folder. Collective; CheckpointError on every rank where any fails."""
+    job = _Job(folder, folder, snapshot, {}, facts)
+    job.start(in_thread=False)
+    _complete(job)
+
+
+def _training_record(trainer) -> dict:
+    args, plan = trainer.args, trainer._plan(trainer.train_dataset)
+    layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
+    layout += [
+        args.virtual_pipeline_model_parallel_size,
+        args.context_parallel_size,
+        args.world_size,
+    ]
+    return {
+        "with_optimizer": not args.save_only_model,
+        "scheduler_steps": trainer.lr_scheduler.num_steps,
+        "loss_scales": scaler_states(trainer.backend.grad_scalers),
+        "num_samples": plan.num_samples,
+        "global_batch_size": plan.global_batch_size,
+        "data_seed": plan.seed,
+        "shuffle": plan.shuffle,
+        "dataset": getattr(
+            trainer.train_dataset, "fingerprint", None
+        ),  # other people's datasets have none
+        "layout": layout,
+        "objective": trainer.objective_facts(),
+    }
+
+
+# -- random states ------------------------------------------------------------------------------------------------------
+
+
+def _random_states() -> bytes:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), *rest],
+    }
+    stream = io.BytesIO()
+    torch.save(states, stream)
+    return stream.getvalue()
+
+
+def _set_random_states(states: dict) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+# -- the torch backend's side -------------------------------------------------------------------------------------------
+
+
+class TorchSnapshot:
+    """Weights in float32 and the optimizer's state by parameter name, ready to be written by the main rank."""
+
+    backend = "torch"
+
+    def __init__(self, model, optimizer=None, copy: bool = False):
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
+        if not parallel.is_main():
+            return
+        names = {p: name for name, p in _changing(model)}
+        self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
+        if optimizer is not None:
+            self._files["optimizer.safetensors"] = {
+                f"{key}.{names[p]}": value.detach()
+                for p, state in optimizer.state.items()
+                for key, value in state.items()
+                if torch.is_tensor(value)
+            }
+        if copy:
+            self._files = {
+                f: {k: v.to("cpu", copy=True) for k, v in d.items()} for f, d in self._files.items()
+            }
+
+    def write(self, folder: Path) -> tuple[list[str], None]:
+        """Write this rank's files, unflushed -> (files, None). No collectives."""
+        from safetensors.torch import save_file
+
+        for name, tensors in self._files.items():
+            save_file({key: value.cpu() for key, value in tensors.items()}, folder / name)
+        names, self._files = list(self._files), {}
+        return names, None
+
+    def finish(self, folder: Path, results: list) -> list[str]:
+        """Nothing is left to write."""
+        return []
+
+
+def _changing(model) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what training changes: parameters, and the buffers of a model that is trained whole."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    is_whole = len(trained) == sum(1 for _ in model.parameters())
+    return trained + [
+        (name, t)
+        for name, t in named_tensors(model)
+        if is_whole and not isinstance(t, torch.nn.Parameter)
+    ]
+
+
+def load_torch(folder: Path, model, optimizer=None) -> None:
+    """What save_torch wrote."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, tensor in _changing(model):
+            tensor.copy_(weights[name])
+    if optimizer is None:
+        return
+    states = load_file(folder / "optimizer.safetensors")
+    for name, parameter in model.named_parameters():
+        keys = [k for k in (*_OPTIMIZER_KEYS, "step") if f"{k}.{name}" in states]
+        # the counter too: the fused AdamW keeps it beside the parameter
+        optimizer.state[parameter] = {k: states[f"{k}.{name}"].to(parameter.device) for k in keys}

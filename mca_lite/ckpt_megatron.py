@@ -1,0 +1,406 @@
+"""Megatron's side of a checkpoint: a torch_dist folder that megatron-core's own dist_checkpointing reads, in any layout.
+
+The optimizer's state is stored per parameter, cut like the model's own sharded tensors: megatron's own optimizer format
+needs Apex or TE to load, and shares one step counter among all parameters without them. Data parallel ranks hold the same
+weights: each tensor, with its optimizer state, is assembled, kept and written by one of them, so that none holds it all.
+
+How it is read: tensors and common.pt with torch.load(weights_only=True); the index, .metadata, is a pickle, and is read only
+if it names nothing but the classes of an index. Objects that would need a full pickle (_extra_state, the scaling history of
+fp8) are not stored: fp8 begins its history anew.
+"""
+
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import parallel
+from .ckpt_manifest import CheckpointError, sync, write_synced
+
+DIST_NAME = "dist"
+_INDEX_NAME = ".metadata"
+
+
+class MegatronSnapshot:
+    """Weights, and the optimizer's state where one is given, ready to be written. Making it is collective.
+
+    copy: hold copies in host memory, which later steps do not change. write() may then run in another thread.
+    """
+
+    backend = "megatron"
+
+    def __init__(self, models, optimizer=None, copy: bool = False):
+        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+        from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+        from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+        owners = _Owners(models, optimizer)
+        state = {k: _mine_to_write(v, owners, copy) for k, v in models.sharded_state_dict().items()}
+        if optimizer is not None:
+            state["optimizer"] = _optimizer_to_write(optimizer, models, owners, copy)
+            state["optimizer_steps"] = _optimizer_steps(optimizer, models)
+        sharded, self._common = save_preprocess(state)
+        by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
+        self._planner = torch_strategy.MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False
+        )
+        tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
+        self._planner.set_up_planner(tensors, is_coordinator=parallel.is_main())
+        plan = self._planner.create_local_plan()
+        plans = [None] * parallel.world_size() if parallel.is_main() else None
+        dist.gather_object(plan, plans)
+        self._index = self._planner.create_global_plan(plans)[1] if parallel.is_main() else None
+        storage = _StoragePrefix(f"__{parallel.rank()}_")
+        self._plan = self._planner.finish_plan(replace(plan, storage_data=storage))
+        self.config_json = models.config.to_json_string()
+
+    def write(self, folder: Path) -> tuple[list[str], list]:
+        """Write this rank's file, unflushed -> (files, where each tensor lies in it). No collectives."""
+        # the manifest has a checksum of the whole file: torch's own, a tensor each, would take half as long as the writing
+        own_checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            results = self._writer(folder).write_data(self._plan, self._planner).value()
+        finally:
+            torch.serialization.set_crc32_options(own_checksums)
+        self._planner = self._plan = None  # lets go of the copies
+        return [f"{DIST_NAME}/__{parallel.rank()}_0.distcp"], results
+
+    def finish(self, folder: Path, results: list[list]) -> list[str]:
+        """On the main rank, when all have written: the index and what is not a tensor -> the files."""
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        with open(folder / DIST_NAME / "common.pt", "wb") as file:
+            torch.save(self._common, file)
+            os.fsync(file.fileno())
+        self._writer(folder).finish(self._index, results)
+        sync(folder / DIST_NAME / _INDEX_NAME)
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder / DIST_NAME))
+        write_synced(folder / "mca_config.json", self.config_json.encode())
+        return [f"{DIST_NAME}/{name}" for name in ("common.pt", _INDEX_NAME, "metadata.json")] + [
+            "mca_config.json"
+        ]
+
+    @staticmethod
+    def _writer(folder: Path):
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        (folder / DIST_NAME).mkdir(exist_ok=True)
+        return FileSystemWriter(
+            folder / DIST_NAME, single_file_per_rank=True, sync_files=False, thread_count=1
+        )
+
+
+def load_megatron(folder: Path, models, optimizer=None) -> None:
+    """Fill the model, and the optimizer where one is given, from a checkpoint of any layout. Collective."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    refuse_foreign_index(folder / DIST_NAME / _INDEX_NAME)
+    state, kept = models.sharded_state_dict(), {}
+    for chunk, tensors in state.items():
+        kept[chunk] = {name: tensors.pop(name).data for name in _objects(tensors)}
+    where = {}
+    if optimizer is not None:
+        state["optimizer"], where = _optimizer_to_fill(optimizer, models)
+    strategy = TorchDistLoadShardedStrategy()
+    # ranks ask for the states that they step, not each tensor once: megatron's check of that would refuse it
+    loaded = dist_checkpointing.load(
+        state, str(folder / DIST_NAME), strategy, validate_access_integrity=False
+    )
+    models.load_state_dict({chunk: {**loaded[chunk], **kept[chunk]} for chunk in kept})
+    if optimizer is not None:
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        for key, (parameter, name) in where.items():
+            states.setdefault(parameter, {})[name] = loaded["optimizer"][key]
+        _fill_optimizer(optimizer, models, states, loaded["optimizer_steps"])
+
+
+def _objects(tensors: dict) -> list[str]:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
+
+
+# -- the index ----------------------------------------------------------------------------------------------------------
+
+_INDEX_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+)
+_INDEX_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _IndexReader(pickle.Unpickler):
+    """Unpickles an index: its own classes and dtypes, and nothing else that a pickle could name and call."""
+
+    def find_class(self, module, name):
+        known = module in _INDEX_MODULES or (module, name) in _INDEX_NAMES
+        if not known and not (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        if "." in name:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class")
+        return super().find_class(module, name)
+
+
+def refuse_foreign_index(path: Path) -> None:
+    """CheckpointError where reading the index with pickle could run anything else than an index."""
+    try:
+        with open(path, "rb") as file:
+            _IndexReader(file).load()
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not an index that can be trusted: {error}: use another checkpoint"
+        ) from None
+
+
+# -- who writes what ----------------------------------------------------------------------------------------------------
+
+
+class _Owners:
+    """Which of the data parallel ranks that hold a parameter writes it: the one with the largest piece of its state where
+    a distributed optimizer has cut that, so that hardly anything has to be sent; else dealt out by size."""
+
+    def __init__(self, models, optimizer):
+        parameters = list(models.parameters())
+        groups = _shard_groups(optimizer)
+        self.pieces = _pieces_of_all(parameters, groups, optimizer, models)
+        self._of, loads = {}, {}
+        for parameter in parameters:
+            group = groups.get(id(parameter)) or _replica_group(parameter)
+            load = loads.setdefault(id(group), [0] * group.size())
+            pieces = self.pieces.get(id(parameter))
+            owner = (
+                max(pieces, key=lambda r, p=pieces: p[r][1] - p[r][0])
+                if pieces
+                else load.index(min(load))
+            )
+            load[owner] += parameter.numel()
+            self._of[id(parameter)] = group, owner
+
+    def group_and_owner(self, parameter):
+        """(the group of ranks that hold the parameter, the owner's rank in it)"""
+        return self._of[id(parameter)]
+
+    def is_mine(self, tensor) -> bool | None:
+        """Whether this rank writes a parameter; None for a buffer, which has no owner."""
+        group, owner = self._of.get(id(tensor), (None, None))
+        return None if group is None else group.rank() == owner
+
+
+def _pieces_of_all(
+    parameters: list, groups: dict, optimizer, models
+) -> dict[int, dict[int, tuple[int, int]]]:
+    """{id of a parameter that a distributed optimizer cuts: {rank in the group: (start, stop) of its piece}}. Collective."""
+    index = {id(p): i for i, p in enumerate(parameters)}
+    pieces: dict[int, dict[int, tuple[int, int]]] = {}
+    for group in {id(g): g for g in groups.values()}.values():
+        owned = _owned(optimizer, models)
+        mine = {
+            index[id(p)]: (cut.start, cut.stop)
+            for _, p, _, cut in owned
+            if groups.get(id(p)) is group
+        }
+        everyone = [mine] * group.size()
+        if group.size() > 1:
+            dist.all_gather_object(everyone, mine, group=group)
+        for rank, theirs in enumerate(everyone):
+            for i, cut in theirs.items():
+                pieces.setdefault(id(parameters[i]), {})[rank] = cut
+    return pieces
+
+
+def _replica_group(parameter):
+    from megatron.core import parallel_state as mpu
+
+    if not getattr(parameter, "allreduce", True):  # an expert
+        return mpu.get_expert_data_parallel_group()
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def _parts(optimizer) -> list:
+    return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _shard_groups(optimizer) -> dict:
+    """{id of a parameter: the group among which the distributed optimizer cuts its state}"""
+    distributed = [part for part in _parts(optimizer) if hasattr(part, "gbuf_ranges")]
+    return {
+        id(p): part.data_parallel_group
+        for part in distributed
+        for buffer in part.buffers
+        for p in buffer.params
+    }
+
+
+def _tensors(models) -> list:
+    """The sharded tensors, or factories of some, of the models' parameters."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    return list(
+        nested_values(extract_sharded_tensors_and_factories(models.sharded_state_dict())[0])
+    )
+
+
+def _replica(tensor, here: bool) -> tuple[int, int, int]:
+    """The replica_id under which megatron writes a tensor, or does not: (tied copy, tensor rank, data parallel rank)."""
+    return (*tensor.replica_id[:2], 0 if here else 1)
+
+
+def _mine_to_write(tensors: dict, owners: _Owners, copy: bool) -> dict:
+    """A chunk's sharded tensors: those that this rank writes are marked as the main ones, and copied where asked for."""
+    out = {}
+    for name in tensors.keys() - set(_objects(tensors)):
+        tensor = tensors[name]
+        here = owners.is_mine(tensor.data)
+        replica = tensor.replica_id if here is None else _replica(tensor, here)
+        data = (
+            tensor.data.detach().to("cpu", copy=True) if copy and here is not False else tensor.data
+        )
+        out[name] = replace(tensor, data=data, replica_id=replica)
+    return out
+
+
+# -- the optimizer ------------------------------------------------------------------------------------------------------
+
+
+def _owned(optimizer, models):
+    """(torch optimizer, model parameter, its float32 master or this rank's flat piece of that, the piece's slice)."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if hasattr(part, "gbuf_ranges"):  # the distributed optimizer
+            for parameter, (group, i) in part.model_param_group_index_map.items():
+                piece = part._get_model_param_range_map(parameter)["param"]
+                yield (
+                    inner,
+                    parameter,
+                    inner.param_groups[group]["params"][i],
+                    slice(piece.start, piece.end),
+                )
+            continue
+        mains = {id(p) for group in inner.param_groups for p in group["params"]}
+        for parameter in models.parameters():
+            main = getattr(parameter, "main_param", parameter)
+            if id(main) in mains:
+                yield inner, parameter, main, slice(0, parameter.numel())
+
+
+def _state_names(optimizer, parameter) -> list[str]:
+    names = (
+        ["momentum_buffer"]
+        if _parts(optimizer)[0].config.optimizer == "sgd"
+        else ["exp_avg", "exp_avg_sq"]
+    )
+    return names + (["master"] if parameter.dtype != torch.float32 else [])
+
+
+def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
+    """The sharded tensor of one state of a parameter, from the parameter's own."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    dtype = {} if isinstance(tensor, ShardedTensorFactory) else {"dtype": value.dtype}
+    return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **dtype, **changes)
+
+
+def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
+    """{key: sharded tensor} of the states that this rank writes. Collective in the parameters' order."""
+    held = {
+        id(parameter): (inner, main, cut)
+        for inner, parameter, main, cut in _owned(optimizer, models)
+    }
+    tensors, out = {id(tensor.data): tensor for tensor in _tensors(models)}, {}
+    for parameter in (p for p in models.parameters() if p.requires_grad):
+        group, owner = owners.group_and_owner(parameter)
+        here = group.rank() == owner
+        for name in _state_names(optimizer, parameter):
+            part = None
+            if id(parameter) in held and (here or id(parameter) in owners.pieces):
+                inner, main, cut = held[id(parameter)]
+                part = main if name == "master" else inner.state.get(main, {}).get(name)
+                if part is None:  # an optimizer that has not stepped yet has none: zeros
+                    part = torch.zeros(cut.stop - cut.start, device=parameter.device)
+                part = part.detach().float().view(-1)
+            value = _join(part, parameter, group, owner, owners.pieces.get(id(parameter), {}))
+            if here:
+                tensor = tensors[id(parameter)]
+                value = value.to("cpu", copy=True) if copy else value
+                replica = _replica(tensor, True)
+                out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)
+    return out
+
+
+def _join(part, parameter, group, owner: int, pieces: dict):
+    """On the owner the whole of a state, from the pieces of those who hold any: itself, mostly. Elsewhere None."""
+    me = group.rank()
+    if me == owner:
+        if part.numel() == parameter.numel():
+            return part.view(parameter.shape)
+        whole = torch.zeros(parameter.numel(), device=part.device)
+        for rank, (start, stop) in sorted(pieces.items()):
+            piece = part
+            if rank != me:
+                piece = torch.empty(stop - start, device=part.device)
+                dist.recv(piece, dist.get_global_rank(group, rank), group=group)
+            whole[start:stop] = piece
+        return whole.view(parameter.shape)
+    if me in pieces:
+        dist.send(part.contiguous(), dist.get_global_rank(group, owner), group=group)
+    return None
+
+
+def _optimizer_to_fill(optimizer, models) -> tuple[dict, dict]:
+    """({key: empty sharded tensor of a state that this rank steps}, {key: (id of the parameter, name of the state)})."""
+    tensors = {id(tensor.data): tensor for tensor in _tensors(models)}
+    sharded, where = {}, {}
+    for _, parameter, _, _ in _owned(optimizer, models):
+        for name in _state_names(optimizer, parameter):
+            key = f"{len(sharded)}.{name}"
+            sharded[key] = _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
+            where[key] = (id(parameter), name)
+    return sharded, where
+
+
+def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
+    with torch.no_grad():
+        for inner, parameter, main, part in _owned(optimizer, models):
+            mine = {
+                k: v.reshape(-1)[part].view(main.shape).to(main.device)
+                for k, v in states[id(parameter)].items()
+            }
+            if "master" in mine:
+                main.copy_(mine.pop("master"))
+            # the fused AdamW keeps its counter beside the parameter
+            step = (
+                {"step": torch.tensor(float(steps), device=main.device)}
+                if "exp_avg" in mine
+                else {}
+            )
+            # a piece is copied, so that the whole can go
+            mine = {
+                k: v if main.numel() == parameter.numel() else v.clone() for k, v in mine.items()
+            }
+            inner.state[main] = {**step, **mine}
+            del states[id(parameter)]
+
+
+def _optimizer_steps(optimizer, models) -> int:
+    """Updates made so far: the same for all parameters; the largest over ranks, since some own no piece."""
+    counts = [
+        int(inner.state[main]["step"])
+        for inner, _, main, _ in _owned(optimizer, models)
+        if "step" in inner.state[main]
+    ]
+    return parallel.largest(max(counts, default=0))[0]

@@ -1,0 +1,226 @@
+"""Commands beside training, on the CPU, in one process.
+
+python -m mca_lite convert SRC DST [--merge ADAPTER] [--verify]
+    SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads (model_name_or_path: DST)
+    SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
+    --merge: SRC a Hugging Face folder or hub name, ADAPTER the folder of a PEFT adapter of it, or a checkpoint with
+             adapters: DST becomes a Hugging Face folder with the adapter in its weights
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from .constants import HF_CONFIG_NAME
+
+# what belongs to a model beside its weights and config.json
+_SIDE_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+    "*.model",
+)
+_SIDE_FILES += ("generation_config.json", "*.py")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` names -> exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mca_lite", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    sub = parser.add_subparsers(dest="command", required=True).add_parser(
+        "convert", help="between formats of weights"
+    )
+    sub.add_argument("src")
+    sub.add_argument("dst")
+    sub.add_argument(
+        "--merge", metavar="ADAPTER", help="put the adapter of this folder into the weights of SRC"
+    )
+    sub.add_argument(
+        "--verify", action="store_true", help="load both and compare their logits in float32"
+    )
+    sub.add_argument("--max-shard-size", default="5GB")
+    options = parser.parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
+    try:
+        if options.merge is None:
+            print(convert(options.src, Path(options.dst), options.max_shard_size))
+        else:
+            print(
+                merge(options.src, Path(options.merge), Path(options.dst), options.max_shard_size)
+            )
+        if options.verify:
+            print(verify(options.src, options.dst, options.merge))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
+    """Write `src` in the other format into `dst` -> a line that says what was done.
+
+    ValueError where src is neither, is damaged, or dst holds something."""
+    from .weights_sources import resolve_folder
+
+    _refuse_full(dst)
+    from_checkpoint = (Path(src) / "manifest.json").is_file()
+    folder = Path(src) if from_checkpoint else resolve_folder(src)
+    if from_checkpoint:
+        _refuse_damage(folder)
+    models = _load(folder, _dtype_of(folder))
+    if from_checkpoint:
+        models.save_pretrained(dst, max_shard_size)
+        origin = models.config.name_or_path
+        _copy_side_files(
+            [folder] + ([Path(origin)] if origin and Path(origin).is_dir() else []), dst
+        )
+        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
+    from . import ckpt, ckpt_manifest
+    from .ckpt_megatron import MegatronSnapshot
+
+    dst.mkdir(parents=True, exist_ok=True)
+    facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
+    facts["model"] = ckpt_manifest.model_identity(models.config.hf_config)
+    ckpt.write_weights(dst, MegatronSnapshot(models), facts)
+    shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
+    _copy_side_files([folder], dst)
+    return f"{src} is now {dst}, a checkpoint that any layout loads"
+
+
+def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line that says what was done.
+
+    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where src is no such model, the
+    adapter is damaged or of another model, or dst holds something."""
+    import torch
+
+    from . import ckpt_manifest, lora_files
+    from . import weights_convert as hf_format
+    from .model_config import load_hf_config
+
+    _refuse_full(dst)
+    if (adapter / ckpt_manifest.MANIFEST_NAME).is_file():
+        if damage := ckpt_manifest.damage(adapter, ckpt_manifest.read(adapter)):
+            raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
+    base = hf_format.SafetensorsSource(src)
+    config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
+    # from transformers: a config.json without the key means what the family does by default
+    tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
+    change, vocab_size = lora_files.file_merger(adapter, base, tied)
+    config["vocab_size"] = vocab_size or config["vocab_size"]
+    tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
+    hf_format.write_safetensors(tensors, dst, max_shard_size)
+    hf_format.write_hf_config(config, str(base.folder), dst, getattr(torch, _dtype_of(base.folder)))
+    _copy_side_files([adapter, base.folder], dst)
+    return f"{src} with the adapter {adapter} in its weights is now {dst}"
+
+
+def verify(src: str, dst: str, adapter: str | None = None) -> str:
+    """Load both, run the same tokens through them in float32 -> a line with the largest difference of a logit. With an
+    adapter: of src with it beside its weights, and of dst.
+
+    ValueError where it is more than rounding."""
+    import torch
+
+    if adapter is not None:
+        return _verify_merged(src, dst, adapter)
+    one, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
+    models, hf = _load(Path(one), "float32").eval(), _hf_model(other)
+    tokens = _tokens(models.config.vocab_size)
+    with torch.no_grad():
+        return _compare(models.gather_logits(models(tokens)), hf(tokens).logits, src, dst, 1e-4)
+
+
+def _verify_merged(src: str, dst: str, adapter: str) -> str:
+    import torch
+
+    from . import lora_files
+
+    model, merged = _hf_model(src), _hf_model(dst)
+    vocab_size = merged.config.get_text_config().vocab_size
+    if vocab_size > model.config.get_text_config().vocab_size:  # the adapter brings the new rows
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    source = lora_files.AdapterSource(adapter)
+    with torch.no_grad():
+        for name in lora_files.whole_weights(source):
+            model.get_parameter(name).copy_(source.read(name))
+    model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
+    tokens = _tokens(vocab_size)
+    # the merged weights are rounded to their dtype, each by up to half of its eps
+    eps = torch.finfo(getattr(torch, _dtype_of(Path(dst)))).eps
+    with torch.no_grad():
+        return _compare(model(tokens).logits, merged(tokens).logits, src, dst, max(1e-4, 10 * eps))
+
+
+def _hf_model(folder: str):
+    from .model import load_torch_model  # knows types that transformers does not
+
+    return load_torch_model(folder).eval()
+
+
+def _tokens(vocab_size: int):
+    import torch
+
+    return torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def _compare(ours, theirs, src: str, dst: str, tolerance: float) -> str:
+    difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
+    if not difference <= tolerance * max(largest, 1.0):
+        raise ValueError(
+            f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not use {dst}"
+        )
+    return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
+
+
+def _refuse_full(dst: Path) -> None:
+    if dst.exists() and any(dst.iterdir()):
+        raise ValueError(f"{dst} is not empty: name a folder that is not there yet")
+
+
+def _load(folder: Path, dtype: str):
+    """The model of a folder in either format, whole, on this process."""
+    from .args import TrainingArguments
+    from .model import AutoModel
+
+    args = TrainingArguments(output_dir="unused", bf16=dtype == "bfloat16", fp16=dtype == "float16")
+    return AutoModel.from_pretrained(str(folder), args)
+
+
+def _dtype_of(folder: Path) -> str:
+    """The dtype that a folder's config names: float32, bfloat16 or float16."""
+    mca = folder / "mca_config.json"
+    if mca.is_file():
+        values = json.loads(mca.read_text())
+        return "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
+    values = json.loads((folder / HF_CONFIG_NAME).read_text())
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"{folder}: dtype {dtype} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"
+        )
+    return dtype
+
+
+def _refuse_damage(folder: Path) -> None:
+    from . import ckpt_manifest
+
+    record = ckpt_manifest.read(folder)
+    refused = ckpt_manifest.refusal(folder, record, "megatron", record["model"])
+    damage = ckpt_manifest.damage(folder, record)
+    if refused or damage:
+        raise ValueError(refused or f"{folder} is damaged: {'; '.join(damage[:3])}")
+
+
+def _copy_side_files(sources: list[Path], dst: Path) -> None:
+    for folder in sources:
+        for path in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
+            if path.is_file() and not (dst / path.name).exists():
+                shutil.copyfile(path, dst / path.name)

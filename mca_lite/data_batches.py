@@ -1,0 +1,294 @@
+"""From samples to micro-batches: the collator, and who gets which sample when.
+
+Letters: b samples of a micro-batch, s positions. Samples are shifted already: labels[t] is the token that position t
+has to predict, or IGNORE_INDEX. Nothing here talks to other ranks: the plan of each is arithmetic.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from .constants import IGNORE_INDEX
+
+FILLER = (
+    -1
+)  # a sample index that stands for "no sample left": collated like sample 0, without labels
+
+
+class Collator:
+    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], padded on the right.
+
+    A sample that holds several documents brings an attention_mask with their numbers, which is taken over.
+
+    s is the longest sample rounded up to a multiple of pad_to_multiple_of, or always max_length (rounded up) where one
+    is given. Padding has label IGNORE_INDEX and attention_mask 0 (1: a token).
+    Raises: ValueError for a sample over max_length.
+    """
+
+    def __init__(
+        self, pad_token_id: int, pad_to_multiple_of: int = 1, max_length: int | None = None
+    ):
+        self.pad_token_id, self.pad_to_multiple_of, self.max_length = (
+            pad_token_id,
+            pad_to_multiple_of,
+            max_length,
+        )
+
+    def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        if self.max_length is not None and max(lengths) > self.max_length:
+            raise ValueError(
+                f"a sample of {max(lengths)} tokens is over max_length {self.max_length}: set cutoff_len to it"
+            )
+        size = self.max_length or max(lengths)
+        shape = len(samples), math.ceil(size / self.pad_to_multiple_of) * self.pad_to_multiple_of
+        batch = {
+            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.int64),
+            "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
+            "attention_mask": torch.zeros(shape, dtype=torch.int64),
+        }
+        for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+            batch["input_ids"][row, :length] = torch.as_tensor(
+                sample["input_ids"], dtype=torch.int64
+            )
+            batch["labels"][row, :length] = torch.as_tensor(sample["labels"], dtype=torch.int64)
+            batch["attention_mask"][row, :length] = torch.as_tensor(
+                sample.get("attention_mask", 1), dtype=torch.int64
+            )
+        return batch
+
+
+def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
+    """The language inputs of a collated batch as tensors; ValueError for what would give wrong numbers in silence.
+
+    packs: rows may hold several documents, which attention_mask numbers.
+    """
+    missing = [k for k in ("input_ids", "labels") if k not in batch]
+    if missing:
+        raise ValueError(
+            f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted"
+        )
+    batch = {k: torch.as_tensor(batch[k]) for k in names if k in batch}
+    if batch["labels"].shape != batch["input_ids"].shape:
+        shapes = tuple(batch["labels"].shape), tuple(batch["input_ids"].shape)
+        raise ValueError(f"labels {shapes[0]} and input_ids {shapes[1]} differ in shape")
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
+            raise ValueError(
+                "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'"
+            )
+        if not packs and (mask > 1).any():
+            raise ValueError(
+                "attention_mask numbers several documents in a row, which would see each other: set sequence_packing: true"
+            )
+    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    positions = batch.pop("position_ids", None)
+    if (
+        positions is not None
+        and not packs
+        and not (positions == torch.arange(positions.shape[-1])).all()
+    ):
+        raise ValueError(
+            "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true"
+        )
+    return batch
+
+
+def count_tokens(batch: dict) -> tuple[int, int]:
+    """(tokens without padding, sum of squared document lengths) of a checked batch."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return batch["input_ids"].numel(), batch["input_ids"].numel() * batch["input_ids"].shape[1]
+    lengths = torch.cat([torch.bincount(row[row > 0].long()) for row in mask])
+    return int(lengths.sum()), int((lengths**2).sum())
+
+
+def pad_batch(batch: dict, length: int, pad_token_id: int) -> dict:
+    """The batch [b, s] padded on the right to [b, length]."""
+    more = length - batch["input_ids"].shape[1]
+    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
+    return (
+        {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
+        if more
+        else batch
+    )
+
+
+class BatchPlan:
+    """Which samples this data parallel rank takes in which micro-batch. Arithmetic only.
+
+    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size * accumulation * dp_size;
+    micro-batch m of rank r takes those from (m * dp_size + r) * micro_batch_size on. The samples of a step are thus the
+    same in all layouts with the same G. The last step of an epoch has only the micro-batches that it needs, as many on
+    every rank; where samples are missing it has FILLER. With `costs`, one number a sample, a step's samples are dealt by
+    falling cost, so that the ranks have as much to do in each micro-batch: that changes who takes them, not which.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        shuffle: bool = True,
+        costs: np.ndarray | None = None,
+    ):
+        if num_samples < 1:
+            raise ValueError(f"the dataset has {num_samples} samples: expected at least one")
+        if (
+            min(micro_batch_size, gradient_accumulation_steps, dp_size) < 1
+            or not 0 <= dp_rank < dp_size
+        ):
+            raise ValueError(
+                f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data parallel rank "
+                f"{dp_rank} of {dp_size}: expected sizes of at least 1 and a rank below dp_size"
+            )
+        self.num_samples, self.micro_batch_size, self.seed, self.shuffle = (
+            num_samples,
+            micro_batch_size,
+            seed,
+            shuffle,
+        )
+        self.dp_rank, self.dp_size, self.costs = dp_rank, dp_size, costs
+        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size
+        self.steps_per_epoch = math.ceil(num_samples / self.global_batch_size)
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The permutation of an epoch, int64 [num_samples]; the identity without shuffling."""
+        if self._order is None or self._order[0] != epoch:
+            random = np.random.default_rng([self.seed, epoch])
+            self._order = (
+                epoch,
+                random.permutation(self.num_samples)
+                if self.shuffle
+                else np.arange(self.num_samples),
+            )
+        return self._order[1]
+
+    def num_samples_of(self, i: int) -> int:
+        """Samples, without fillers, that all ranks together take in step i of an epoch."""
+        if not 0 <= i < self.steps_per_epoch:
+            raise ValueError(f"step {i} of an epoch that has {self.steps_per_epoch} steps")
+        return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
+
+    def num_micro_batches(self, i: int) -> int:
+        """Micro-batches that each rank takes in step i of an epoch."""
+        return math.ceil(self.num_samples_of(i) / (self.micro_batch_size * self.dp_size))
+
+    def step(self, epoch: int, i: int) -> list[list[int]]:
+        """This rank's micro-batches of step i, each micro_batch_size sample numbers or FILLER."""
+        first, count = i * self.global_batch_size, self.num_micro_batches(i)
+        chosen = np.full((count, self.dp_size, self.micro_batch_size), FILLER, dtype=np.int64)
+        samples = self.order(epoch)[first : first + self.num_samples_of(i)]
+        if self.costs is not None:
+            samples = samples[np.argsort(-self.costs[samples], kind="stable")]
+        chosen.reshape(-1)[: len(samples)] = samples
+        if self.costs is not None:
+            chosen[1::2] = chosen[
+                1::2, ::-1
+            ].copy()  # the dearest goes to another rank in every second micro-batch
+        return chosen[:, self.dp_rank].tolist()
+
+
+def steps_of_run(args, steps_per_epoch: int) -> int:
+    """Optimizer steps of a run: max_steps where it is given, else num_train_epochs, a started step counted whole."""
+    return (
+        args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    )
+
+
+class _MicroBatches:
+    """The plan from a position on, as the batch sampler of a DataLoader."""
+
+    def __init__(self, plan: BatchPlan, start_epoch: int, start_step: int, num_epochs: int | None):
+        self.plan, self.start, self.num_epochs = plan, (start_epoch, start_step), num_epochs
+
+    def __iter__(self):
+        start_epoch, start_step = self.start
+        for epoch in (
+            itertools.count(start_epoch)
+            if self.num_epochs is None
+            else range(start_epoch, self.num_epochs)
+        ):
+            for i in range(start_step if epoch == start_epoch else 0, self.plan.steps_per_epoch):
+                yield from self.plan.step(epoch, i)
+
+
+class _WithFillers(Dataset):
+    """(is a filler, sample), where a filler is sample 0."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, i: int):
+        return i == FILLER, self.dataset[0 if i == FILLER else i]
+
+
+class _CollateWithFillers:
+    """The user's collate function; afterwards the rows of fillers have no labels."""
+
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, items: list):
+        fillers = torch.tensor([is_filler for is_filler, _ in items])
+        batch = self.collate([sample for _, sample in items])
+        if fillers.any():
+            labels = batch.get("labels") if hasattr(batch, "get") else None
+            if labels is None or len(labels) != len(items):
+                raise ValueError(
+                    "the last batch is filled up with samples of weight zero: expected the collate function to return "
+                    f'a mapping with "labels" of {len(items)} rows, one a sample'
+                )
+            batch["labels"] = torch.as_tensor(
+                labels
+            ).clone()  # labels may be the same tensor as input_ids
+            batch["labels"][fillers] = IGNORE_INDEX
+            if "attention_mask" in batch:
+                batch["attention_mask"] = torch.as_tensor(batch["attention_mask"]).clone()
+                batch["attention_mask"][fillers] = 0
+        return batch
+
+
+def make_loader(
+    dataset,
+    collate,
+    plan: BatchPlan,
+    start_epoch: int = 0,
+    start_step: int = 0,
+    num_epochs: int | None = None,
+    num_workers: int = 0,
+) -> DataLoader:
+    """Returns a DataLoader of this rank's micro-batches, one after another, from step start_step of start_epoch on.
+
+    It ends with epoch num_epochs - 1 (counted from the beginning of the run), or never. plan.num_micro_batches(step)
+    says how many belong to a step. dataset: any map-style dataset; collate: list of its samples -> mapping. A FILLER of
+    the plan is collated as sample 0, and its row of batch["labels"] becomes IGNORE_INDEX.
+    Raises: ValueError for a dataset without a length, or of another length than the plan's.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style dataset, because the steps "
+            "of an epoch are planned ahead; read an iterable dataset into a list"
+        )
+    if len(dataset) != plan.num_samples:
+        raise ValueError(
+            f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
+        )
+    return DataLoader(
+        _WithFillers(dataset),
+        batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
+        collate_fn=_CollateWithFillers(collate),
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        # Without one of its own a DataLoader draws from torch's global generator, and dropout would depend on it.
+        generator=torch.Generator().manual_seed(plan.seed),
+    )

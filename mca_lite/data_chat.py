@@ -1,0 +1,250 @@
+"""Conversations as text: the tokenizer's own chat template, and which characters of it the assistant says.
+
+A template says what it writes, not where the answers are. Its {% generation %} marks tell it; without them it is found
+by rendering parts of the conversation and comparing.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_QUESTION, _ANSWER = (
+    "mcaquestion",
+    "mcaanswer",
+)  # texts to try a template with; no template trims or changes them
+
+
+@dataclass
+class _Style:
+    """How a chat template writes a turn of the assistant, found by rendering one question and one answer.
+
+    prompted: the prompt is rendered with add_generation_prompt; lead: what stands between that prompt and the answer (a
+    header that the assistant does not say); closing: the end-of-turn token; tail: all that follows the answer.
+    """
+
+    prompted: bool
+    lead: str
+    closing: str
+    tail: str
+
+
+class ChatRenderer:
+    """Renders conversations with the tokenizer's own chat template and finds what the assistant says in them.
+
+    Raises: ValueError for a tokenizer without a chat template or without character offsets (not a fast one).
+    """
+
+    def __init__(self, tokenizer):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template, which stages sft and dpo need: set model_name_or_path to a model with a "
+                "chat_template.jinja (an instruct or chat model), or put that file beside tokenizer_config.json"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask is made: expected a "
+                "fast tokenizer (one with a tokenizer.json)"
+            )
+        self.tokenizer = tokenizer
+        self._styles: dict[str, _Style] = {}
+
+    def render(
+        self, messages: list[dict], tools: list | None, last_only: bool, where: str
+    ) -> tuple[str, list]:
+        """(text, spans): the whole conversation, and [start, end) in characters of what the assistant says in each turn
+        (last_only: in the last one), with the end-of-turn token. Raises: ValueError with the place."""
+        template = self.tokenizer.get_chat_template(tools=tools)
+        for name, used in (
+            ("tools", tools),
+            ("tool_calls", any("tool_calls" in message for message in messages)),
+        ):
+            if used and name not in template:
+                raise ValueError(
+                    f"{where}: the record has {name}, but the tokenizer's chat template takes none"
+                )
+        try:
+            style = self._style(template)
+            if _GENERATION_MARK.search(template):
+                text, spans = self._by_marks(messages, tools, template, style, last_only)
+            else:
+                text, spans = self._render(messages, tools), []
+            spans = spans or self._by_difference(text, messages, tools, style, last_only)
+            spans = spans or self._by_markers(text, messages, tools, style, last_only)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"{where}: the chat template refuses the conversation: {error}"
+            ) from error
+        if not spans:
+            raise ValueError(f"{where}: {self._what_differs(text, messages, tools)}")
+        return text, spans
+
+    def ends_turns(self) -> bool:
+        """Whether the template writes anything that tells the end of an answer."""
+        try:
+            return bool(self._style(self.tokenizer.get_chat_template()).closing)
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses a question with its answer: {error}"
+            ) from error
+
+    def _render(self, messages: list[dict], tools: list | None, prompt: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+
+    def _style(self, template: str) -> _Style:
+        if template not in self._styles:
+            question, answer = (
+                {"role": "user", "content": _QUESTION},
+                {"role": "assistant", "content": _ANSWER},
+            )
+            both = self._render([question, answer], None)
+            plain, prompt = (
+                self._render([question], None),
+                self._render([question], None, prompt=True),
+            )
+            # Phi-3 ends every unprompted text with eos, so that `plain` need not be a beginning of `both`.
+            prompted = both.startswith(prompt)
+            start = len(prompt) if prompted else len(os.path.commonprefix([plain, both]))
+            lead, _, tail = both[start:].partition(_ANSWER)
+            if prompted and (prompt != plain or not lead.strip()):
+                lead = ""  # think marks or a space, which the model has to produce itself
+            self._styles[template] = _Style(prompted, lead, self._end_of_turn(tail), tail)
+        return self._styles[template]
+
+    def _end_of_turn(self, tail: str) -> str:
+        """tail up to and with its first special token; without one, tail without the white space at its end."""
+        tokens = [
+            *map(str, self.tokenizer.added_tokens_decoder.values()),
+            *self.tokenizer.all_special_tokens,
+        ]
+        ends = [(tail.index(token), -len(token)) for token in tokens if token and token in tail]
+        return tail[: min(ends)[0] - min(ends)[1]] if ends else tail.rstrip()
+
+    def _by_marks(
+        self, messages, tools, template: str, style: _Style, last_only: bool
+    ) -> tuple[str, list]:
+        """The template's own {% generation %} marks, made to end behind the end-of-turn token."""
+        # apply_chat_template would map the marks to tokens itself, one conversation at a time, and a mark that ends in
+        # white space which the tokenizer drops would reach to the end of the text.
+        texts, marks = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=False,
+            **self.tokenizer.special_tokens_map,
+        )
+        text, spans = texts[0], []
+        for start, end in marks[0]:
+            said, closing, rest = (
+                text[start:end].rpartition(style.closing) if style.closing else ("", "", "")
+            )
+            if closing and not rest.strip():
+                end = start + len(said) + len(closing)
+            elif style.closing and text.startswith(style.closing, end):
+                end += len(style.closing)
+            spans.append((start, end))
+        if last_only:
+            history = os.path.commonprefix([text, self._render(messages[:-1], tools)])
+            spans = [span for span in spans if span[0] >= len(history)] or spans[-1:]
+        return text, spans
+
+    def _by_difference(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
+        """Renders the conversation up to each turn, and up to and with it. [] where the whole begins otherwise."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or (last_only and number < len(messages) - 1):
+                continue
+            try:
+                before = (
+                    self._render(messages[:number], tools, prompt=style.prompted) if number else ""
+                )
+                until = self._render(messages[: number + 1], tools)
+            except TemplateError:  # a template may refuse a part of a conversation
+                return []
+            if not style.prompted:
+                before = os.path.commonprefix([before, until])
+            if not (text.startswith(before) and until.startswith(before + style.lead)):
+                return []
+            start = len(before) + len(style.lead)
+            turn = until[start:]
+            turn = (
+                turn.removesuffix(style.tail) + style.closing
+                if turn.endswith(style.tail)
+                else turn.rstrip()
+            )
+            # A turn may lose its beginning, the thinking, once others follow: the longest end that is there counts.
+            first = text[start : start + 1]
+            kept = next(
+                (
+                    turn[k:]
+                    for k, c in enumerate(turn)
+                    if c == first and text.startswith(turn[k:], start)
+                ),
+                "",
+            )
+            if not kept.endswith(style.closing) or not all(
+                part in kept for part in _parts_said(message)
+            ):
+                return []
+            spans.append((start, start + len(kept)))
+        return spans
+
+    def _by_markers(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
+        """Renders the conversation with a marker for each answer: what stands between the markers must be what stands
+        between the answers in the real text, from its first character to its last. [] where it is not."""
+        answers = [message.get("content") for message in messages if message["role"] == "assistant"]
+        if not all(answers) or any("tool_calls" in message for message in messages):
+            return []
+        markers = iter([f"{_ANSWER}{number}x" for number in range(len(answers))])
+        marked = [
+            m | {"content": next(markers)} if m["role"] == "assistant" else m for m in messages
+        ]
+        between = re.split(rf"{_ANSWER}\d+x", self._render(marked, tools))
+        if len(between) != len(answers) + 1 or not text.startswith(between[0]):
+            return []
+        spans, at = [], len(between[0])
+        for answer, rest in zip(answers, between[1:], strict=True):
+            forms = (answer, answer.strip(), answer.rpartition("</think>")[2].strip())
+            said = next((form for form in forms if text.startswith(form + rest, at)), None)
+            if said is None or not rest.startswith(style.closing):
+                return []
+            spans.append((at, at + len(said) + len(style.closing)))
+            at += len(said) + len(rest)
+        return (spans[-1:] if last_only else spans) if at == len(text) else []
+
+    def _what_differs(self, text: str, messages, tools) -> str:
+        reason = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or not number:
+                continue
+            try:
+                before = self._render(messages[:number], tools, prompt=True)
+            except TemplateError as error:
+                reason = (
+                    f"message {number + 1}: the template refuses the messages before it: {error}"
+                )
+                break
+            at = len(os.path.commonprefix([before, text]))
+            if at < len(before):
+                reason = (
+                    f"message {number + 1}: the prompt before it and the whole conversation differ from character {at} "
+                    f"on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
+                )
+                break
+        return (
+            "cannot tell which part of the rendered conversation the assistant says; "
+            f"{reason or 'the template changes what it says'}; "
+            "put {% generation %} and {% endgeneration %} round it in the chat template, or set train_on_prompt: true"
+        )
+
+
+def _parts_said(message: dict) -> list[str]:
+    """Texts that must be found in a rendered turn: the answer without its thinking, the names of called functions."""
+    answer = message.get("content", "").rpartition("</think>")[2].strip()
+    return [answer, *(call["function"]["name"] for call in message.get("tool_calls", ()))]

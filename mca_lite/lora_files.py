@@ -1,0 +1,506 @@
+"""Adapters in PEFT's file format, in and out: adapter_config.json and adapter_model.safetensors; and merged into weights.
+
+Every module has two matrices of its own under its Hugging Face name, whatever megatron fuses and whatever the layout:
+base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r], for an embedding .lora_embedding_A [r, V] and
+.lora_embedding_B [h, r]. What modules_to_save means stands there whole.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import lora, parallel, weights_convert
+from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from .lora_layers import LoraSpec
+from .weights_sources import SafetensorsSource
+from .weights_vocabulary import EMBEDDING_AND_HEAD
+
+PREFIX = "base_model.model."
+_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+# What an adapter may ask for that is not built here: key of adapter_config.json -> the values without effect
+_PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),  # others change the base weights
+}
+
+# -- in ----------------------------------------------------------------------------------------------------------------
+
+
+class AdapterSource:
+    """The tensors of an adapter's folder by their names without PEFT's prefix; reads as SafetensorsSource does."""
+
+    def __init__(self, folder: str | os.PathLike):
+        from safetensors import safe_open
+
+        path = Path(folder) / ADAPTER_WEIGHTS_NAME
+        if not path.is_file():
+            raise ValueError(
+                f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder that PEFT or this package "
+                "wrote"
+            )
+        self.folder, self._file = Path(folder), safe_open(path, "pt")
+        # PEFT writes the frozen embedding of an adapted one beside it: the base has it
+        self._names = {
+            k.removeprefix(PREFIX): k for k in self._file.keys() if ".base_layer." not in k
+        }
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def modules(self) -> list[str]:
+        """The adapted modules, sorted."""
+        return sorted({n.removesuffix(s) for n in self._names for s in _SUFFIXES if n.endswith(s)})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(self._names[name]).get_shape())
+
+    def read(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        full = self._file.get_tensor(self._names[name])
+        return full[rows] if rows is not None else full[:, columns] if columns is not None else full
+
+    def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A whole matrix, which must have the shape that the model gives it."""
+        self.check(key, shape)
+        return self.read(key)
+
+    def check(self, key: str, shape: tuple[int, ...]) -> None:
+        """ValueError where the adapter lacks a matrix, or has one of another shape."""
+        if key not in self._names:
+            raise ValueError(
+                f"{self.folder} lacks {PREFIX}{key}: it is damaged, or not of this model"
+            )
+        if self.shape(key) != shape:
+            raise ValueError(
+                f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: the adapter belongs to "
+                "another model, set adapter_name_or_path to one of this model"
+            )
+
+
+def read_spec(folder: str | os.PathLike) -> LoraSpec:
+    """The spec of a PEFT adapter; `targets` are the modules that its file holds. ValueError for what is not built here."""
+    path = Path(folder) / ADAPTER_CONFIG_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"adapter_name_or_path: {folder} holds no {ADAPTER_CONFIG_NAME}: set the folder of an adapter"
+        )
+    values = json.loads(path.read_text())
+    for key, plain in _PLAIN.items():
+        if key in values and values[key] not in plain:
+            raise ValueError(
+                f"{path}: {key} is {json.dumps(values[key])}, which is not built here (expected {json.dumps(plain[0])}): "
+                "merge that adapter into its base with PEFT and train a new one"
+            )
+    return LoraSpec(
+        rank=values["r"],
+        alpha=values["lora_alpha"],
+        dropout=values.get("lora_dropout", 0.0),
+        targets=tuple(AdapterSource(folder).modules()),
+        use_rslora=bool(values.get("use_rslora")),
+        modules_to_save=tuple(values.get("modules_to_save") or ()),
+    )
+
+
+def spec_of_keys(keys) -> LoraSpec:
+    """The spec that FinetuningArguments ask for. A given lora_dropout counts for an adapter of adapter_name_or_path too."""
+    if keys.adapter_name_or_path:
+        spec = read_spec(keys.adapter_name_or_path)
+        return spec if keys.lora_dropout is None else replace(spec, dropout=keys.lora_dropout)
+    return LoraSpec(
+        rank=keys.lora_rank,
+        alpha=keys.lora_alpha,
+        dropout=keys.lora_dropout or 0.0,
+        targets=tuple(keys.lora_target),
+        use_rslora=keys.use_rslora,
+        modules_to_save=tuple(keys.modules_to_save or ()),
+    )
+
+
+def check_modules(folder: str | os.PathLike, spec: LoraSpec, found: list[lora.Candidate]) -> None:
+    """ValueError where an adapter's modules are not among those of the model."""
+    unknown = [name for name in spec.targets if name not in {c.hf for c in found}]
+    if unknown or not spec.targets:
+        raise ValueError(
+            f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of which this model lacks "
+            f"{len(unknown)}{', such as ' + unknown[0] if unknown else ''}; set model_name_or_path to its base"
+        )
+
+
+def load_adapter(
+    model,
+    folder: str | os.PathLike,
+    dropout: float | None = None,
+    dtype: torch.dtype = torch.float32,
+):
+    """Put the adapter of a folder on VirtualModels or a transformers model, to train it further -> model.
+
+    dropout: another one than the adapter's. dtype: of a transformers model's frozen weights. All ranks must call it.
+    ValueError, on every rank, for an adapter of another model.
+    """
+    spec, source = read_spec(folder), AdapterSource(folder)
+    spec = spec if dropout is None else replace(spec, dropout=dropout)
+    is_torch = isinstance(model, torch.nn.Module)
+    found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
+    check_modules(folder, spec, found)
+    _refuse_other_weights(model, spec, source)
+    inject = lora.inject_torch if is_torch else lora.inject
+    inject(model, spec, **(dict(dtype=dtype) if is_torch else {}))
+    problem = None
+    try:
+        lora.fill(model, source)
+        (_fill_saved_torch if is_torch else _fill_saved)(model, source)
+    except ValueError as error:
+        problem = str(error)
+    _raise_together(problem)
+    return model
+
+
+def whole_weights(source: AdapterSource) -> set[str]:
+    """The names in an adapter's file that are no adapter's: modules_to_save, and what PEFT's save_embedding_layers adds."""
+    return {name for name in source.names() if not name.endswith(_SUFFIXES)}
+
+
+def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
+    """ValueError for whole weights in an adapter's file that modules_to_save does not mean and the model does not have:
+    PEFT writes embedding and head there once the vocabulary was resized, and an export from here would lose them."""
+    own = None
+    for name in sorted(whole_weights(source)):
+        if lora.is_saved(name.rsplit(".", 1)[0], spec):
+            continue
+        own = own or _base_weights(model)
+        weight = own(name)
+        if weight is None or not torch.equal(
+            weight.detach().cpu().float(), source.read(name).float()
+        ):
+            raise ValueError(
+                f"{source.folder} brings a {name} of its own, which is not among its modules_to_save and not the model's: it "
+                "would be lost in training; put the adapter into its base first, python -m mca_lite convert BASE DST --merge"
+            )
+
+
+def _base_weights(model) -> Callable[[str], torch.Tensor | None]:
+    """A reader of the base's weights by Hugging Face name; None for what it has not. A tied head is the embedding."""
+    if isinstance(model, torch.nn.Module):
+        return dict(model.named_parameters(remove_duplicate=False)).get
+    try:
+        base = SafetensorsSource(model.config.name_or_path)
+    except (ValueError, TypeError):  # a checkpoint, or weights that were drawn
+        return lambda name: None
+    tied = {}
+    if model.config.tie_embeddings_and_output_weights:
+        names = weights_convert.vocabulary_names(model.config)
+        tied = dict.fromkeys(names, next(iter(names & base.names()), None))
+
+    def read(name: str) -> torch.Tensor | None:
+        name = name if name in base.names() else tied.get(name)
+        return None if name is None else base.read(name)
+
+    return read
+
+
+def _raise_together(problem: str | None) -> None:
+    """ValueError on every rank where one has a problem: none waits for another then."""
+    problems = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    if first := next(filter(None, problems), None):
+        raise ValueError(first)
+
+
+def _fill_saved(models, source: AdapterSource) -> None:
+    rows = lora.saved_rows(models.config, models.lora)
+    with torch.no_grad():
+        for chunk in models:
+            for name, layer, parameter in chunk.global_parameter_names():
+                if row := rows.get((weights_convert.TE_ALIASES.get(name, name), layer)):
+                    weights_convert.copy_in(row, layer, parameter, source, models.config)
+
+
+def _fill_saved_torch(model, source: AdapterSource) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and ".lora." not in name:
+                parameter.copy_(source(name, tuple(parameter.shape)))
+
+
+# -- out ---------------------------------------------------------------------------------------------------------------
+
+
+def gather_adapters(model) -> dict[str, torch.Tensor]:
+    """{key without prefix: whole float32 CPU matrix} on global rank 0, {} elsewhere. All ranks must call it.
+
+    Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
+    """
+    mine = list(lora.pieces_of(model))
+    if isinstance(model, torch.nn.Module):
+        return {p.key: p.tensor.to("cpu", copy=True) for p in mine} if parallel.is_main() else {}
+    from megatron.core import parallel_state as mpu
+
+    # of the ranks that hold a piece, the first: it tells of it, and sends it
+    groups = mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+    replicas = (
+        mpu.get_data_parallel_rank(with_context_parallel=True),
+        mpu.get_expert_data_parallel_rank(),
+    )
+    first = [group.rank() + replica == 0 for group, replica in zip(groups, replicas, strict=True)]
+    told = parallel.gather([(p.key, p.full_shape, p.expert) for p in mine if first[p.expert]])
+    held, out = {p.key: p for p in mine}, {}
+    for owner, theirs in enumerate(told):
+        for key, shape, expert in theirs:
+            group, full = groups[expert], None
+            if owner in dist.get_process_group_ranks(group):
+                part = held[key].tensor.contiguous()
+                parts = [torch.empty_like(part) for _ in range(group.size())]
+                dist.all_gather(parts, part, group=group)
+                full = held[key].join(parts)
+                if parallel.rank() == owner != 0:
+                    dist.send(full.contiguous(), 0)
+            if parallel.is_main():
+                if owner != 0:
+                    full = torch.empty(shape, device=parallel.device())
+                    dist.recv(full, owner)
+                out[key] = full.to("cpu", copy=True).contiguous()
+    return out
+
+
+def _gather_saved(model) -> dict[str, torch.Tensor]:
+    """The modules that are trained whole, likewise."""
+    if isinstance(model, torch.nn.Module):
+        trained = (
+            (n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora." not in n
+        )
+        return {n: p.detach().to("cpu", copy=True) for n, p in trained}
+    rows = lora.saved_rows(model.config, model.lora)
+    return dict(weights_convert.iter_hf_tensors(model, rows.keys())) if rows else {}
+
+
+def save_adapter(model, folder: str | os.PathLike) -> list[str]:
+    """Write the adapter as PEFT does -> the names of the files on global rank 0, which writes. All ranks must call it."""
+    from safetensors.torch import save_file
+
+    spec, folder = lora.spec_of(model), Path(folder)
+    tensors = {**gather_adapters(model), **_gather_saved(model)}
+    if parallel.is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}
+        save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+        values = peft_config(spec, target_modules(model))
+        (folder / ADAPTER_CONFIG_NAME).write_text(
+            json.dumps(values, indent=2, sort_keys=True) + "\n"
+        )
+    parallel.barrier()
+    return [ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME] if parallel.is_main() else []
+
+
+def target_modules(model) -> list[str]:
+    """The adapted modules as PEFT's target_modules: last names where they say it all, else whole names."""
+    is_torch = isinstance(model, torch.nn.Module)
+    found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
+    spec, out = lora.spec_of(model), []
+    for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in spec.modules):
+        same = [c.hf for c in found if c.hf.rsplit(".", 1)[-1] == last]
+        out += (
+            [last]
+            if set(spec.modules).issuperset(same)
+            else [name for name in same if name in spec.modules]
+        )
+    return out
+
+
+def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
+    """adapter_config.json: what PEFT 0.17 and later write for plain LoRA."""
+    whole = float(spec.alpha).is_integer()
+    return {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": spec.base_model,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_alpha": int(spec.alpha) if whole else spec.alpha,
+        "lora_bias": False,
+        "lora_dropout": spec.dropout,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": list(spec.modules_to_save) or None,
+        "peft_type": "LORA",
+        "r": spec.rank,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": target_modules,
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": spec.use_rslora,
+    }
+
+
+def check_checkpoint(model, folder: str | os.PathLike) -> None:
+    """ValueError where a checkpoint (which has its adapters in PEFT's format beside it) and the model differ in adapters."""
+    spec, path = lora.spec_of(model), Path(folder) / ADAPTER_CONFIG_NAME
+    if spec is None and not path.is_file():
+        return
+    if spec is None or not path.is_file():
+        has, lacks = ("adapters", "none") if spec is None else ("no adapters", "some")
+        kind = "lora" if spec is None else "full"
+        raise ValueError(
+            f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or start anew with another "
+            "output_dir"
+        )
+    values, now = json.loads(path.read_text()), peft_config(spec, target_modules(model))
+    for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
+        if values[key] != now[key]:
+            raise ValueError(
+                f"{folder} was saved with {key} {values[key]} of its adapters, and this run has {now[key]}: set it back to "
+                "go on"
+            )
+
+
+# -- merged ------------------------------------------------------------------------------------------------------------
+
+
+def check_mergeable(spec: LoraSpec, config) -> None:
+    """ValueError where the weights cannot take the adapters in: an adapter on one side of a tied embedding.
+
+    config: McaModelConfig, or a transformers config.
+    """
+    tied = getattr(
+        config, "tie_embeddings_and_output_weights", getattr(config, "tie_word_embeddings", False)
+    )
+    one_sided = [name for name in spec.modules if name.endswith(_VOCABULARY_MODULES)]
+    if tied and one_sided:
+        remedy = "take it out of lora_target, or set save_merged_model: false"
+        raise ValueError(f"save_merged_model: {_one_sided_text(one_sided[0], remedy)}")
+
+
+_VOCABULARY_MODULES = EMBEDDING_AND_HEAD
+_VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
+
+
+def _one_sided_text(name: str, remedy: str) -> str:
+    return f"{name} has an adapter, and the embedding is the head in this model: merged, both would change; {remedy}"
+
+
+def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """(HF name, CPU tensor) -> the tensor with its adapter in it: W + scale * B A in float32, then in W's dtype again. The
+    model's own weights stay as they are. All ranks must call it; it does its work on global rank 0."""
+    spec = lora.spec_of(model)
+    check_mergeable(spec, model.config)
+    return _merge_with(gather_adapters(model).get, spec.scale)
+
+
+def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
+    """What merger() gives, from matrix(key without prefix) of an adapter, None where it has none."""
+
+    def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
+        module = name.removesuffix(".weight")
+        if (a := matrix(f"{module}.lora_A.weight")) is not None:
+            delta = matrix(f"{module}.lora_B.weight").float() @ a.float()
+        elif (a := matrix(f"{module}.lora_embedding_A")) is not None:
+            delta = (matrix(f"{module}.lora_embedding_B").float() @ a.float()).t()
+        else:
+            return weight
+        return (weight.float() + scale * delta).to(weight.dtype)
+
+    return merge
+
+
+def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
+    """The same from the files of an adapter, a matrix at a time, for the tensors of `base`; what modules_to_save means
+    takes the place of the base's -> (the function, rows of the vocabulary that the adapter brings or None). tied: the
+    base's embedding is its head.
+
+    ValueError for an adapter of another model, or one that cannot be merged.
+    """
+    spec, source = read_spec(folder), AdapterSource(folder)
+    one_sided = [name for name in source.modules() if name.endswith(_VOCABULARY_MODULES)]
+    if tied and one_sided:
+        raise ValueError(
+            _one_sided_text(one_sided[0], "merge that adapter with PEFT, which cuts the tie")
+        )
+    whole = whole_weights(source)
+    embedding, head = (
+        next((n for n in whole if n.endswith(end)), None) for end in _VOCABULARY_WEIGHTS
+    )
+    if tied and embedding and head and torch.equal(source.read(embedding), source.read(head)):
+        whole.remove(head)  # written twice, and one matrix in the base
+    needed = whole | {f"{module}.weight" for module in source.modules()}
+    if missing := sorted(needed - base.names()):
+        raise ValueError(
+            f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which {base.folder} lacks "
+            f"{len(missing)}, such as {missing[0]}"
+        )
+    for name in sorted(needed):  # all of them, before anything is written
+        _check_shapes(name, source, spec.rank, base.shape(name))
+    merge = _merge_with(lambda key: source.read(key) if key in source.names() else None, spec.scale)
+
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return source.read(name).to(weight.dtype) if name in whole else merge(name, weight)
+
+    return change, _merged_vocabulary(folder, source, base)
+
+
+def _merged_vocabulary(folder, source: AdapterSource, base: SafetensorsSource) -> int | None:
+    """Rows of the vocabulary once an adapter is merged, None for a base without such matrices."""
+    matrices = {name for name in base.names() if name.endswith(_VOCABULARY_WEIGHTS)}
+    sizes = {name: (source if name in source.names() else base).shape(name)[0] for name in matrices}
+    if len(set(sizes.values())) > 1:
+        words = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items()))
+        raise ValueError(
+            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or neither"
+        )
+    return next(iter(sizes.values()), None)
+
+
+def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int, ...]) -> None:
+    """ValueError where an adapter lacks a matrix for a weight of the model, or has one of another shape."""
+    if name in source.names():
+        more = (
+            source.shape(name)[0] if name.endswith(_VOCABULARY_WEIGHTS) else 0
+        )  # it may bring new tokens
+        source.check(name, (max(more, shape[0]), *shape[1:]))
+        return
+    module, (out_size, in_size) = name.removesuffix(".weight"), shape
+    if f"{module}.lora_embedding_A" in source.names():
+        source.check(f"{module}.lora_embedding_A", (rank, out_size))
+        source.check(f"{module}.lora_embedding_B", (in_size, rank))
+        return
+    source.check(f"{module}.lora_A.weight", (rank, in_size))
+    source.check(f"{module}.lora_B.weight", (out_size, rank))

@@ -1,0 +1,463 @@
+"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+from . import lora, parallel, weights_convert
+from .ckpt_megatron import DIST_NAME, load_megatron
+from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
+from .loss_tokens import token_losses
+from .model_config import (
+    AutoConfig,
+    McaModelConfig,
+    grow,
+    load_decision,
+    load_hf_config,
+    rope_frequencies,
+)
+from .model_families import TE_ALIASES, rows_of
+from .model_layers import block_spec
+from .model_moe import routers_of
+from .model_mtp import prediction_spec
+from .packed_rows import Targets
+from .weights_experts import file_parts, named_tensors
+from .weights_sources import InitSource, SafetensorsSource
+from .weights_vocabulary import GrownSource, grow_torch
+
+_IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
+
+
+class _OutputLayer(ColumnParallelLinear):
+    """The output layer, which passes the hidden states through while a loss is taken: loss_tokens.py holds no logits.
+
+    It must be *called* in either case: the hooks of megatron's DDP on it wait for its weight.
+    """
+
+    passes_hidden = False
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        if self.passes_hidden:
+            return input_, None
+        return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+
+
+class _ScaledEmbedding(LanguageModelEmbedding):
+    """The embedding times config.embedding_multiplier, which is rounded to the weights' dtype as in Gemma."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return out * torch.tensor(self.config.embedding_multiplier, dtype=out.dtype)
+
+
+class _Block(TransformerBlock):
+    """The layers. With recompute_method: block, megatron gives those that it does not recompute no mask of padding, and
+    their routers would count it."""
+
+    _mask = None
+
+    def _checkpointed_forward(self, *args, padding_mask=None, **kwargs):
+        self._mask = padding_mask
+        try:
+            return super()._checkpointed_forward(*args, padding_mask=padding_mask, **kwargs)
+        finally:
+            self._mask = None
+
+    def _get_layer(self, layer_number):
+        layer, mask = super()._get_layer(layer_number), self._mask
+        if mask is None:  # there is none; or a layer runs again, and brings its own
+            return layer
+        return lambda padding_mask=None, **kwargs: layer(
+            padding_mask=mask if padding_mask is None else padding_mask, **kwargs
+        )
+
+
+class McaGPTModel(GPTModel):
+    """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
+
+    forward(input_ids [b, s], position_ids, which local layers do not read (positions count from 0 in each document),
+    attention_mask bool [b or 1, 1, s, s] with True meaning hidden, or None for causal, labels [b, s], packing.Targets or None):
+    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or of Targets [b, s, 1 + layers for
+    multi-token prediction]; without, logits [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
+    """
+
+    def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=config.tie_embeddings_and_output_weights,
+            position_embedding_type=config.position_embedding_type,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            mtp_block_spec=prediction_spec(config, vp_stage),
+            vp_stage=vp_stage,
+        )
+        if config.transformer_impl == "local":
+            # our core attention rotates by cached tables: megatron's own way waits for the device twice a layer
+            self.position_embedding_type = "none"
+            if hasattr(self, "rotary_pos_emb"):
+                del self.rotary_pos_emb
+        else:
+            self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
+        self.decoder.__class__ = _Block
+        unit, count = config.recompute_num_layers, len(self.decoder.layers)
+        if (
+            config.recompute_method == "uniform" and count % unit
+        ):  # megatron would look for layers behind the last
+            raise ValueError(
+                f"recompute_num_layers {unit} does not divide the {count} layers of a pipeline stage: set it to 1"
+            )
+        if post_process:
+            self.output_layer.__class__ = _OutputLayer
+        if hasattr(self, "embedding"):
+            if config.embedding_multiplier != 1.0:
+                self.embedding.__class__ = _ScaledEmbedding
+            if not config.drop_embeddings:
+                self.embedding.embedding_dropout.p = 0.0
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
+        window = self.config.sliding_window if self.config.transformer_impl != "local" else None
+        length = input_ids.shape[1] * self.config.context_parallel_size
+        if kwargs.get("packed_seq_params") is not None:
+            length = kwargs["packed_seq_params"].max_seqlen_q
+        if window is not None and length > window:
+            raise ValueError(
+                f"a document of {length} tokens is longer than the model's sliding window of {window}, which is "
+                f"not built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
+            )
+        return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+
+    def _preprocess(self, *args, padding_mask=None, **kwargs):
+        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence parallelism cuts the tokens;
+        megatron cuts it on the first stage alone."""
+        outputs = super()._preprocess(*args, **kwargs)
+        tp = self.config.tensor_model_parallel_size
+        if padding_mask is not None and self.config.sequence_parallel:
+            padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
+        self._padding_mask = (
+            padding_mask  # for the layers of multi-token prediction, which megatron would not tell
+        )
+        return (*outputs[:5], padding_mask, *outputs[6:])
+
+    def _postprocess(
+        self, hidden_states, labels=None, attention_mask=None, packed_seq_params=None, **unused
+    ):
+        if not self.post_process:
+            return hidden_states
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
+        self.output_layer.passes_hidden = labels is not None
+        if labels is None:
+            logits = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
+            logits, cap = logits / self.config.logits_scaling, self.config.final_logit_softcapping
+            return logits if cap is None else cap * torch.tanh(logits / cap)
+        if not isinstance(labels, Targets):
+            return self._losses(labels, hidden_states, weight)
+        losses, kwargs = (
+            [self._losses(labels.labels, hidden_states, weight)],
+            {"padding_mask": self._padding_mask},
+        )
+        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        for layer, ids, next_labels in zip(
+            self.mtp.layers, labels.next_ids, labels.next_labels, strict=True
+        ):
+            hidden_states = layer(
+                self.embedding(input_ids=ids, position_ids=None), hidden_states, **kwargs
+            )
+            losses.append(self._losses(next_labels, hidden_states, weight))
+        return torch.stack(losses, -1)
+
+    def _losses(self, labels, hidden_states, weight):
+        return self.compute_language_model_loss(
+            labels, self.output_layer(hidden_states, weight=weight)[0]
+        )
+
+    def compute_language_model_loss(self, labels, hidden):
+        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.config.logits_scaling != 1.0:
+            hidden = hidden / self.config.logits_scaling
+        extra = lora.extra_factors(self.output_layer, hidden)
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        group = mpu.get_tensor_model_parallel_group()
+        config = self.config
+        return token_losses(
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group,
+            config.vocab_size,
+            config.loss_chunk_size,
+            extra,
+            config.final_logit_softcapping,
+        ).t()
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the metadata unasked."""
+        return super().sharded_state_dict(
+            prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
+        )
+
+    def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
+        """(name with {} for the layer's number, the layer's number in the whole model or None, parameter).
+
+        A router's bias, which is a buffer, is among them; of experts there are views of each matrix, under the names of rows.
+        """
+        biases = (
+            (name, buffer)
+            for name, buffer in self.named_buffers()
+            if name.endswith("router.expert_bias")
+        )
+        for name, parameter in (*self.named_parameters(), *biases):
+            match = _IN_LAYER.fullmatch(name)
+            if match is None:
+                yield name, None, parameter
+                continue
+            block, local, rest = match.groups()
+            layer = getattr(self, block).layers[int(local)]
+            layer = getattr(layer, "transformer_layer", layer)
+            number = layer.layer_number - 1
+            if ".mlp.experts." not in name:
+                yield f"{block}.layers.{{}}.{rest}", number, parameter
+            elif rest.endswith("mlp.experts.fc1"):
+                for e, matrix, view in layer.mlp.experts.matrices():
+                    yield (
+                        f"{block}.layers.{{}}.{rest.removesuffix('fc1')}{e}.{matrix}.weight",
+                        number,
+                        view,
+                    )
+
+
+class VirtualModels:
+    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of modules."""
+
+    def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
+        self.config = config
+        self.models = models
+        self.weights_from = ""  # how they were loaded, for the start summary
+        self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
+
+    def __len__(self):
+        return len(self.models)
+
+    def __getitem__(self, index):
+        return self.models[index]
+
+    def __iter__(self):
+        return iter(self.models)
+
+    def __call__(self, *args, **kwargs):
+        """The forward pass of the only chunk; a rank with several runs through megatron's schedule."""
+        if len(self.models) != 1:
+            raise ValueError(
+                f"this rank holds {len(self.models)} chunks: run them through the pipeline schedule"
+            )
+        return self.models[0](*args, **kwargs)
+
+    def get_models(self) -> list[torch.nn.Module]:
+        return self.models
+
+    def parameters(self):
+        return (p for model in self.models for p in model.parameters())
+
+    def named_parameters(self):
+        many = len(self.models) > 1
+        for i, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield (f"model{i}.{name}" if many else name), parameter
+
+    def train(self, mode: bool = True):
+        for model in self.models:
+            model.train(mode)
+        return self
+
+    def eval(self):
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True):
+        for model in self.models:
+            model.requires_grad_(requires_grad)
+        return self
+
+    def state_dict(self) -> dict:
+        """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
+        return {self._key(i): model.state_dict() for i, model in enumerate(self.models)}
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
+        for i, model in enumerate(self.models):
+            model.load_state_dict(state_dict[self._key(i)], strict=strict and self.lora is None)
+
+    def sharded_state_dict(self) -> dict:
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters those that are trained."""
+        if self.lora is not None:
+            return {self._key(i): lora.sharded_state(model) for i, model in enumerate(self.models)}
+        return {self._key(i): model.sharded_state_dict() for i, model in enumerate(self.models)}
+
+    def _key(self, i: int) -> str:
+        return f"model{i}" if len(self.models) > 1 else "model"
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"
+    ) -> None:
+        """Write the Hugging Face checkpoint: config.json and safetensors. All ranks must call it."""
+        weights_convert.export_hf(self, save_directory, max_shard_size)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the padding of the vocabulary."""
+        return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
+
+
+def build_chunks(config: McaModelConfig) -> VirtualModels:
+    """This rank's chunks with weights that nobody has filled yet."""
+    tp, vpp = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if config.ffn_hidden_size % tp:
+        raise ValueError(
+            f"tensor_model_parallel_size {tp} does not divide the MLP's {config.ffn_hidden_size} columns"
+        )
+    models = []
+    for stage in range(vpp or 1):
+        vp_stage = stage if vpp else None
+        models.append(
+            McaGPTModel(
+                config,
+                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                vp_stage=vp_stage,
+            )
+        )
+        models[-1].to(device=parallel.device(), dtype=config.params_dtype)
+        for router in routers_of(models[-1:]):
+            router._maintain_float32_expert_bias()
+        _mark_tensor_parallel(models[-1])
+    return VirtualModels(config, models)
+
+
+def _mark_tensor_parallel(model: McaGPTModel) -> None:
+    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises them, which is left out
+    here; a parameter without the mark counts as a duplicate, and the gradient norm comes out too small."""
+    kinds = {row.mca: row.kind for row in rows_of(model.config.hf_model_type, model.config)}
+    for name, _, parameter in model.global_parameter_names():
+        kind = kinds.get(TE_ALIASES.get(name, name), "copy")
+        if kind != "copy" and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, 1)
+
+
+class AutoModel:
+    """Makes VirtualModels; starts the distributed world from `args` where that has not happened."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name_or_path: str,
+        args,
+        trust_remote_code: bool = False,
+        vocab_size: int | None = None,
+    ) -> VirtualModels:
+        """The model with the folder's (or hub name's) Hugging Face weights, or those of a checkpoint, cut for this rank.
+
+        vocab_size: tokens that it shall have, where they are more than it has; weights_vocabulary.py says how their rows begin.
+        Each rank reads only the bytes of its slices. Collectives: those that start the world.
+        Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
+        """
+        folder = Path(model_name_or_path)
+        if (folder / DIST_NAME).is_dir() and (folder / ADAPTER_CONFIG_NAME).is_file():
+            raise ValueError(
+                f"{folder} is a checkpoint of adapters, without the model that they belong to: load that one, and these by "
+                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert BASE DST --merge CHECKPOINT"
+            )
+        parallel.initialize(args)
+        config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
+        old = config.vocab_size
+        grow(config, vocab_size or old)
+        if config.vocab_size > old and (folder / DIST_NAME).is_dir():
+            raise ValueError(
+                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are asked for: make a Hugging "
+                "Face folder of it first, python -m mca_lite convert"
+            )
+        models = build_chunks(config)
+        if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
+            saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
+            load_megatron(folder, models)
+            models.weights_from = load_decision(saved, config)
+        else:
+            source = SafetensorsSource(model_name_or_path, config.hf_model_type)
+            if config.vocab_size > old:
+                source = GrownSource(
+                    source, weights_convert.vocabulary_names(config), config.vocab_size
+                )
+            weights_convert.fill(models, source)
+            models.weights_from = "converted from Hugging Face safetensors"
+        return models
+
+    @staticmethod
+    def from_config(config: McaModelConfig, args=None, seed: int = 42) -> VirtualModels:
+        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in every layout."""
+        if args is not None:
+            parallel.initialize(args)
+        models = build_chunks(config)
+        weights_convert.fill(models, InitSource(config.hf_config, seed, config.mtp_num_layers))
+        models.weights_from = f"drawn from seed {seed}"
+        return models
+
+
+def load_torch_model(
+    model_name_or_path: str,
+    train_from_scratch=False,
+    seed=42,
+    trust_remote_code=False,
+    vocab_size: int | None = None,
+):
+    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and every test's oracle.
+
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as AutoModel.from_pretrained.
+    """
+    import transformers
+
+    hf = load_hf_config(model_name_or_path, trust_remote_code)
+    kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
+    if getattr(hf.get_text_config(), "attn_logit_softcapping", None):
+        kwargs["attn_implementation"] = (
+            "eager"  # not every release says that its sdpa leaves the cap out
+        )
+    if not train_from_scratch:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            model_name_or_path, config=hf, **kwargs
+        )
+        if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:
+            grow_torch(model, vocab_size, hf.dtype or torch.float32)
+    else:
+        grow(hf, vocab_size or hf.get_text_config().vocab_size)
+        model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+        source = InitSource(hf.to_dict(), seed)
+        with torch.no_grad():
+            for name, tensor in named_tensors(model):
+                for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape)):
+                    tensor[index].copy_(source.read(file_name))
+    if Path(model_name_or_path).is_dir():
+        model.name_or_path = str(model_name_or_path)
+    return model.to(parallel.device())

@@ -1,0 +1,193 @@
+"""A mixture-of-experts layer's own parts: the router and the experts. Dispatch and shared experts are megatron's.
+
+Letters: T tokens, n experts of this rank, f columns of an expert on this rank (1 / etp of them), h hidden size. Experts are
+spread over the expert-parallel ranks, e = n * ep_rank + i, and their matrices are cut over the expert-tensor-parallel ranks.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+from .model_routing import (
+    BalancingLosses,
+    RouterStatistics,
+    balancing_parts,
+    choices_of,
+    choose_experts,
+)
+
+
+class Router(TopKRouter):
+    """megatron's router with the routing of transformers' models, and balancing losses that count real tokens alone.
+
+    `statistics` is set by the backend that trains it; without one nothing is counted and no loss is added.
+    """
+
+    statistics: RouterStatistics | None = None
+
+    def gating(self, input):
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer Engine on a GPU."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
+            self.config.moe_router_dtype, input.dtype
+        )
+        logits = F.linear(
+            input.to(dtype),
+            self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+        )
+        adapter = getattr(self, "lora", None)
+        return (
+            logits
+            if adapter is None or not adapter.enabled
+            else logits + adapter(input).to(logits.dtype)
+        )
+
+    def routing(self, logits, padding_mask=None):
+        """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E], choices bool [T, E])."""
+        config, flat = self.config, logits.flatten(0, 1)
+        weights, experts = choose_experts(
+            flat,
+            self.topk,
+            self.score_function,
+            config.moe_router_norm_topk_prob,
+            config.moe_router_topk_scaling_factor,
+            self.expert_bias,
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+            config.moe_router_group_score,
+        )
+        probs = torch.zeros(flat.shape, dtype=weights.dtype, device=flat.device).scatter(
+            1, experts, weights
+        )
+        routing_map = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device).scatter(
+            1, experts, True
+        )
+        # what recomputation runs without gradients comes a second time, with them
+        if self.statistics is not None and self.training and torch.is_grad_enabled():
+            real = (
+                torch.ones_like(logits[..., 0], dtype=torch.bool)
+                if padding_mask is None
+                else ~padding_mask
+            )
+            choices = choices_of(experts, real.flatten(), self.num_experts)
+            self.statistics.count(self.layer_number - 1, choices)
+            if self.enable_expert_bias:
+                self.local_tokens_per_expert += choices
+            # by way of the flat form: megatron's linear wants its gradient in that order
+            probs = self._with_losses(probs, flat.view(logits.shape), real)
+        return probs, routing_map
+
+    def _with_losses(self, probs, logits, real):
+        """probs, whose backward pass gives the balancing losses their gradients too."""
+        losses, group = BalancingLosses.of(self.config), self.tp_cp_group
+        if not losses.on:
+            return probs
+
+        def total(counts):
+            if group.size() > 1:
+                dist.all_reduce(counts, group=group)
+            return counts
+
+        balance, z, tokens = balancing_parts(
+            logits, real, losses.kind, self.topk, self.score_function, total
+        )
+        self.statistics.add_losses(self.layer_number - 1, balance, z, (tokens > 0) / group.size())
+        loss = losses.balance * balance + losses.z * z
+        # megatron's schedule scales what is attached like the main loss of a micro-batch
+        return MoEAuxLossAutoScaler.apply(probs, loss * self.statistics.loss_weight)
+
+
+class Experts(MegatronModule):
+    """SwiGLU experts with their weights side by side: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f].
+
+    moe_grouped_gemm: one grouped matrix product for all of them; otherwise one expert after another. The numbers are the same.
+    """
+
+    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
+        super().__init__(config=config)
+        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
+        self.dp_group = pg_collection.expt_dp
+        n, h, f = (
+            num_local_experts,
+            config.hidden_size,
+            config.moe_ffn_hidden_size // self.etp_group.size(),
+        )
+        device = torch.cuda.current_device()
+        for name, shape in (("fc1", (n, 2, f, h)), ("fc2", (n, h, f))):
+            weight = torch.nn.Parameter(
+                torch.empty(shape, dtype=config.params_dtype, device=device)
+            )
+            # gradients are summed over the ranks that hold the same experts, also where these are all ranks (ep 1, etp < tp)
+            weight.allreduce = False
+            # a whole expert is no duplicate either: without the mark all but the first rank's would miss in the norm
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 2, 1
+            self.register_parameter(name, weight)
+
+    def matrices(self):
+        """(number in the layer, name of megatron's matrix, view with two dimensions) of each local expert's."""
+        first = self.fc1.shape[0] * self.ep_group.rank()
+        for i in range(self.fc1.shape[0]):
+            yield first + i, "linear_fc1", self.fc1[i].flatten(0, 1)
+            yield first + i, "linear_fc2", self.fc2[i]
+
+    def forward(self, x, tokens_per_expert, probs):
+        """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
+        ends = None
+        if self.config.moe_grouped_gemm:
+            ends = tokens_per_expert.cumsum(0).to(
+                device=x.device, dtype=torch.int32, non_blocking=True
+            )
+
+        def multiply(t, w):
+            """Each expert's tokens t times the transpose of its matrix in w [n, out, in]."""
+            # the grouped product wants rows of whole 16 bytes, which the smallest adapters lack
+            if ends is None or any(size * t.element_size() % 16 for size in w.shape[1:]):
+                counts = tokens_per_expert.tolist()
+                return torch.cat(
+                    [F.linear(part, one) for part, one in zip(t.split(counts), w, strict=True)]
+                )
+            return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
+
+        adapter = getattr(self, "lora", None)
+        if adapter is None or not adapter.enabled:
+            hidden = self._activated(multiply(x, self.fc1.flatten(1, 2)), probs, x.dtype)
+            return multiply(hidden, self.fc2), None
+        hidden = self._added(multiply(x, self.fc1.flatten(1, 2)), adapter.gate_up(x, multiply))
+        hidden = self._activated(hidden, probs, x.dtype)
+        return self._added(multiply(hidden, self.fc2), adapter.down(hidden, multiply)), None
+
+    @staticmethod
+    def _added(base, delta):
+        return base if delta is None else (base + delta).to(base.dtype)
+
+    @staticmethod
+    def _activated(both, probs, dtype):
+        gate, up = both.chunk(2, -1)
+        return (F.silu(gate) * up * probs.unsqueeze(-1)).to(dtype)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """megatron's ShardedTensors: experts along the first axis, their columns along the third."""
+        first = len(sharded_offsets)
+        expert = (first, self.ep_group.rank(), self.ep_group.size())
+        columns = (first + 2, self.etp_group.rank(), self.etp_group.size())
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                parameter,
+                *sharded_offsets,
+                expert,
+                columns,
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=first,
+            )
+            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
+        }
+
+
+def routers_of(chunks) -> list[Router]:
+    """The routers of a rank's chunks."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]

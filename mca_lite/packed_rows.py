@@ -1,0 +1,301 @@
+"""Packed rows: masks, the cut of a row over context-parallel ranks, and the packer. Letters: b rows, s positions, t tokens
+of a packed row, cp the context-parallel size.
+
+A packed row is a row of documents that do not see each other. `cu_seqlens` are the documents' borders, from 0 to t: what
+pads a row at its end is a document of its own. Under context parallelism every document is cut into 2 cp chunks, of which
+rank r holds the chunks r and 2 cp - 1 - r: causal attention is then the same work on every rank.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils.data import Dataset
+
+from .constants import IGNORE_INDEX
+
+
+def get_ltor_masks_and_position_ids(
+    input_ids: torch.Tensor,
+    build_attention_mask: bool = True,
+    attn_mask_1D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(causal mask bool [b, 1, s, s] where True means hidden, position ids int64 [b, s] from 0 to s - 1).
+
+    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's columns as well.
+    build_attention_mask False: the mask is None, which the models take as causal.
+    """
+    b, s = input_ids.shape
+    position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
+    if not build_attention_mask:
+        return None, position_ids
+    visible = torch.ones(s, s, dtype=torch.bool, device=input_ids.device).tril().expand(b, 1, s, s)
+    if attn_mask_1D is not None:
+        visible = visible & attn_mask_1D.bool()[:, None, None, :]
+    return ~visible, position_ids
+
+
+def _document_lengths(row: torch.Tensor) -> torch.Tensor:
+    """Lengths of the documents of one row in order; its padding (0) is a document of its own at its end."""
+    counts = torch.bincount(row.long())
+    counts = torch.cat([counts[1:], counts[:1]])
+    return counts[counts > 0]
+
+
+def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed batch.
+
+    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The rows stand one behind
+    the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7, 9, 12] and 3.
+    """
+    lengths = torch.cat([_document_lengths(row) for row in attention_mask]).to(torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32, device=lengths.device)
+    return torch.cat([zero, lengths.cumsum(0, dtype=torch.int32)]), lengths.max()
+
+
+def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
+    """Whether every document of a packed batch, padding included, is a multiple of align_size long."""
+    return all(bool((_document_lengths(row) % align_size == 0).all()) for row in attention_mask)
+
+
+# -- a batch as one packed row ------------------------------------------------------------------------------------------
+
+
+def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -> dict:
+    """{"input_ids", "labels" int64 [1, t], "padding_mask" bool [1, t], "cu_seqlens": borders as a tuple} of the documents of
+    a padded batch. padding_mask: True is padding.
+
+    batch: input_ids, labels [b, s] and attention_mask [b, s] with a number for each document of a row, 0 for padding
+    (which is dropped). Each document is padded to document_multiple inside, without labels.
+    """
+    ids, labels, pads, cu = [], [], [], [0]
+    mask = batch.get("attention_mask")
+    mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+    for row, row_labels, row_mask in zip(batch["input_ids"], batch["labels"], mask, strict=True):
+        used = int((row_mask != 0).sum())
+        start = 0
+        for length in _document_lengths(row_mask[:used]).tolist() if used else ():
+            padding = -length % document_multiple
+            ids += [row[start : start + length], row.new_full((padding,), pad_token_id)]
+            labels += [
+                row_labels[start : start + length],
+                row_labels.new_full((padding,), IGNORE_INDEX),
+            ]
+            pads.append(torch.arange(length + padding) >= length)
+            cu.append(cu[-1] + length + padding)
+            start += length
+    if not ids:  # nothing but padding: one empty document keeps every rank in step
+        ids, labels = (
+            [torch.full((document_multiple,), pad_token_id)],
+            [torch.full((document_multiple,), IGNORE_INDEX)],
+        )
+        pads = [torch.ones(document_multiple, dtype=torch.bool)]
+        cu.append(document_multiple)
+    rows = {
+        "input_ids": torch.cat(ids)[None],
+        "labels": torch.cat(labels)[None],
+        "padding_mask": torch.cat(pads)[None],
+    }
+    return {**rows, "cu_seqlens": tuple(cu)}
+
+
+def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
+    """The packed batch with a tail up to `length` tokens: a document of its own, without labels."""
+    more = length - batch["input_ids"].shape[1]
+    if not more:
+        return batch
+    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "padding_mask": True}
+    rows = {
+        k: torch.cat([batch[k], batch[k].new_full((1, more), v)], 1)
+        for k, v in values.items()
+        if k in batch
+    }
+    return {**rows, "cu_seqlens": (*batch["cu_seqlens"], length)}
+
+
+class Targets(NamedTuple):
+    """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the tokens 1 to k places ahead of
+    each, within its document; behind its end id 0 and no label."""
+
+    labels: torch.Tensor
+    next_ids: torch.Tensor
+    next_labels: torch.Tensor
+
+    @classmethod
+    def ahead(cls, batch: dict, count: int) -> "Targets":
+        """Of a whole batch, before context parallelism cuts it."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        cu = torch.tensor(batch.get("cu_seqlens", (0, ids.shape[1])))
+        ends = cu[1:].repeat_interleave(cu.diff())
+        places = torch.arange(ids.shape[1]) + torch.arange(1, count + 1)[:, None]
+        beyond, places = (places >= ends)[:, None], places.clamp(max=ids.shape[1] - 1)
+        ahead = (x.cpu()[:, places].transpose(0, 1) for x in (ids, labels))
+        return cls(
+            labels,
+            *(
+                x.masked_fill(beyond, fill)
+                for x, fill in zip(ahead, (0, IGNORE_INDEX), strict=True)
+            ),
+        )
+
+
+# -- how a rank sees a row ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RowLayout:
+    """What core attention needs to know of a row, of which this context-parallel rank holds t / cp tokens.
+
+    segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query the last key.
+    positions int64 [t / cp]: each local token's position in its document. index int64 [t / cp]: its place in the whole row.
+    order int64 [t], None without context parallelism: gathered local parts in the row's order. longest: tokens of the longest
+    document.
+    """
+
+    segments: list[tuple[int, int, int, int]]
+    positions: torch.Tensor
+    index: torch.Tensor
+    order: torch.Tensor | None
+    longest: int
+
+    @functools.cached_property
+    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys) for a varlen kernel,
+        which wants the keys of each segment side by side."""
+        device = self.positions.device
+        q = np.array([b - a for a, b, _, _ in self.segments])
+        k = np.array([d - c for _, _, c, d in self.segments])
+        cu_q, cu_k = (
+            torch.tensor(np.concatenate([[0], n.cumsum()]), dtype=torch.int32, device=device)
+            for n in (q, k)
+        )
+        places = torch.from_numpy(
+            np.concatenate([np.arange(c, d) for _, _, c, d in self.segments])
+        ).to(device)
+        return cu_q, cu_k, places, int(q.max()), int(k.max())
+
+
+def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Places in the whole row, int64 [t / cp], of the tokens that a context-parallel rank holds, in its order."""
+    if cp_size == 1:
+        return torch.arange(cu[-1])
+    parts = []
+    for start, end in zip(cu, cu[1:], strict=False):
+        chunk, rest = divmod(end - start, 2 * cp_size)
+        if rest:
+            raise ValueError(
+                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad documents to a multiple "
+                f"of {2 * cp_size} under context_parallel_size {cp_size}"
+            )
+        for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            parts.append(torch.arange(start + i * chunk, start + (i + 1) * chunk))
+    return torch.cat(parts)
+
+
+@functools.lru_cache(64)
+def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
+    """The layout of a row with borders `cu` on one context-parallel rank, its tensors on `device`."""
+    segments = []
+    for start, end in zip(cu, cu[1:], strict=False):
+        if cp_size == 1:
+            segments.append((start, end, start, end))
+            continue
+        chunk, local = (end - start) // (2 * cp_size), start // cp_size
+        for n, i in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
+            segments.append(
+                (local + n * chunk, local + (n + 1) * chunk, start, start + (i + 1) * chunk)
+            )
+    index = zigzag(cu, cp_size, cp_rank)
+    starts = torch.tensor(cu[:-1]).repeat_interleave(torch.tensor(cu).diff())
+    order = (
+        torch.cat([zigzag(cu, cp_size, r) for r in range(cp_size)]).argsort().to(device)
+        if cp_size > 1
+        else None
+    )
+    longest = max(end - start for start, end in zip(cu, cu[1:], strict=False))
+    return RowLayout(segments, (index - starts[index]).to(device), index.to(device), order, longest)
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """megatron's packed parameters in the documented thd format, and the layout that our own core attention reads."""
+
+    layout: RowLayout | None = None
+
+
+def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
+    """The packed parameters of a row with borders `cu`; the same borders for queries and keys, global under cp."""
+    borders = torch.tensor(cu, dtype=torch.int32, device=device)
+    layout = row_layout(cu, cp_size, cp_rank, device)
+    return PackedRow(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=layout.longest,
+        max_seqlen_kv=layout.longest,
+        layout=layout,
+    )
+
+
+def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models that know no packing."""
+    document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
+    causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
+    return ~(causal & (document[:, None] == document[None]))[None, None]
+
+
+# -- the packer ---------------------------------------------------------------------------------------------------------
+
+
+class Packs(Dataset):
+    """`dataset` in packs of at most `capacity` tokens, with the numbers of both.
+
+    lengths [n]: tokens of each sample. squares [n]: the squared lengths of its documents, summed: what attention costs.
+    """
+
+    def __init__(self, dataset, lengths: np.ndarray, squares: np.ndarray, capacity: int):
+        self.dataset, self.capacity, self.packs = dataset, capacity, best_fit(lengths, capacity)
+        self.costs = np.array([squares[pack].sum() for pack in self.packs])
+        self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
+        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
+        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Sample numbers of each pack, in which the lengths sum to at most `capacity`; deterministic.
+
+    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens a new one. Open packs
+    are kept by their free space, so each sample costs a look at the next free space that suffices.
+    Raises: ValueError for a sample that is longer than capacity.
+    """
+    if len(lengths) and lengths.max() > capacity:
+        worst = int(lengths.argmax())
+        raise ValueError(
+            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: raise cutoff_len"
+        )
+    by_space: list[list[int]] = [
+        [] for _ in range(capacity + 1)
+    ]  # free space -> packs, the newest last
+    occupied = np.zeros(capacity + 1, dtype=bool)
+    packs: list[list[int]] = []
+    for i in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[i])
+        space = length + int(
+            occupied[length:].argmax()
+        )  # the tightest that suffices, if there is any
+        if occupied[space]:
+            pack = by_space[space].pop()
+            occupied[space] = bool(by_space[space])
+        else:
+            space, pack = capacity, len(packs)
+            packs.append([])
+        packs[pack].append(int(i))
+        by_space[space - length].append(pack)
+        occupied[space - length] = True
+    return [np.array(sorted(pack)) for pack in packs]

@@ -1,0 +1,225 @@
+"""What the training loop tells others, and how they answer.
+
+The loop calls every callback on every rank with the same numbers, so a callback that changes `TrainerControl` changes
+it everywhere and no rank is left alone in a collective. A callback that writes files does so on one rank only.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+
+# TrainerState's names that Hugging Face's trainer_state.json spells differently.
+_HF_NAMES = {"best_step": "best_global_step"}
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands; written to trainer_state.json. Counts are over all ranks, a step is an optimizer step."""
+
+    global_step: int = 0
+    epoch: float = 0.0
+    max_steps: int = 0
+    num_train_epochs: float = 0.0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    log_history: list[dict] = field(default_factory=list)
+    best_metric: float | None = None
+    best_step: int | None = None
+    best_model_checkpoint: str | None = None
+
+    def to_record(self) -> dict:
+        """The state under Hugging Face's names."""
+        return {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
+    def save(self, path: str) -> None:
+        """Writes the state as JSON; the file at `path` is the old one or the new one, never half of it."""
+        record = self.to_record()
+        temporary = f"{path}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=2)
+            file.write("\n")
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str) -> "TrainerState":
+        """Returns the state in the JSON file `path`. Keys that only Hugging Face's Trainer knows are passed over.
+
+        Raises OSError where there is no such file, ValueError where it does not hold a state.
+        """
+        with open(path, encoding="utf-8") as file:
+            try:
+                record = json.load(file)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}: expected JSON, but {error}: use another checkpoint"
+                ) from None
+        if not isinstance(record, dict) or "global_step" not in record:
+            raise ValueError(
+                f"{path}: expected a JSON object with global_step: use another checkpoint"
+            )
+        names = {name: _HF_NAMES.get(name, name) for name in cls.__dataclass_fields__}
+        return cls(
+            **{name: record[hf_name] for name, hf_name in names.items() if hf_name in record}
+        )
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks ask of the loop. The loop acts on a flag after the callbacks of a step, and lowers it."""
+
+    should_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+
+class TrainerCallback:
+    """Base of all callbacks: each method may read `args` and `state` and set flags of `control`; none returns anything.
+
+    Order within a step: on_step_end, on_log, on_evaluate, on_save.
+    """
+
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """Before the first step; `state.global_step` is not 0 in a resumed run."""
+
+    def on_step_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """After each optimizer step, skipped ones included."""
+
+    def on_log(
+        self, args, state: TrainerState, control: TrainerControl, logs: dict, **kwargs
+    ) -> None:
+        """`logs` is one line of the log: numbers over all ranks, for the steps since the line before."""
+
+    def on_evaluate(
+        self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
+    ) -> None:
+        """`metrics` are those of one evaluation, their names starting with eval_."""
+
+    def on_save(
+        self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs
+    ) -> None:
+        """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps may have been made."""
+
+    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """After the last step, before the final export."""
+
+
+def full_metric_name(name: str) -> str:
+    """Returns the key of `name` among the metrics of an evaluation: "loss" and "eval_loss" both mean "eval_loss"."""
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def greater_is_better_by_name(name: str) -> bool:
+    """Returns False for losses and perplexities, True for every other metric."""
+    return not name.endswith(("loss", "ppl", "perplexity"))
+
+
+class _MetricWatcher(TrainerCallback):
+    """Knows which metric of an evaluation decides, and which of two values is the better one."""
+
+    def __init__(self, metric: str | None, greater_is_better: bool | None):
+        self.metric = metric
+        self.greater_is_better = greater_is_better
+
+    def _settle(self, args) -> None:
+        """What the constructor left open comes from the training arguments, then from the metric's name."""
+        if self.metric is None:
+            self.metric = getattr(args, "metric_for_best_model", None) or "loss"
+        self.metric = full_metric_name(self.metric)
+        if self.greater_is_better is None:
+            self.greater_is_better = getattr(args, "greater_is_better", None)
+        if self.greater_is_better is None:
+            self.greater_is_better = greater_is_better_by_name(self.metric)
+
+    def _value(self, metrics: dict) -> float:
+        if self.metric not in metrics:
+            raise ValueError(
+                f"the evaluation gave no {self.metric}, only {', '.join(sorted(metrics)) or 'nothing'}: "
+                "set metric_for_best_model to one of them"
+            )
+        return float(metrics[self.metric])
+
+    def _improves(self, value: float, best: float | None, threshold: float = 0.0) -> bool:
+        if math.isnan(value):
+            return False  # a diverged model is never the best, not even the first time
+        if best is None:
+            return True
+        return (value - best if self.greater_is_better else best - value) > threshold
+
+
+class BestModel(_MetricWatcher):
+    """Keeps state.best_metric, best_step and best_model_checkpoint; the trainer reloads from there at the end.
+
+    `metric` and `greater_is_better` default to the training arguments' metric_for_best_model and greater_is_better. The
+    checkpoint counts for the best step when it is saved at that very step, before or after the evaluation.
+    """
+
+    def __init__(self, metric: str | None = None, greater_is_better: bool | None = None):
+        super().__init__(metric, greater_is_better)
+        self._last_saved: tuple[int, str] | None = None
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self._settle(args)
+        value = self._value(metrics)
+        if not self._improves(value, state.best_metric):
+            return
+        state.best_metric, state.best_step = value, state.global_step
+        if self._last_saved is not None and self._last_saved[0] == state.global_step:
+            state.best_model_checkpoint = self._last_saved[1]
+        elif args.load_best_model_at_end:
+            control.should_save = True
+
+    def on_save(self, args, state, control, path, step=None, **kwargs):
+        step = state.global_step if step is None else step
+        self._last_saved = (step, path)
+        if state.best_step == step:
+            state.best_model_checkpoint = path
+
+
+class EarlyStopping(_MetricWatcher):
+    """Asks the loop to stop after `patience` evaluations in a row that are not better by more than `threshold`.
+
+    A resumed run goes on counting where it was: the count is read off state.log_history, which the checkpoint holds.
+    Raises ValueError where patience is not at least 1 or threshold is negative.
+    """
+
+    def __init__(
+        self,
+        patience: int,
+        threshold: float = 0.0,
+        metric: str | None = None,
+        greater_is_better: bool | None = None,
+    ):
+        if patience < 1:
+            raise ValueError(
+                f"early_stopping_patience is {patience}, expected 1 or more: set 1 or leave it out"
+            )
+        if threshold < 0:
+            raise ValueError(
+                f"early_stopping_threshold is {threshold}, expected 0 or more: set 0.0"
+            )
+        super().__init__(metric, greater_is_better)
+        self.patience = patience
+        self.threshold = threshold
+        self.evaluations_without_gain = 0
+        self._best: float | None = None
+
+    def _count(self, value: float) -> None:
+        if self._improves(value, self._best, self.threshold):
+            self._best, self.evaluations_without_gain = value, 0
+        else:
+            self.evaluations_without_gain += 1
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._settle(args)
+        self._best, self.evaluations_without_gain = None, 0
+        for record in state.log_history:
+            if self.metric in record:
+                self._count(float(record[self.metric]))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self._settle(args)
+        self._count(self._value(metrics))
+        if self.evaluations_without_gain >= self.patience:
+            control.should_stop = True

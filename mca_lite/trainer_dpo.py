@@ -1,0 +1,516 @@
+"""DPOTrainer: preference training as hooks over McaTrainer's loop, which it does not own.
+
+    _arrange                pairs -> a packed row of documents, or rows: chosen and rejected in turn (data_pairs.py)
+    _prepare_micro_batches  what the reference model says of them, where it is not known from before
+    _pre_compute_loss, _post_compute_loss   token losses -> log-probabilities of the responses -> (loss, pairs, 8 metrics)
+
+The loss is the mean over the pairs of the global batch, in every layout. Letters: P pairs of a micro-batch, s positions.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from . import ckpt_manifest, lora, loss_preference, parallel
+from .args_rules_preference import METRICS, PREF_LOSSES, REFERENCES
+from .ckpt_manifest import CheckpointError
+from .constants import IGNORE_INDEX
+from .data_batches import FILLER, BatchPlan, make_loader
+from .data_pairs import (
+    PAIR_KEYS,
+    PackedPairs,
+    PairCollator,
+    PairSlice,
+    ReferencedPairs,
+    arrange_pairs,
+    pairs_of,
+)
+from .trainer import McaTrainer
+from .trainer_reference import ReferenceStore, files_of_model
+from .trainer_signals import Interrupted
+
+SAY_EVERY_S = 10.0
+PART_PAIRS = 1024  # pairs of a part that a reference pass keeps: what is lost when it dies
+
+
+@dataclass(kw_only=True)
+class DPOConfig:
+    """The objective. ValueError for what does not fit together.
+
+    pref_loss: sigmoid (DPO) or orpo. beta: how strongly the reference holds, or the weight of the odds ratio.
+    label_smoothing: the share of pairs thought to be swapped. ftx: weight of the sft term, the mean loss of a token of the
+    chosen response. use_ref_model: whether there is a reference (None: where the loss has one). reference: cached, adapter or
+    model (None: a model that is given, else the model without its adapters, else cached). cache_dir: where log-probabilities
+    of a cached reference are kept (None: nowhere). model_source: what tells the start model from others of its folder.
+    """
+
+    beta: float = 0.1
+    pref_loss: str = "sigmoid"
+    label_smoothing: float = 0.0
+    use_ref_model: bool | None = None
+    ftx: float = 0.0
+    reference: str | None = None
+    cache_dir: str | None = None
+    model_source: str = ""
+
+    def __post_init__(self):
+        if self.pref_loss not in PREF_LOSSES:
+            raise ValueError(f"pref_loss {self.pref_loss!r}: expected {' or '.join(PREF_LOSSES)}")
+        needs = self.pref_loss == "sigmoid"
+        if self.use_ref_model is None:
+            self.use_ref_model = needs
+        if self.use_ref_model != needs:
+            raise ValueError(
+                f"use_ref_model {self.use_ref_model}: pref_loss {self.pref_loss} has {'a' if needs else 'no'} reference model"
+            )
+        if self.reference not in (None, *REFERENCES):
+            raise ValueError(
+                f"reference {self.reference!r}: expected {', '.join(REFERENCES)}, or None"
+            )
+        if self.reference is not None and not needs:
+            raise ValueError(
+                f"reference {self.reference}: pref_loss {self.pref_loss} has none, leave it out"
+            )
+        if self.beta <= 0 or self.ftx < 0 or not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"beta {self.beta}, ftx {self.ftx}, label_smoothing {self.label_smoothing}: expected above 0, at least 0, and "
+                "from 0 to below 0.5"
+            )
+        if self.label_smoothing and not needs:
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing}: only pref_loss sigmoid has it"
+            )
+
+
+class Documents(NamedTuple):
+    """Where a micro-batch's responses are. lengths: this rank's tokens of each document of a packed row, None where each row
+    is one. real float32 [P]: 0 for a pair that only fills the batch."""
+
+    lengths: list[int] | None
+    real: torch.Tensor
+
+
+class DPOTrainer(McaTrainer):
+    """Trains `model` on pairs {"chosen": {"input_ids", "labels"}, "rejected": {...}}, shifted, or on packs (lists) of them.
+
+    train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference: model; it may share
+    nothing with `model`. The other arguments are McaTrainer's; per_device_train_batch_size counts pairs, or packs.
+    Raises ValueError for what cannot be trained so, before anything is computed.
+    """
+
+    metrics_keys = list(METRICS)
+    _language_input_names = [*McaTrainer._language_input_names, "reference"]
+
+    def __init__(
+        self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
+    ):
+        self.train_config = config = train_config or DPOConfig()
+        self.reference = _choose_reference(config, model, ref_model)
+        if not args.calculate_per_token_loss:
+            raise ValueError(
+                "calculate_per_token_loss false: a preference loss is the mean over the pairs of the global batch, in every "
+                "layout: set calculate_per_token_loss: true"
+            )
+        if getattr(model.config, "mtp_num_layers", None):
+            raise ValueError(
+                f"mtp_num_layers {model.config.mtp_num_layers}: layers for multi-token prediction have no part in a preference "
+                "loss: set mtp_num_layers: 0"
+            )
+        for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
+            if dataset is not None and len(dataset):
+                pairs_of(dataset[0])
+                if isinstance(dataset[0], (list, tuple)) and not args.sequence_packing:
+                    # as rows, micro-batches would differ in their number of rows, which pipeline stages have to know
+                    raise ValueError(
+                        "the data set has packs of pairs, and sequence_packing is false: set it to true"
+                    )
+        super().__init__(model=model, args=args, **kwargs)
+        if self.backend.predicts_ahead:
+            raise ValueError(
+                "a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0"
+            )
+        if kwargs.get("data_collator") is None:
+            self.data_collator = PairCollator(self._pad_token_id)
+        self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
+        self._was_trained = self._start_is_checked = False
+
+    # -- the loss
+
+    def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
+        """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of chosen, then rejected."""
+        return loss_preference.odds_ratio_loss(
+            chosen_logps, rejected_logps, *response_lens.chunk(2), beta=self.train_config.beta
+        )
+
+    def dpo_loss(
+        self,
+        policy_chosen_logps,
+        policy_rejected_logps,
+        reference_chosen_logps,
+        reference_rejected_logps,
+    ):
+        """(losses, rewards of chosen, rewards of rejected), each [P]."""
+        config = self.train_config
+        return loss_preference.dpo_loss(
+            policy_chosen_logps,
+            policy_rejected_logps,
+            reference_chosen_logps,
+            reference_rejected_logps,
+            config.beta,
+            config.label_smoothing,
+        )
+
+    def _pre_compute_loss(self, batch: dict, inputs: dict):
+        device, known = parallel.device(), batch.get("reference")
+        chosen, rejected = (None, None) if known is None else known.to(device).unbind(-1)
+        documents = self._documents(batch)
+        return functools.partial(
+            self._post_compute_loss, inputs["labels"], documents, chosen, rejected
+        )
+
+    def _documents(self, batch: dict) -> Documents:
+        lengths, cp = None, self.backend.context_parallel[0]
+        if "cu_seqlens" in batch:
+            cu = batch["cu_seqlens"]
+            lengths = [(end - start) // cp for start, end in zip(cu, cu[1:], strict=False)]
+        return Documents(lengths, batch["real"].to(parallel.device()))
+
+    def _response_logps(self, labels, documents: Documents, losses):
+        """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and rejected in turn.
+
+        Collective under context parallelism: one sum over its group."""
+        both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
+        if documents.lengths is None:
+            sums = both.sum(-1)
+        else:
+            sums = torch.stack(
+                [part.sum(-1) for part in both[:, 0].split(documents.lengths, -1)], -1
+            )
+        return self.backend.sum_over_context_parallel(sums)[:, : 2 * len(documents.real)]
+
+    def _post_compute_loss(self, labels, documents, ref_chosen_logps, ref_rejected_logps, losses):
+        """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
+
+        labels [b, s]; documents says where the responses are; ref_*_logps float32 [P], None for a loss without reference.
+        """
+        logps, lens = self._response_logps(labels, documents, losses)
+        (chosen, rejected), real, config = (
+            (logps[0::2], logps[1::2]),
+            documents.real,
+            self.train_config,
+        )
+        if config.pref_loss == "orpo":
+            response_lens = torch.cat([lens[0::2], lens[1::2]])
+            of_pairs, chosen_rewards, rejected_rewards = self.odds_ratio_loss(
+                chosen, rejected, response_lens
+            )
+        else:
+            of_pairs, chosen_rewards, rejected_rewards = self.dpo_loss(
+                chosen, rejected, ref_chosen_logps, ref_rejected_logps
+            )
+        sft = -chosen / lens[0::2].clamp(min=1)
+        of_pairs = of_pairs + config.ftx * sft
+        margins = chosen_rewards - rejected_rewards
+        values = [
+            of_pairs,
+            chosen_rewards,
+            rejected_rewards,
+            (margins > 0).float(),
+            margins,
+            chosen,
+            rejected,
+            sft,
+        ]
+        count = real.sum()
+        metrics = {
+            key: torch.stack([(value.detach() * real).sum(), count])
+            for key, value in zip(self.metrics_keys, values, strict=True)
+        }
+        # all context-parallel ranks have the same pairs, and megatron adds up what they count: one of them counts
+        counts = self.backend.context_parallel[1] == 0
+        return (of_pairs * real).sum(), (count * counts).int(), metrics
+
+    def _count_of_loss(self, batch: dict) -> int:
+        return int(batch["real"].sum())
+
+    # -- micro-batches
+
+    _rows_hold_documents = True
+
+    def _arrange(self, batch: dict) -> dict:
+        if "attention_mask" not in batch:
+            raise ValueError(
+                "the data collator gave no attention_mask: expected one that numbers a row's documents from 1"
+            )
+        return arrange_pairs(
+            batch, self.args.sequence_packing, self.backend.document_multiple, self._pad_token_id
+        )
+
+    def _to_length(self, batch: dict, at_least: int = 0) -> dict:
+        of_pairs = {key: batch[key] for key in PAIR_KEYS if key in batch}
+        tokens = {key: value for key, value in batch.items() if key not in PAIR_KEYS}
+        return {**super()._to_length(tokens, at_least), **of_pairs}
+
+    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        """The micro-batches with the reference's log-probabilities, where the loss takes them and the data does not."""
+        if not self.train_config.use_ref_model or self.reference == "cached":
+            if self.reference == "cached" and any(
+                "reference" not in batch for batch in micro_batches
+            ):
+                raise ValueError(
+                    'the data collator dropped "reference", the log-probabilities [b, pairs, 2] that the samples bring: hand '
+                    "them on, or use ref_model: model"
+                )
+            return micro_batches
+        chunks = self.models if self.ref_chunks is None else self.ref_chunks
+        found = self.compute_reference_log_probs(chunks, micro_batches, seq_length)
+        if found is None:  # a pipeline stage before the last, where no loss is taken
+            return micro_batches
+        known = (
+            torch.stack([of["reference_chosen_logps"], of["reference_rejected_logps"]], -1)
+            for of in found
+        )
+        return [
+            {**batch, "reference": logps} for batch, logps in zip(micro_batches, known, strict=True)
+        ]
+
+    # -- the reference
+
+    @torch.no_grad()
+    def compute_reference_log_probs(
+        self, models, data_list: list[dict], seq_length: int, micro_batch_size=None
+    ):
+        """[{"reference_chosen_logps", "reference_rejected_logps"}, each [P]] of each micro-batch; None on pipeline stages
+        before the last. models: the policy's chunks, which run without adapters and dropout, or those of a reference.
+
+        Collectives: those of the schedule, forward only.
+        """
+        own = models is self.models
+        was_training = self.models[0].training
+        if own:
+            self.backend.train_mode(False)
+        with lora.without_adapters(self.model) if own else contextlib.nullcontext():
+            found = self.backend.forward_backward(
+                self._reference_step, data_list, seq_length, forward_only=True, chunks=models
+            )
+        if own:
+            self.backend.train_mode(was_training)
+        return found or None
+
+    def _reference_step(self, data_iterator, model):
+        batch = next(data_iterator)
+        inputs = self._prepare_train_inputs(iter([batch]))
+        documents = self._documents(batch)
+
+        def collect(losses):
+            logps, _ = self._response_logps(inputs["labels"], documents, losses)
+            found = {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
+            return losses.sum(), documents.real.sum().int(), found
+
+        return model(**inputs), collect
+
+    def _with_reference(self, dataset):
+        """The dataset, its pairs with the log-probabilities of a cached reference. Collective."""
+        if dataset is None or self.reference != "cached":
+            return dataset
+        view = dataset.dataset if isinstance(dataset, PackedPairs) else dataset
+        if isinstance(view, ReferencedPairs):
+            return dataset
+        if self._was_trained:
+            raise ValueError(
+                "a cached reference is computed by the model before it is trained: give this dataset to DPOTrainer as "
+                "train_dataset or eval_dataset"
+            )
+        referenced = ReferencedPairs(view, self._reference_of(view))
+        return dataset.over(referenced) if isinstance(dataset, PackedPairs) else referenced
+
+    def _reference_of(self, pairs) -> np.ndarray:
+        """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now. Collective."""
+        store, num = self._store(pairs), len(pairs)
+        done = (
+            parallel.on_main(store.load, CheckpointError) if store else np.zeros((0, 2), np.float32)
+        )
+        if len(done):
+            self._check_kept(pairs, done, store)
+        said, missing = time.monotonic(), num - len(done)
+        whole_steps = (
+            self.args.per_device_eval_batch_size
+            * self.args.gradient_accumulation_steps
+            * self.backend.dp_size
+        )
+        part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
+        while len(done) < num:
+            start = len(done)
+            logps = self._score(PairSlice(pairs, start, min(start + part, num)))
+            done = np.concatenate([done, logps])
+            if store:
+                parallel.on_main(functools.partial(store.add, start, logps), CheckpointError)
+            if time.monotonic() - said > SAY_EVERY_S or len(done) == num:
+                said = time.monotonic()
+                self.report.print(f"reference model: {len(done):,} of {num:,} pairs")
+            self._stop_if_asked(store)
+        if store and missing:
+            parallel.on_main(functools.partial(store.finish, done), CheckpointError)
+        elif store:
+            self.report.print(f"reference model: {num:,} pairs from {store.folder}")
+        return done
+
+    def _stop_if_asked(self, store: ReferenceStore | None) -> None:
+        """Interrupted between two parts of a reference pass, which may take longer than a scheduler waits. Collective."""
+        [number] = parallel.largest(self._signals.received)
+        if number:
+            kept = (
+                f"the pass goes on from what is in {store.folder}"
+                if store
+                else "nothing of the pass is kept"
+            )
+            stop = Interrupted(number, self.state.global_step)
+            self.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
+            raise stop
+
+    def _store(self, pairs) -> ReferenceStore | None:
+        """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times of files may differ."""
+        fingerprint = getattr(pairs, "fingerprint", None)
+        if self.train_config.cache_dir is None or fingerprint is None:
+            return None
+        name = getattr(getattr(self.model, "config", None), "name_or_path", None) or None
+        identity = {
+            "model": [
+                name,
+                self.train_config.model_source,
+                ckpt_manifest.model_identity(self.backend.hf_config),
+            ],
+            "files": files_of_model(name),
+            "precision": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32",
+            "data": fingerprint,
+        }
+        return ReferenceStore(self.train_config.cache_dir, identity, len(pairs))
+
+    def _score(self, pairs) -> np.ndarray:
+        """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them now. Collective."""
+        args, backend = self.args, self.backend
+        sizes = (
+            args.per_device_eval_batch_size,
+            args.gradient_accumulation_steps,
+            backend.dp_rank,
+            backend.dp_size,
+        )
+        plan = BatchPlan(len(pairs), *sizes, seed=0, shuffle=False)
+        loader = iter(make_loader(pairs, self.data_collator, plan, num_epochs=1))
+        values = torch.zeros(len(pairs), 2, dtype=torch.float64, device=parallel.device())
+        for step in range(plan.steps_per_epoch):
+            batches, seq_length, _ = self._get_step_iterator_and_seq_length(loader, plan, step)
+            found = self.compute_reference_log_probs(self.models, batches, seq_length)
+            if (
+                found and backend.context_parallel[1] == 0
+            ):  # what follows the plan's micro-batches is empty
+                for numbers, of_batch in zip(plan.step(0, step), found, strict=False):
+                    numbers = [n for n in numbers if n != FILLER]
+                    values[numbers] = torch.stack(list(of_batch.values()), -1)[: len(numbers)].to(
+                        values.dtype
+                    )
+        return backend.reduce(values.flatten()).view(-1, 2).cpu().numpy().astype(np.float32)
+
+    def _check_kept(self, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
+        """CheckpointError where the model gives other log-probabilities to the first pairs than what was kept says."""
+        count = min(len(kept), self.args.per_device_eval_batch_size * self.backend.dp_size)
+        now = self._score(PairSlice(pairs, 0, count))
+        if not self._same_model(now, kept[:count]):
+            raise CheckpointError(
+                f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} to the first pair, and this "
+                f"model gives {now[0].tolist()}: remove the folder, and the reference is computed again"
+            )
+
+    def _same_model(self, ours: np.ndarray, theirs: np.ndarray) -> bool:
+        """Whether two passes over the same pairs differ by rounding only."""
+        share = 3e-2 if self.args.bf16 or self.args.fp16 else 1e-3
+        return bool(np.allclose(ours, theirs, rtol=share, atol=share))
+
+    # -- around the loop
+
+    def _prepare_train_loop(self, resume_from_checkpoint):
+        # before a checkpoint is loaded: the reference is the model that the run started from
+        self._prepare_datasets()
+        return super()._prepare_train_loop(resume_from_checkpoint)
+
+    def _prepare_datasets(self) -> None:
+        self.train_dataset = self._with_reference(self.train_dataset)
+        self.eval_dataset = self._with_reference(self.eval_dataset)
+
+    def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        if eval_dataset is None:
+            self.eval_dataset = eval_dataset = self._with_reference(self.eval_dataset)
+        return super().evaluate(self._with_reference(eval_dataset), metric_key_prefix)
+
+    def training_step(self, models, data_iterator, seq_length: int):
+        """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's pairs."""
+        answer = super().training_step(models, data_iterator, seq_length)
+        if (
+            not self._start_is_checked
+            and self.train_config.use_ref_model
+            and self.state.global_step == 0
+        ):
+            self._check_start(self._means(self.backend.reduce(self._sum_metrics(answer[1]))))
+        self._was_trained = self._start_is_checked = True
+        return answer
+
+    def _check_start(self, means: dict[str, float]) -> None:
+        """At the first step policy and reference are one model: D = 0, and the loss is ln 2 with any label smoothing."""
+        loss = means["loss"] - self.train_config.ftx * means["sft_loss"]
+        share = 5e-2 if self.args.bf16 or self.args.fp16 else 1e-3
+        if abs(loss - math.log(2)) <= share * max(1.0, self.train_config.beta / 0.1):
+            return
+        causes = [
+            "the reference is not the model that training starts from (ref_model, an adapter that was trained before)"
+        ]
+        causes += [
+            "dropout is on in the policy and off in the reference (attention_dropout, hidden_dropout, lora_dropout)"
+        ]
+        self.report.print(
+            f"warning: the first preference loss is {loss:.4f}, and it is ln 2 = 0.6931 where policy and reference are the "
+            f"same: {'; or '.join(causes)}; or the model's numbers are not reproducible"
+        )
+
+    def objective_facts(self) -> dict:
+        """The reference's log-probabilities of the first pairs: a run goes on with the reference that it began with."""
+        packed = isinstance(self.train_dataset, PackedPairs)
+        view = self.train_dataset.dataset if packed else self.train_dataset
+        return {"reference": view.logps[:4].tolist()} if isinstance(view, ReferencedPairs) else {}
+
+    def check_objective(self, facts: dict, folder: Path) -> None:
+        theirs, ours = facts.get("reference"), self.objective_facts().get("reference")
+        if theirs and ours and not self._same_model(np.array(ours), np.array(theirs)):
+            raise CheckpointError(
+                f"{folder} was trained against another reference model, which gave {theirs[0]} to the first pair, and this one "
+                f"gives {ours[0]}: set model_name_or_path to the model that the run started from"
+            )
+
+
+def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
+    """The kind of reference, None for a loss without one. ValueError for one that there cannot be."""
+    if not config.use_ref_model:
+        if ref_model is not None:
+            raise ValueError(
+                f"pref_loss {config.pref_loss} has no reference model: leave ref_model out"
+            )
+        return None
+    spec = lora.spec_of(model)
+    by_default = "adapter" if spec is not None and not spec.modules_to_save else "cached"
+    kind = config.reference or ("model" if ref_model is not None else by_default)
+    if (kind == "model") != (ref_model is not None):
+        raise ValueError(f"reference {kind}: expected {'a' if kind == 'model' else 'no'} ref_model")
+    if kind == "adapter" and by_default != "adapter":
+        why = (
+            "the model has no adapters"
+            if spec is None
+            else "modules_to_save changes the model beside its adapters"
+        )
+        raise ValueError(f"ref_model adapter: {why}: set ref_model: cached, or model")
+    return kind
