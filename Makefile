@@ -44,17 +44,17 @@ test: $(STAMP)  ## run the tests (CPU, no network)
 lint: $(STAMP)  ## ruff: lint and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/bench.py
-	$(BIN)/python -m tests.bench $(ARGS)
+bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/bench.py
+	$(BIN)/python -m tests.tools.bench $(ARGS)
 
 chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kills 200 --seed 1"
-	$(BIN)/python -m tests.chaos $(ARGS)
+	$(BIN)/python -m tests.tools.chaos $(ARGS)
 
 gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there
-	$(BIN)/python -m tests.gpu
+	$(BIN)/python -m tests.tools.gpu
 
 families: $(STAMP)  ## measure every family against transformers, and write README's table of them
-	$(BIN)/python -m tests.family_table
+	$(BIN)/python -m tests.tools.family_table
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
 	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The short form of tests/chaos.py, and a rank's death under a real torchrun."""
+"""The short form of tests/tools/chaos.py, and a rank's death under a real torchrun."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import chaos, tiny, world
+from tests.shared import tiny, world
+from tests.tools import chaos
 
 
 def test_ranks_killed_at_random_moments_lose_nothing():
@@ -43,7 +44,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
         "--max-restarts",
         "2",
         "-m",
-        "tests.chaos",
+        "tests.tools.chaos",
         "--under-torchrun",
         path,
         str(out),

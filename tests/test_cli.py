@@ -1,39 +1,14 @@
 """train.py as a user runs it: one real torchrun, the same file on one process and the torch backend, and its errors."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.training import read_log
-
-ROOT = Path(__file__).parents[1]
-SHORT = "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
-
-
-def run(
-    words: str, tmp_path, nproc: int | None = None, code: int = 0
-) -> subprocess.CompletedProcess:
-    command = [sys.executable, "train.py"]
-    if nproc:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local_addr",
-            "127.0.0.1",
-        ]
-        command += ["--nproc_per_node", str(nproc), "train.py"]
-    command += [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result
+from tests.shared.commands import ROOT, SHORT, run
+from tests.shared.training import read_log
 
 
 def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tmp_path):

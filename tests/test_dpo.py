@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import tiny, world
-from tests.dpo_tools import (
+from tests.shared import tiny, world
+from tests.shared.dpo_tools import (
     OBJECTIVES,
     Pairs,
     curve_of,
@@ -12,8 +12,7 @@ from tests.dpo_tools import (
     oracle_curve,
     our_run,
 )
-from tests.test_packed import CP2
-from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2
 
 PADDED = dict(per_device_train_batch_size=2)
 PACKED = dict(per_device_train_batch_size=2, sequence_packing=True)
@@ -90,7 +89,7 @@ def test_every_objective_trains_as_plain_torch(layout, oracle, tmp_path):
 
 
 def oracle_of_packs(path, objective, capacity) -> list:
-    """The packs are those of mca_lite's packer, whose own test is in test_packing."""
+    """The packs are those of mca_lite's packer, whose own test is in test_packed_rows."""
     import torch
     from transformers import AutoModelForCausalLM
 

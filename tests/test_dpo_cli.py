@@ -8,8 +8,8 @@ import pytest
 
 from mca_lite.args import parse_args
 from mca_lite.args_values import ConfigError
-from tests.test_cli import ROOT, run
-from tests.training import read_log
+from tests.shared.commands import ROOT, run
+from tests.shared.training import read_log
 
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
 SHORT = f"{MODEL} max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 per_device_train_batch_size=2 max_samples=40"

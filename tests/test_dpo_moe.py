@@ -2,11 +2,10 @@
 
 import pytest
 
-from tests import tiny_moe, world
-from tests.dpo_tools import OBJECTIVES, curve_of, differences, oracle_curve, our_run
-from tests.test_moe import AUX, EP2, NUMBERS
-from tests.test_packed import CP2, PACKED
-from tests.test_parity import DIST_OPT, PP2, SP, TP2
+from tests.shared import tiny_moe, world
+from tests.shared.dpo_tools import OBJECTIVES, curve_of, differences, oracle_curve, our_run
+from tests.shared.layouts import AUX, CP2, DIST_OPT, EP2, PACKED, PP2, SP, TP2
+from tests.shared.training import NUMBERS
 
 SMOOTHED = OBJECTIVES["smoothed"]
 RUNS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import tiny, world
-from tests.dpo_tools import (
+from tests.shared import tiny, world
+from tests.shared.dpo_tools import (
     OBJECTIVES,
     STEPS,
     Pairs,
@@ -22,7 +22,7 @@ from tests.dpo_tools import (
     our_run,
     references_of,
 )
-from tests.test_parity import OVERLAP, PP2, TP2, VPP2
+from tests.shared.layouts import OVERLAP, PP2, TP2, VPP2
 
 SIGMOID = OBJECTIVES["sigmoid"]
 
@@ -37,7 +37,7 @@ def start(tmp_path_factory):
 
 
 def save_adapter(path, folder):
-    from tests.lora_tools import peft_model
+    from tests.shared.lora_tools import peft_model
 
     peft_model(path).save_pretrained(folder)
 

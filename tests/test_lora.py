@@ -1,12 +1,12 @@
 """LoRA is PEFT's LoRA in every layout: loss, gradient norm and adapters of a peft-wrapped model in plain torch."""
 
 import pytest
-import torch
 
-from tests import tiny, world
-from tests.lora_tools import adapter_of, train_from_adapter, train_with_peft
-from tests.test_packed import CP2, FULL, PACKED
-from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2, assert_same_curve
+from tests.shared import tiny, world
+from tests.shared.files import assert_same_tensors
+from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, VPP2
+from tests.shared.lora_tools import adapter_of, train_from_adapter, train_with_peft
+from tests.shared.training import assert_same_curve
 
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 LAYOUTS = {
@@ -48,21 +48,13 @@ def references(tmp_path_factory):
     return References()
 
 
-def assert_same_adapter(got: dict, wanted: dict, tolerance=1e-5):
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def check(reference, tmp_path, ranks, keys):
     path, folder, curve = reference
     for got in world.run(
         train_from_adapter, ranks, path, str(tmp_path), str(folder / "start"), **keys
     ):
         assert_same_curve(got, curve)
-    assert_same_adapter(adapter_of(tmp_path), adapter_of(folder / "end"))
+    assert_same_tensors(adapter_of(tmp_path), adapter_of(folder / "end"))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests import world
-from tests.lora_tools import adapter_of
-from tests.test_cli import SHORT, run
-from tests.training import read_log
+from tests.shared import world
+from tests.shared.commands import SHORT, run
+from tests.shared.lora_tools import adapter_of
+from tests.shared.training import read_log
 
 LORA = f"configs/sft_lora.yaml {SHORT}"
 

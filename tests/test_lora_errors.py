@@ -7,12 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import tiny, world
-from tests.lora_tools import RANK, load, peft_model, train_from_adapter
-from tests.test_checkpoint import SAVE
-from tests.test_lora_files import make
-from tests.test_parity import PP2, TP2
-from tests.training import train
+from tests.shared import tiny, world
+from tests.shared.layouts import PP2, SAVE, TP2
+from tests.shared.lora_tools import RANK, load, make, peft_model, train_from_adapter
+from tests.shared.training import train
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Adapters in files: PEFT loads ours, we load PEFT's; merging; checkpoints that hold only what trains."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import tiny, world
-from tests.lora_tools import KEYS, RANK, TARGETS, adapter_of, load, peft_model, train_from_adapter
-from tests.test_checkpoint import SAVE
-from tests.test_packed import CP2
-from tests.test_parity import DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2, assert_same_curve, exported
-from tests.training import train
+from tests.shared import tiny, world
+from tests.shared.files import tensors
+from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, VPP2
+from tests.shared.lora_tools import (
+    EVERYTHING,
+    KEYS,
+    RANK,
+    adapter_of,
+    load,
+    logits,
+    make,
+    peft_model,
+    train_from_adapter,
+)
+from tests.shared.training import assert_same_curve, train
 
 LAYOUTS = {
     "one": (1, {}),
@@ -27,7 +35,6 @@ LAYOUTS = {
     "tp2sp_pp2_vpp2": (4, {**TP2, **SP, **PP2, **VPP2}),
     "torch": (2, dict(backend="torch")),
 }
-EVERYTHING = [*TARGETS, "embed_tokens", "lm_head"]
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +46,12 @@ def base(tmp_path_factory):
     return path, str(folder / "adapter")
 
 
-def arguments(output_dir: str, **changes):
-    from mca_lite.args import TrainingArguments
-
-    keys = dict(output_dir=output_dir, save_strategy="no", disable_tqdm=True, global_batch_size=4)
-    return TrainingArguments(**{**keys, **changes})
-
-
-def make(path: str, output_dir: str, backend="megatron", **changes):
-    """(the base model, its backend's class)"""
-    from mca_lite import model
-    from mca_lite.backend_megatron import MegatronBackend
-    from mca_lite.backend_torch import TorchBackend
-
-    args = arguments(output_dir, **changes)
-    if backend == "torch":
-        return model.load_torch_model(path), functools.partial(TorchBackend, args=args)
-    return model.AutoModel.from_pretrained(path, args), functools.partial(
-        MegatronBackend, args=args
-    )
-
-
 def through_us(path: str, adapter: str, output_dir: str, **changes) -> None:
     """A PEFT adapter in and out again, and merged."""
     model, backend = make(path, output_dir, **changes)
     backend = backend(load(adapter, model))
     backend.export_hf(output_dir, "20KB")
     backend.export_merged(f"{output_dir}/merged", "20KB")
-
-
-def logits(model) -> torch.Tensor:
-    tokens = torch.arange(48).reshape(2, 24) % tiny.VOCAB
-    with torch.no_grad():
-        return model.eval()(tokens).logits
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -90,7 +70,7 @@ def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout, tmp_
     torch.testing.assert_close(logits(loaded), wanted, rtol=0, atol=1e-6)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), wanted, rtol=0, atol=1e-5)
-    before, after = load_file(Path(path) / "model.safetensors"), exported(tmp_path / "merged")
+    before, after = load_file(Path(path) / "model.safetensors"), tensors(tmp_path / "merged")
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert same == [name for name in before if name.endswith("norm.weight")]
 

@@ -6,39 +6,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny_moe, world
-from tests.test_parity import OVERLAP, PP2, TOLERANCE, VPP2, assert_same_curve, exported
-from tests.training import read_log, train
-
-TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
-CP2 = dict(context_parallel_size=2)
-EP2 = dict(expert_model_parallel_size=2)
-EP4 = dict(expert_model_parallel_size=4)
-ETP1 = dict(expert_tensor_parallel_size=1)
-DIST_OPT = dict(use_distributed_optimizer=True)
-AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01)
-BIAS = dict(moe_router_bias_update_rate=0.01)
-# what a run on plain torch does not know of: how the experts are computed and reached
-LOOP = dict(moe_grouped_gemm=False, moe_token_dispatcher_type="allgather")
-
-LAYOUTS = {
-    "ep2": (2, {**EP2, **DIST_OPT}),
-    "ep4": (4, EP4),
-    "tp2": (2, TP2),
-    "pp2": (2, PP2),
-    "ep2tp2": (4, {**EP2, **TP2}),
-    "ep2pp2": (4, {**EP2, **PP2}),
-    "cp2ep2": (2, {**CP2, **EP2}),
-}
-FAMILIES = ("qwen3_moe_dense_layers", "mixtral", "qwen2_moe", "olmoe", "glm4_moe")
-LATENT = ("deepseek_v2", "deepseek_v3")  # test_families.py trains them without balancing losses
-NUMBERS = (
-    "expert_load_max",
-    "expert_load_min",
-    "load_balancing_loss",
-    "seq_load_balancing_loss",
-    "z_loss",
+from tests.shared import tiny_moe, world
+from tests.shared.files import tensors
+from tests.shared.layouts import (
+    AUX,
+    BIAS,
+    CP2,
+    DIST_OPT,
+    EP2,
+    ETP1,
+    EXPERTS,
+    LOOP,
+    OVERLAP,
+    PP2,
+    TP2_SP,
+    VPP2,
 )
+from tests.shared.training import NUMBERS, TOLERANCE, assert_same_curve, read_log, train
+
+FAMILIES = ("qwen3_moe_dense_layers", "mixtral", "qwen2_moe", "olmoe", "glm4_moe")
+LATENT = (
+    "deepseek_v2",
+    "deepseek_v3",
+)  # test_model_families.py trains them without balancing losses
 
 
 def variants_of(name: str) -> dict[str, tuple[dict, dict]]:
@@ -92,7 +82,7 @@ def assert_same(curve, folder, reference):
     """Curve, exported weights and what the log says of the routers."""
     wanted, theirs = reference
     assert_same_curve(curve, wanted)
-    weights, ours = exported(theirs), exported(folder)
+    weights, ours = tensors(theirs), tensors(folder)
     assert ours.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(
@@ -115,10 +105,10 @@ def check(torch_runs, paths, tmp_path, ranks, layout, runs):
             assert_same(curves[name], f"{tmp_path}/{name}", torch_runs(model, **shared))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EXPERTS)
 def test_families_train_as_on_torch(layout, torch_runs, paths, tmp_path):
     """Each with balancing losses and grouped experts, and without in a loop of experts behind the other dispatcher."""
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = EXPERTS[layout]
     runs = {f"{m}-{v}": (m, *both) for m in FAMILIES for v, both in variants_of(m).items()}
     check(torch_runs, paths, tmp_path, ranks, keys, runs)
 
@@ -133,10 +123,10 @@ SETTINGS = {"mean": MEAN, "seq": SEQ, "packed": PACKED}
     "ranks, layout",
     [
         (1, {}),
-        (2, {**TP2, **ETP1}),
-        (2, {**TP2, **EP2, **ETP1}),
+        (2, {**TP2_SP, **ETP1}),
+        (2, {**TP2_SP, **EP2, **ETP1}),
         (4, {**EP2, **CP2, **DIST_OPT}),
-        (4, {**EP2, **TP2, **OVERLAP}),
+        (4, {**EP2, **TP2_SP, **OVERLAP}),
     ],
 )
 def test_losses_and_packed_rows_train_as_on_torch(ranks, layout, torch_runs, paths, tmp_path):
@@ -163,7 +153,7 @@ def test_models_with_latent_attention_are_balanced_as_on_torch(torch_runs, paths
         paths,
         tmp_path,
         4,
-        {**EP2, **TP2},
+        {**EP2, **TP2_SP},
         {name: (name, keys, {}) for name, keys in shared.items()},
     )
 
@@ -177,7 +167,7 @@ def test_recomputation_and_overlap_change_no_number(torch_runs, paths, tmp_path)
     overlap = dict(moe_shared_expert_overlap=True)
     own = {"full": full, "block": block, "moe": modules, "overlap": overlap}
     runs = {name: ("qwen2_moe", AUX, keys) for name, keys in own.items()}
-    check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2}, runs)
+    check(torch_runs, paths, tmp_path, 4, {**EP2, **TP2_SP}, runs)
 
 
 def test_torch_on_two_ranks_trains_as_on_one(torch_runs, paths, tmp_path):
@@ -190,7 +180,7 @@ def test_the_bias_moves_away_from_busy_experts(torch_runs, paths):
     """By hand: each update changes the bias by the rate, and the busiest expert's goes down."""
     _, folder = torch_runs("glm4_moe", **AUX, **BIAS)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    steps = (exported(folder)[name] - exported(paths["glm4_moe"])[name]) / 0.01
+    steps = (tensors(folder)[name] - tensors(paths["glm4_moe"])[name]) / 0.01
     torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-4)
     assert steps.abs().max() == pytest.approx(3, abs=1e-4), (
         "three steps, and an expert that was always too busy or too idle"
@@ -203,7 +193,7 @@ def test_the_export_is_what_transformers_writes(torch_runs, paths, tmp_path):
 
     for name in FAMILIES:
         _, folder = torch_runs(name, **variants_of(name)["aux"][0])
-        ours, theirs = exported(folder), exported(paths[name])
+        ours, theirs = tensors(folder), tensors(paths[name])
         assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
         _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))

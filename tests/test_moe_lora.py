@@ -6,20 +6,27 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests import tiny, tiny_moe, world
-from tests.lora_tools import ALPHA, RANK, adapter_of, load, run_keys, whole_logits_trainer
-from tests.test_moe import CP2, DIST_OPT, EP2, ETP1, LOOP, TP2
-from tests.test_parity import OVERLAP, PP2, assert_same_curve
-from tests.training import train
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.layouts import CP2, DIST_OPT, EP2, ETP1, LOOP, OVERLAP, PP2, TP2_SP
+from tests.shared.lora_tools import (
+    ALPHA,
+    RANK,
+    adapter_of,
+    load,
+    run_keys,
+    save_start,
+    whole_logits_trainer,
+)
+from tests.shared.training import assert_same_curve, train
 
 SCALE = ALPHA / RANK
 LAYOUTS = {
     "one": (1, {}),
     "ep2": (2, {**EP2, **DIST_OPT}),
-    "tp2": (2, TP2),
-    "ep2tp2": (4, {**EP2, **TP2, **OVERLAP}),
-    "ep2tp2_etp1": (2, {**EP2, **TP2, **ETP1}),
-    "tp2_etp1": (2, {**TP2, **ETP1}),
+    "tp2": (2, TP2_SP),
+    "ep2tp2": (4, {**EP2, **TP2_SP, **OVERLAP}),
+    "ep2tp2_etp1": (2, {**EP2, **TP2_SP, **ETP1}),
+    "tp2_etp1": (2, {**TP2_SP, **ETP1}),
     "ep2pp2": (4, {**EP2, **PP2}),
     "cp2ep2_recompute": (2, {**CP2, **EP2, "recompute_granularity": "full"}),
     "torch": (1, dict(backend="torch")),
@@ -107,18 +114,6 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
 
 
-def start(path: str, folder: str, targets: tuple) -> None:
-    """An adapter of ours whose matrices are all not zero: a start of B = 0 would hide errors in A."""
-    from mca_lite import lora, lora_files
-    from mca_lite.lora_layers import LoraSpec
-    from mca_lite.model import load_torch_model
-
-    model = lora.inject_torch(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
-    generator = torch.Generator().manual_seed(3)
-    lora.fill(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
-    lora_files.save_adapter(model, folder)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """{name: (model, folder of the adapter at the start, curve, adapter at the end)}"""
@@ -126,7 +121,7 @@ def made(tmp_path_factory):
     for name, targets in TARGETS.items():
         folder = tmp_path_factory.mktemp(name)
         path = tiny_moe.save_model(folder / "model", name, num_hidden_layers=2)
-        world.run(start, 1, path, str(folder / "start"), targets)
+        world.run(save_start, 1, path, str(folder / "start"), targets)
         [curve] = world.run(oracle, 1, path, str(folder), name, str(folder / "start"))
         out[name] = path, folder / "start", curve, adapter_of(folder)
     return out
@@ -169,7 +164,7 @@ def merged_and_logits(models: dict, out: str, keys: dict) -> dict:
     """Write each model with its adapter in its weights -> the logits with the adapter beside them, on one stage."""
     from mca_lite import lora_files, weights_convert
     from mca_lite.model import AutoModel
-    from tests.test_convert import TOKENS, make_args
+    from tests.shared.files import TOKENS, make_args
 
     logits = {}
     for name, (path, adapter) in models.items():
@@ -182,7 +177,7 @@ def merged_and_logits(models: dict, out: str, keys: dict) -> dict:
 
 
 def logits_of(model) -> torch.Tensor:
-    from tests.test_convert import TOKENS
+    from tests.shared.files import TOKENS
 
     with torch.no_grad():
         return model.eval()(torch.tensor(TOKENS)).logits
@@ -190,7 +185,7 @@ def logits_of(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["one", "ep2tp2_etp1"])
 def test_merged_weights_give_the_logits_of_the_adapters(layout, made, tmp_path):
-    from tests.test_convert import load_hf
+    from tests.shared.files import load_hf
 
     ranks, keys = LAYOUTS[layout]
     models = {name: (path, str(adapter)) for name, (path, adapter, _, _) in made.items()}
@@ -207,14 +202,14 @@ def test_merged_weights_give_the_logits_of_the_adapters(layout, made, tmp_path):
 def test_peft_loads_adapters_of_experts_with_the_same_logits(name, made, tmp_path):
     from peft import PeftModel
 
-    from tests.test_convert import load_hf
+    from tests.shared.files import load_hf
 
     path, adapter, _, _ = made[name]
     folder = str(tmp_path / "adapter")
     # beside experts PEFT's conversion to transformers 5 passes adapters of dense MLPs and of shared experts over; it has none
     # for qwen2_moe
     targets = ("all",) if name == "mixtral" else ("*.mlp.experts.*", "q_proj", "o_proj")
-    world.run(start, 1, path, folder, targets)
+    world.run(save_start, 1, path, folder, targets)
     answer = world.run(merged_and_logits, 2, {name: (path, folder)}, str(tmp_path), EP2)[0]
     theirs = PeftModel.from_pretrained(load_hf(path), folder)
     torch.testing.assert_close(logits_of(theirs), torch.tensor(answer[name]), rtol=0, atol=1e-5)
@@ -249,7 +244,7 @@ def beside_the_dispatch(path: str) -> list:
 
     answers = []
     for targets in (("all",), ("q_proj", "gate")):  # with shared experts, and without
-        args = TrainingArguments(output_dir="unused", moe_shared_expert_overlap=True, **TP2)
+        args = TrainingArguments(output_dir="unused", moe_shared_expert_overlap=True, **TP2_SP)
         try:
             lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec(targets=targets))
             answers.append("taken")

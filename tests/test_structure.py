@@ -116,7 +116,7 @@ assert not [m for m in sys.modules if m.split(".")[0] == "mca_lite"], "the copy 
 
 
 def test_the_folder_works_under_another_name(tmp_path):
-    from tests import tiny
+    from tests.shared import tiny
 
     model = tiny.save_model(tmp_path / "model", "llama")
     shutil.copytree(

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests import tiny, world
-from tests.test_parity import PP2, SP, TP2, VPP2, assert_same_curve
-from tests.training import read_log, train
+from tests.shared import tiny, world
+from tests.shared.layouts import PP2, SP, TP2, VPP2
+from tests.shared.training import assert_same_curve, read_log, train
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def model_path(tmp_path_factory):
 
 
 def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:
-    """The run of tests.training.train in thirty lines of plain torch: one sample at a time, HF's logits, own shuffle."""
+    """The run of tests.shared.training.train in thirty lines of plain torch: one sample at a time, HF's logits, own shuffle."""
     import numpy as np
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +57,7 @@ def test_torch_backend_trains_as_a_plain_loop(model_path, tmp_path):
 
 
 def trained_tokens() -> list[int]:
-    """Labels in each of the first four steps of tests.training.train: 8, 8 and 6 samples, then 8 of the next epoch."""
+    """Labels in each of the first four steps of tests.shared.training.train: 8, 8 and 6 samples, then 8 of the next epoch."""
     import numpy as np
 
     counts = [int((sample["labels"] != -100).sum()) for sample in tiny.samples()]
@@ -200,7 +200,7 @@ def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
     """AutoModel, TrainingArguments, tokenizer, a collator that shifts, a dataset with more columns than are trained."""
     from mca_lite import AutoModel, McaTrainer, Seq2SeqTrainingArguments
     from mca_lite.model import load_torch_model
-    from tests.toy_tokenizer import word_tokenizer
+    from tests.shared.toy_tokenizer import word_tokenizer
 
     def data_collator(features):
         rows = [f["ids"] for f in features]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests import world
+from tests.shared import world
 
 
 def fail_on_rank_1():

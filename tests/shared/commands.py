@@ -1,0 +1,58 @@
+"""The command line in tests: train.py with and without torchrun, `convert`, and the keys that a ConfigError names."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mca_lite.args_values import ConfigError
+from tests.shared import world
+
+ROOT = Path(__file__).parents[2]
+SHORT = "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
+
+
+def run(
+    words: str, tmp_path, nproc: int | None = None, code: int = 0
+) -> subprocess.CompletedProcess:
+    command = [sys.executable, "train.py"]
+    if nproc:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local_addr",
+            "127.0.0.1",
+        ]
+        command += ["--nproc_per_node", str(nproc), "train.py"]
+    command += [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def keys_of(call, *args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def run_convert(*words: str) -> tuple[int, str, str]:
+    """(exit code, what was printed, what was printed as an error)"""
+    import contextlib
+    import io
+
+    from mca_lite.cli_convert import main
+
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(["convert", *words])
+    return code, out.getvalue(), error.getvalue()
+
+
+def convert(*words) -> tuple[int, str, str]:
+    return world.run(run_convert, 1, *map(str, words))[0]

@@ -1,0 +1,114 @@
+"""Tiny models and data that tests share: under 100 kB, made on the spot."""
+
+import torch
+
+VOCAB = 61  # odd: tensor parallelism has to pad it
+
+FAMILY_KEYS = {
+    "llama": dict(rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+    "mistral": dict(head_dim=12, sliding_window=None),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(head_dim=8, tie_word_embeddings=True),
+}  # fmt: skip
+
+LATENT = dict(
+    q_lora_rank=10,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    num_key_value_heads=4,
+    first_k_dense_replace=2,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=0.7,
+    mscale_all_dim=1.0,
+    original_max_position_embeddings=32,
+)
+# Families whose layouts are all run in one world each (test_model_families.py), some of them twice. `model_type` where
+# it is not the name.
+MORE_KEYS = {
+    "mistral_window": dict(model_type="mistral", head_dim=12, sliding_window=6),
+    "qwen3_window": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "gemma2": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12, final_logit_softcapping=2.0,
+                   attn_logit_softcapping=3.0, tie_word_embeddings=True),
+    "gemma3_text": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12, tie_word_embeddings=True,
+                        layer_types=["sliding_attention", "full_attention"],
+                        rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+                                         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}),
+    "deepseek_v2": dict(LATENT, q_lora_rank=None),
+    "deepseek_v3": dict(LATENT, rms_norm_eps=1e-3),
+    "deepseek_v3_yarn": dict(LATENT, model_type="deepseek_v3", q_lora_rank=None, rope_interleave=False, rope_parameters=YARN),
+    "glm4": dict(head_dim=8),
+    "glm4_no_bias": dict(model_type="glm4", head_dim=8, attention_bias=False),
+    "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.5),
+    "olmo2": dict(),
+    "phi3": dict(sliding_window=7, rope_parameters={"rope_type": "default", "rope_theta": 100.0,
+                                                    "partial_rotary_factor": 0.5}),
+    "seed_oss": dict(head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+}  # fmt: skip
+
+
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=0,
+)
+
+
+def hf_config(family: str, **changes):
+    """A transformers config of 4 layers (2 of MORE_KEYS), 4 heads in 2 query groups, hidden 32, with what is special about the
+    family."""
+    from transformers import AutoConfig
+
+    layers = 4 if family in FAMILY_KEYS else 2
+    special = dict(FAMILY_KEYS.get(family) or MORE_KEYS.get(family))
+    keys = {**SIZES, "vocab_size": VOCAB, "num_hidden_layers": layers, **special, **changes}
+    return AutoConfig.for_model(keys.pop("model_type", family), **keys)
+
+
+def save_model(
+    folder, family: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", **changes
+) -> str:
+    """Save a model with random weights: norms and biases too, so that a mistaken one shows."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(hf_config(family, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return str(folder)
+
+
+def samples(count: int = 22, seed: int = 1) -> list[dict]:
+    """Shifted samples of unequal length with uneven label masks; one has no label at all."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for i in range(count):
+        length = int(torch.randint(5, 15, (1,), generator=generator))
+        tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: 1 + i % 4] = -100
+        labels[length - (i % 3) :] = -100
+        if i == 5:
+            labels[:] = -100
+        out.append({"input_ids": tokens[:-1], "labels": labels})
+    return out

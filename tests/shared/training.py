@@ -1,0 +1,87 @@
+"""One short training run on this rank, in any layout and on either backend: what the parity tests compare."""
+
+import functools
+import json
+
+from tests.shared import tiny
+
+TOLERANCE = 1e-5  # float32, summed in another order
+NUMBERS = (
+    "expert_load_max",
+    "expert_load_min",
+    "load_balancing_loss",
+    "seq_load_balancing_loss",
+    "z_loss",
+)
+
+
+def train(
+    model_path,
+    output_dir,
+    backend="megatron",
+    export=False,
+    steps=None,
+    count=22,
+    adapt=None,
+    callbacks=None,
+    vocab_size=None,
+    trainer_class=None,
+    **changes,
+) -> list:
+    """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
+
+    adapt: what is done to the model before the trainer gets it. vocab_size: new tokens, which the samples hold too.
+    Global batch 8 of `count` samples: the last step of an epoch is a partial window with fillers.
+    """
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model import AutoModel, load_torch_model
+    from mca_lite.trainer import McaTrainer
+
+    keys = dict(
+        output_dir=output_dir,
+        global_batch_size=8,
+        max_steps=steps or 4,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs={"min_lr": 1e-3},
+        warmup_steps=1,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        adam_epsilon=1e-6,  # 1e-8 amplifies the rounding of near-zero gradients
+        adam_beta2=0.95,
+        save_strategy="no",
+        max_shard_size="20KB",
+        disable_tqdm=True,
+    )
+    args = TrainingArguments(**{**keys, **changes})
+    load = (
+        functools.partial(AutoModel.from_pretrained, args=args)
+        if backend == "megatron"
+        else load_torch_model
+    )
+    model = load(model_path, vocab_size=vocab_size)
+    tiny.VOCAB = vocab_size or tiny.VOCAB  # of this process, which is the test's own
+    model = adapt(model) if adapt is not None else model
+    data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
+    trainer = (trainer_class or McaTrainer)(model=model, args=args, callbacks=callbacks, **data)
+    trainer.train()
+    if export:
+        trainer.save_model()
+    history = trainer.state.log_history
+    evals = [("eval", h["eval_loss"]) for h in history if "eval_loss" in h]
+    return [(h["loss"], h["grad_norm"]) for h in history if "loss" in h] + evals
+
+
+def read_log(output_dir: str) -> list[dict]:
+    with open(f"{output_dir}/trainer_log.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def assert_same_curve(got, wanted, tolerance=TOLERANCE):
+    assert len(got) == len(wanted)
+    for step, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+        for name, a, b in zip(("loss", "grad norm"), ours, theirs, strict=True):
+            assert abs(a - b) <= tolerance * max(1.0, abs(b)), (
+                f"step {step}: {name} {a} instead of {b}"
+            )

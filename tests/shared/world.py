@@ -1,0 +1,115 @@
+"""Fresh worlds for tests: run(function, ranks, ...) from a fork server that has imported everything once.
+
+Over gloo on the CPU; over nccl with a GPU a rank where there is CUDA (tests/tools/gpu.py, not the suite).
+
+A world lives for one call. A rank that fails fails the call with its traceback; one that hangs ends it with a TimeoutError;
+nothing of either survives into the next test. Functions go by module and name, so they stand at module level.
+"""
+
+import multiprocessing
+import os
+import queue
+import shutil
+import tempfile
+import time
+import traceback
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_context = None
+
+
+def _server():
+    global _context
+    if _context is None:
+        import torch
+
+        if (
+            torch.cuda.is_available()
+        ):  # importing megatron starts CUDA, which does not live through a fork
+            _context = multiprocessing.get_context("spawn")
+        else:
+            _context = multiprocessing.get_context("forkserver")
+            _context.set_forkserver_preload(["tests.shared.preload"])
+    return _context
+
+
+def _rank(function, args, kwargs, rank, ranks, store, answers):
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    torch.set_num_threads(1)
+    try:
+        backend, timeout = "gloo", datetime.timedelta(seconds=20)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+            backend, timeout = "nccl", datetime.timedelta(seconds=120)
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
+        )
+        dist.barrier()  # a rank that is done at once would leave while others still connect to it
+        answers.put((rank, None, function(*args, **kwargs)))
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))
+    finally:
+        answers.close()
+        answers.join_thread()
+        os._exit(0)  # tearing down megatron's groups takes longer than the test
+
+
+def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
+    """What `function(*args, **kwargs)` returns on each of `ranks` ranks, in order of rank."""
+    context, folder = _server(), tempfile.mkdtemp()
+    answers = context.Queue()
+    processes = [
+        context.Process(
+            target=_rank,
+            args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers),
+            daemon=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _collect(function, processes, answers, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _collect(function, processes, answers, end, timeout_s) -> list:
+    got, name = {}, f"{function.__name__} on {len(processes)} ranks"
+    while len(got) < len(processes):
+        try:
+            rank, error, value = answers.get(timeout=0.1)
+        except queue.Empty:
+            silent = [r for r in range(len(processes)) if r not in got]
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{name}: ranks {silent} still run after {timeout_s} s"
+                ) from None
+            dead = [r for r in silent if not processes[r].is_alive()]
+            if dead and answers.empty():
+                codes = [processes[r].exitcode for r in dead]
+                raise RuntimeError(
+                    f"{name}: ranks {dead} died without an answer, exit codes {codes}"
+                ) from None
+            continue
+        if error:
+            raise AssertionError(f"{name}: rank {rank} failed:\n{error}")
+        got[rank] = value
+    return [got[rank] for rank in range(len(processes))]

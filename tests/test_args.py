@@ -1,0 +1,610 @@
+"""The parser, the arguments' own rules, and the layouts it proposes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mca_lite.args import (
+    DataArguments,
+    FinetuningArguments,
+    ModelArguments,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    UseMcaArguments,
+    parse_args,
+)
+from mca_lite.args_parser import ArgumentParser, read_config_file
+from mca_lite.args_pipeline import balanced_layout
+from mca_lite.args_rules import check_model
+from mca_lite.args_values import ConfigError
+from tests.shared.commands import keys_of
+
+GROUPS = [ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments]
+NUMBERS = {
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    """Sets the number of processes that torchrun would announce; none unless a test says so."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return lambda size: monkeypatch.setenv("WORLD_SIZE", str(size))
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The words of a run that has nothing wrong."""
+    (tmp_path / "config.json").write_text(json.dumps(NUMBERS))
+    return [f"model_name_or_path={tmp_path}", "dataset=train.jsonl", "output_dir=out"]
+
+
+def training(**values):
+    return TrainingArguments(output_dir="out", **values)
+
+
+# ---- reading
+
+
+def test_importing_the_arguments_loads_no_heavy_library():
+    code = "import sys, mca_lite.args; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "learning_rate: 1e-5\nmax_steps: 10.0\nbf16: 'true'\neval_strategy: no\nrun_name: 2024-01-31\ndataset: a, b\n"
+        "lr_scheduler_kwargs: {min_lr: 1e-6}\nlr_scheduler_type: cosine_with_min_lr\nsave_total_limit: null\n"
+        "mix_weights: 1, 3\n"
+    )
+    run = parse_args([str(path), base[0], base[2]])
+    assert run.training.learning_rate == 1e-5
+    assert run.training.max_steps == 10 and isinstance(run.training.max_steps, int)
+    assert run.training.bf16 is True
+    assert run.training.eval_strategy == "no"
+    assert run.training.run_name == "2024-01-31"
+    assert run.training.lr_scheduler_kwargs == {"min_lr": 1e-6}
+    assert run.training.save_total_limit is None
+    assert run.data.dataset == ["a", "b"]
+    assert run.data.mix_weights == [1.0, 3.0]
+
+
+def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, base):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "max_steps: 1\nlogging_steps: 1\nsave_steps: 1\nseed: 1\nsave_total_limit: 1\nevaluation_strategy: epoch\n"
+    )
+    words = [
+        "max_steps=2",
+        "--logging_steps",
+        "3",
+        str(path),
+        "--save-steps=4",
+        "--bf16",
+        "seed=5",
+        "save_total_limit=null",
+    ]
+    run = parse_args([*words, *base, "eval_strategy=no"])
+    assert parse_args(["--bf16", str(path), *base, "eval_strategy=no"]).training.max_steps == 1
+    args = run.training
+    assert (args.max_steps, args.logging_steps, args.save_steps, args.seed) == (2, 3, 4, 5)
+    assert args.bf16 is True
+    assert args.save_total_limit is None
+    assert args.eval_strategy == "no"
+
+
+def test_text_on_the_command_line_stays_text_for_a_text_field(base):
+    assert parse_args([*base, "run_name=007"]).training.run_name == "007"
+    assert parse_args([*base, "run_name=a: b"]).training.run_name == "a: b"
+    assert parse_args([*base, "run_name='1e5'"]).training.run_name == "1e5"
+
+
+def test_json_files_and_json_values_are_read(tmp_path, base):
+    path = tmp_path / "run.json"
+    path.write_text(
+        '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": "{\\"min_lr_rate\\": 0.1}"\n}'
+    )
+    args = parse_args([str(path), *base, 'additional_configs={"layernorm_epsilon": 1e-6}']).training
+    assert args.max_steps == 3
+    assert args.report_to == []
+    assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert args.additional_configs == {"layernorm_epsilon": 1e-6}
+
+
+@pytest.mark.parametrize(
+    "text", ["seed: 1\nseed: 2\n", "lr_scheduler_kwargs:\n  min_lr: 0\n  min_lr: 1\n"]
+)
+def test_a_key_written_twice_in_a_file_is_an_error(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    problem = keys_of(read_config_file, path)["config file"]
+    assert "written twice" in problem.reason and "line" in problem.reason
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "seed: [1\n", "just text"])
+def test_a_file_that_is_no_flat_mapping_is_an_error(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert "config file" in keys_of(read_config_file, path)
+
+
+def test_parse_dict_takes_python_values():
+    parser = ArgumentParser([FinetuningArguments, UseMcaArguments])
+    finetuning, backend = parser.parse_dict({"stage": "pt", "use_mca": False})
+    assert finetuning.stage == "pt" and backend.use_mca is False
+
+
+def test_help_names_every_key(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "tensor_model_parallel_size (1)" in text and "model_name_or_path (required)" in text
+
+
+# ---- errors
+
+
+def test_all_errors_of_a_run_are_shown_at_once(base):
+    words = [
+        base[0].replace("model_name_or_path=", "model_name_or_path=/absent"),
+        "tensor_model_paralel_size=2",
+        "learning_rate=-1",
+        "gradient_accumulation_steps=x",
+        "bf16=true",
+        "fp16=true",
+        "stage=rm",
+        "lr_scheduler_type=cosin",
+        "moe_expert_capacity_factor=1.5",
+        "stray",
+    ]
+    problems = keys_of(parse_args, words)
+    assert set(problems) == {
+        "model_name_or_path",
+        "tensor_model_paralel_size",
+        "learning_rate",
+        "gradient_accumulation_steps",
+        "bf16",
+        "stage",
+        "lr_scheduler_type",
+        "moe_expert_capacity_factor",
+        "stray",
+        "output_dir",
+        "dataset",
+    }
+    assert problems["tensor_model_paralel_size"].suggestion == "tensor_model_parallel_size"
+    assert problems["stage"].suggestion == "stage: sft"
+    text = str(ConfigError(list(problems.values())))
+    assert all(problem.key in text and problem.reason in text for problem in problems.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("per_device_train_batch_size", 0),
+        ("warmup_ratio", 1.5),
+        ("adam_beta1", 1.0),
+        ("max_steps", 0),
+        ("max_steps", -2),
+        ("num_train_epochs", 0),
+        ("learning_rate", "nan"),
+        ("logging_steps", True),
+        ("save_steps", 0.5),
+        ("eval_strategy", "sometimes"),
+        ("optim", "lion"),
+        ("report_to", "nowhere"),
+        ("max_shard_size", "big"),
+        ("transformer_impl", "te"),
+        ("expert_model_parallel_size", 0),
+        ("moe_token_dispatcher_type", "flex"),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("recompute_modules", "core_attn"),
+        ("recompute_num_layers", 2),
+        ("overlap_param_gather", True),
+        ("load_best_model_at_end", True),
+        ("early_stopping_patience", 3),
+        ("virtual_pipeline_model_parallel_size", 2),
+        ("lr_scheduler_kwargs", "[1]"),
+    ],
+)
+def test_a_value_that_does_not_work_is_an_error_of_its_key(key, value):
+    problems = keys_of(training, **{key: value})
+    assert list(problems) == [key]
+    assert problems[key].suggestion
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"dataset": ["a"], "mix_weights": [1, 2]}, "mix_weights"),
+        ({"dataset": ["a", "b"], "mix_weights": [0, 0]}, "mix_weights"),
+        ({"dataset": ["a"], "val_size": 0.1, "eval_dataset": ["b"]}, "val_size"),
+        ({"dataset": ["a"], "val_size": 1.5}, "val_size"),
+        ({"dataset": ["a"], "train_on_prompt": True, "mask_history": True}, "mask_history"),
+        ({"dataset": []}, "dataset"),
+    ],
+)
+def test_data_arguments_that_contradict_each_other_are_an_error(values, key):
+    assert list(keys_of(DataArguments, **values)) == [key]
+
+
+def test_evaluation_without_data_is_an_error(base):
+    assert set(keys_of(parse_args, [*base, "eval_strategy=steps"])) == {"eval_strategy"}
+
+
+@pytest.mark.parametrize(
+    "words, packs",
+    [
+        ("stage=sft packing=true", True),
+        ("stage=sft neat_packing=true", True),
+        ("stage=pt neat_packing=true", True),
+        (
+            "stage=pt packing=true",
+            False,
+        ),  # documents are joined and cut: rows are single documents to the model
+        ("stage=sft", False),
+    ],
+)
+def test_packs_of_samples_reach_the_model_with_their_borders(base, words, packs):
+    assert parse_args([*base, *words.split()]).training.sequence_packing is packs
+
+
+def test_both_names_of_a_key_are_an_error():
+    values = {"eval_strategy": "no", "evaluation_strategy": "no"}
+    assert "evaluation_strategy" in keys_of(
+        ArgumentParser([TrainingArguments]).parse_dict, {"output_dir": "o", **values}
+    )
+
+
+def test_best_checkpoint_must_have_been_evaluated():
+    common = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+    assert (
+        "no multiple"
+        in keys_of(training, **common, eval_steps=200, save_steps=500)[
+            "load_best_model_at_end"
+        ].reason
+    )
+    assert (
+        "save_strategy"
+        in keys_of(training, **common, save_strategy="epoch")["load_best_model_at_end"].reason
+    )
+    assert training(**common, eval_steps=100, save_steps=500).load_best_model_at_end
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "key"),
+    [
+        ("cosine", {"min_lrr": 0}, "min_lrr"),
+        ("cosine", {"min_lr": 1.0}, "min_lr"),
+        ("cosine", {"min_lr": 0, "min_lr_rate": 0}, "min_lr_rate"),
+        ("constant", {"min_lr": 0}, "min_lr"),
+        ("linear", {"decay_type": "cosine"}, "decay_type"),
+        ("warmup_stable_decay", {"decay_type": "linear"}, "num_decay_steps"),
+        ("warmup_stable_decay", {"num_decay_steps": 1.5}, "num_decay_steps"),
+    ],
+)
+def test_scheduler_kwargs_without_effect_or_sense_are_errors(kind, kwargs, key):
+    problems = keys_of(training, lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs)
+    assert f"lr_scheduler_kwargs.{key}" in problems
+
+
+def test_hugging_face_names_of_the_stable_schedule_are_taken():
+    kwargs = {"num_decay_steps": "10", "min_lr_ratio": "0.1", "decay_type": "1-sqrt"}
+    args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
+    assert args.lr_scheduler_kwargs == {
+        "num_decay_steps": 10,
+        "min_lr_rate": 0.1,
+        "decay_type": "minus_sqrt",
+    }
+
+
+def test_additional_configs_cannot_pass_by_the_keys_and_limits():
+    extra = {"sequence_parallel": True, "num_moe_experts": 8, "layernorm_epsilon": 1e-6}
+    problems = keys_of(training, additional_configs=extra)
+    assert set(problems) == {
+        "additional_configs.sequence_parallel",
+        "additional_configs.num_moe_experts",
+    }
+
+
+# ---- what is filled in
+
+
+def test_defaults_follow_from_other_values():
+    args = training(
+        per_device_train_batch_size=4,
+        eval_strategy="steps",
+        logging_steps=7,
+        recompute_granularity="full",
+    )
+    assert args.per_device_eval_batch_size == 4
+    assert args.eval_steps == 7
+    assert (args.recompute_method, args.recompute_num_layers) == ("uniform", 1)
+    assert args.gradient_accumulation_steps == 1
+    assert training(optim="adamw_torch").optim == "adam"
+    assert training(warmup_steps=0.1).warmup_ratio == 0.1
+    assert isinstance(Seq2SeqTrainingArguments(output_dir="out"), TrainingArguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(True, "auto"), ("true", "auto"), (False, None), ("false", None), ("x", "x")],
+)
+def test_resume_from_checkpoint_takes_truth_values_and_paths(value, expected):
+    assert training(resume_from_checkpoint=value).resume_from_checkpoint == expected
+
+
+def test_packing_follows_the_stage(base):
+    assert parse_args([*base, "stage=pt"]).data.packing is True
+    assert parse_args([*base, "stage=sft"]).data.packing is False
+
+
+def test_switched_off_values_and_ignored_keys_are_named_once(base):
+    words = [
+        "sequence_parallel=true",
+        "template=qwen",
+        "do_train=true",
+        "image_max_pixels=1",
+        "max_steps=3",
+    ]
+    run = parse_args([*base, *words, "num_train_epochs=2"])
+    assert run.training.sequence_parallel is False
+    ignored, switched_off, epochs = run.warnings
+    assert all(name in ignored for name in ("template", "do_train", "image_max_pixels"))
+    assert "sequence_parallel" in switched_off and "num_train_epochs" in epochs
+
+
+def test_one_global_batch_gives_the_accumulation_of_each_layout(world):
+    world(8)
+    # 8 ranks / (tp 2 x pp 2) = 2 copies of micro-batch 2: 32 samples are 8 micro-batches each
+    args = training(
+        global_batch_size=32,
+        per_device_train_batch_size=2,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+    )
+    assert (
+        args.model_parallel_size,
+        args.data_parallel_size,
+        args.gradient_accumulation_steps,
+    ) == (4, 2, 8)
+    assert args.train_global_batch_size == 32
+    assert (
+        training(global_batch_size=32, per_device_train_batch_size=2).gradient_accumulation_steps
+        == 2
+    )
+
+
+def test_a_global_batch_that_cannot_be_shared_names_its_neighbours(world):
+    world(4)
+    problem = keys_of(training, global_batch_size=12, per_device_train_batch_size=2)[
+        "global_batch_size"
+    ]
+    assert problem.suggestion == "global_batch_size: 8 or 16"
+    problem = keys_of(training, global_batch_size=16, gradient_accumulation_steps=3)[
+        "gradient_accumulation_steps"
+    ]
+    assert "4" in problem.suggestion and "global_batch_size: 12" in problem.suggestion
+
+
+def test_layout_must_divide_the_world(world, base):
+    # without torchrun arguments can be made for any world, but a run cannot start
+    assert training(tensor_model_parallel_size=2).data_parallel_size == 1
+    assert (
+        "torchrun --nproc_per_node 2"
+        in keys_of(parse_args, [*base, "tensor_model_parallel_size=2"])[
+            "tensor_model_parallel_size"
+        ].suggestion
+    )
+    assert (
+        parse_args(
+            [*base, "tensor_model_parallel_size=2"], needs_world=False
+        ).training.model_parallel_size
+        == 2
+    )
+    world(6)
+    problem = keys_of(training, tensor_model_parallel_size=4)["tensor_model_parallel_size"]
+    assert problem.suggestion.endswith("tensor_model_parallel_size: 2")
+
+
+def test_virtual_stages_need_whole_groups_of_micro_batches():
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert "gradient_accumulation_steps" in keys_of(
+        training, **layout, gradient_accumulation_steps=3
+    )
+    assert (
+        training(**layout, gradient_accumulation_steps=4).virtual_pipeline_model_parallel_size == 2
+    )
+
+
+def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
+    world(4)
+    words = [
+        "tensor_model_parallel_size=2",
+        "sequence_parallel=true",
+        "use_distributed_optimizer=true",
+    ]
+    run = parse_args([*base, *words, "global_batch_size=8", "use_mca=false"])
+    args = run.training
+    assert (
+        args.model_parallel_size,
+        args.data_parallel_size,
+        args.gradient_accumulation_steps,
+    ) == (1, 4, 2)
+    assert not args.sequence_parallel and not args.use_distributed_optimizer
+    (line,) = run.warnings
+    assert all(word.split("=")[0] in line for word in words)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "attention_dropout=0.1",
+        "hidden_dropout=0.1",
+        "recompute_granularity=full",
+        "transformer_impl=local",
+        "ddp_bucket_size=9",
+    ],
+)
+def test_what_plain_torch_does_without_is_named(base, key):
+    (line,) = parse_args([*base, key, "use_mca=false"]).warnings
+    assert key.split("=")[0] in line
+
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_r", "lora_rank")],
+)
+def test_a_misspelt_key_of_adapters_is_an_error(base, key, meant):
+    with pytest.raises(ConfigError) as error:
+        parse_args([*base, f"{key}=4"])
+    [problem] = error.value.problems
+    assert problem.key == key and meant in problem.suggestion
+
+
+def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
+    world(2)
+    words = [
+        "global_batch_size=8",
+        "pipeline_model_parallel_size=2",
+        "pipeline_model_parallel_layout=Et*5|t*3L",
+        "eval_strategy=steps",
+        "val_size=5",
+        "warmup_steps=0.1",
+        "recompute_granularity=full",
+        "resume_from_checkpoint=true",
+        "learning_rate=3e-5",
+        "lr_scheduler_kwargs={min_lr: 1e-6}",
+    ]
+    run = parse_args([*base, *words])
+    path = tmp_path / "new" / "config.yaml"
+    run.save(path)
+    again = parse_args([str(path)])
+    assert again == run
+    assert again.training.gradient_accumulation_steps == 8
+    assert "gradient_accumulation_steps" not in yaml.safe_load(path.read_text())
+
+
+# ---- the model
+
+
+def test_heads_and_query_groups_must_be_shared_evenly():
+    (problem,) = check_model(
+        {**NUMBERS, "num_key_value_heads": 2}, training(tensor_model_parallel_size=4)
+    )
+    assert (
+        "2 query groups" in problem.reason and problem.suggestion == "tensor_model_parallel_size: 2"
+    )
+    assert check_model(NUMBERS, training(tensor_model_parallel_size=4)) == []
+
+
+def test_more_virtual_stages_than_layers_is_read_as_a_mistaken_layer_count():
+    args = training(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=8,
+        gradient_accumulation_steps=2,
+    )
+    (problem,) = check_model(NUMBERS, args)
+    assert "not layers in a chunk" in problem.reason
+    assert problem.suggestion == "virtual_pipeline_model_parallel_size: 4"
+
+
+def test_layers_that_do_not_divide_get_a_layout_proposed():
+    args = training(pipeline_model_parallel_size=3)
+    (problem,) = check_model(NUMBERS, args)
+    key, _, layout = problem.suggestion.partition(": ")
+    # 8 layers on 3 stages: 3 + 3 + 2, and the loss is on the stage with 2
+    assert (key, layout) == ("pipeline_model_parallel_layout", "Et*3|t*3|t*2L")
+    assert (
+        check_model(
+            NUMBERS, training(pipeline_model_parallel_size=3, pipeline_model_parallel_layout=layout)
+        )
+        == []
+    )
+
+
+def test_a_layout_that_loses_a_layer_is_an_error():
+    for pp, layout in ((2, "Et*4|t*3L"), (1, "Et*7L")):
+        args = training(pipeline_model_parallel_size=pp, pipeline_model_parallel_layout=layout)
+        (problem,) = check_model(NUMBERS, args)
+        assert problem.key == "pipeline_model_parallel_layout" and "7 layers" in problem.reason
+
+
+@pytest.mark.parametrize(
+    "layout", ["t*4|t*4L", "Et*4|t*4", "Et*4|t*2|t*2L", "Et*4|x*4L", "Et*4|EtL"]
+)
+def test_a_layout_that_is_none_is_an_error(layout):
+    problems = keys_of(
+        training, pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout
+    )
+    assert list(problems) == ["pipeline_model_parallel_layout"]
+
+
+def test_a_layout_sets_the_virtual_stages():
+    args = training(
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et*2|(t*2|)*2t*2L",
+        gradient_accumulation_steps=2,
+    )
+    assert args.virtual_pipeline_model_parallel_size == 2
+    wrong = {"virtual_pipeline_model_parallel_size": 3, "pipeline_model_parallel_size": 2}
+    assert "virtual_pipeline_model_parallel_size" in keys_of(
+        training, **wrong, pipeline_model_parallel_layout="Et|t|t|tL", gradient_accumulation_steps=2
+    )
+
+
+def test_megatron_takes_every_proposed_layout_and_finds_all_layers():
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    for layers in range(1, 34):
+        for pp in (1, 2, 3, 4, 8):
+            for vpp in (None, 2, 3):
+                if layers < pp * (vpp or 1):
+                    with pytest.raises(ValueError, match="cannot fill"):
+                        balanced_layout(layers, pp, vpp)
+                    continue
+                layout = PipelineParallelLayerLayout(balanced_layout(layers, pp, vpp), pp)
+                layout.validate_layer_layout(layers, None)
+                on_ranks = [
+                    sum(stage.count(LayerType.decoder) for stage in rank) for rank in layout.layout
+                ]
+                assert layout.virtual_pipeline_model_parallel_size == (vpp or 1)
+                assert max(on_ranks) - min(on_ranks) <= 1
+                assert on_ranks[-1] == min(
+                    on_ranks
+                )  # the rank of the loss never has more than another
+                assert on_ranks[0] == min(on_ranks) or sum(on_ranks) % pp in (0, pp - 1)
+
+
+def test_an_mca_config_alone_is_checked_too(tmp_path, base):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "mca_config.json").write_text(json.dumps({"num_layers": 7, "num_attention_heads": 4}))
+    words = [f"model_name_or_path={folder}", *base[1:], "pipeline_model_parallel_size=2"]
+    problems = keys_of(parse_args, words, needs_world=False)
+    assert (
+        problems["pipeline_model_parallel_size"].suggestion
+        == "pipeline_model_parallel_layout: Et*4|t*3L"
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")),
+    ids=lambda path: path.stem,
+)
+def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
+    assert len(ArgumentParser(GROUPS).parse([str(path)])) == len(GROUPS)

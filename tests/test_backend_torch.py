@@ -1,0 +1,75 @@
+"""The fallback on models outside the families' table: the same loss as the model's own logits give, or a refusal."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.shared import tiny, world
+from tests.shared.training import train
+
+SIZES = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    pad_token_id=None, bos_token_id=None, eos_token_id=0,
+)  # fmt: skip
+OTHERS = {
+    "granite": dict(logits_scaling=4.0, embedding_multiplier=3.0),
+    "gemma2": dict(head_dim=8, final_logit_softcapping=2.0, sliding_window=64),
+    "cohere": dict(logit_scale=0.25),
+    "phi": dict(),  # its head has a bias
+    "qwen3": dict(head_dim=8),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_token_losses_are_those_of_the_models_own_logits(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mca_lite.backend_torch import TokenLossModel
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**SIZES, **OTHERS[family]})
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    ids, labels = torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9))
+    labels[:, :2] = -100
+    wrapped = TokenLossModel(model, 4)
+    wanted = F.cross_entropy(
+        model(ids).logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(2, 9)
+    torch.testing.assert_close(wrapped(ids, labels=labels), wanted, rtol=1e-5, atol=1e-5)
+    assert wrapped.head_is_plain == (family == "qwen3")
+
+
+def refusal(path: str, out: str, **keys) -> str:
+    try:
+        train(path, out, steps=2, **keys)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
+    packs = dict(sequence_packing=True, per_device_train_batch_size=4)
+    assert (
+        "packing: false"
+        in world.run(refusal, 1, path, str(tmp_path / "a"), backend="torch", **packs)[0]
+    )
+
+
+def on_transformer_engine(path: str) -> str:
+    from mca_lite import AutoModel, TrainingArguments
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    models.config.transformer_impl = "transformer_engine"  # its layers cannot be built here
+    with pytest.raises(ValueError) as error:
+        models(torch.ones(1, 17, dtype=torch.long))
+    return str(error.value)
+
+
+def test_rows_longer_than_the_window_are_refused_with_transformer_engine(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
+    assert "cutoff_len to at most 16" in world.run(on_transformer_engine, 1, path)[0]

@@ -1,0 +1,191 @@
+"""A resumed run is the run that never stopped."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.shared import tiny, world
+from tests.shared.layouts import DIST_OPT, PP2, SAVE, SP, TP2, VPP2
+from tests.shared.training import assert_same_curve, read_log, train
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("checkpoint") / "model", "qwen3")
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "dp2_dist_opt": (2, DIST_OPT),
+    "tp2_sp": (2, {**TP2, **SP}),
+    "pp2_vpp2_dist_opt": (2, {**PP2, **VPP2, **DIST_OPT}),
+    "cp2_packed": (
+        2,
+        dict(context_parallel_size=2, sequence_packing=True, per_device_train_batch_size=2),
+    ),
+}
+WHOLE = 5  # steps: an epoch has 3, so the run goes through a partial window and a new permutation
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
+    ranks, keys = LAYOUTS[layout]
+    keys = dict(keys, attention_dropout=0.1, hidden_dropout=0.1)
+    whole = world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=WHOLE, **keys)[0]
+    stopped(model_path, tmp_path / "parts", ranks, keys)
+    parts = world.run(
+        train,
+        ranks,
+        model_path,
+        str(tmp_path / "parts"),
+        steps=WHOLE,
+        resume_from_checkpoint="auto",
+        **{**SAVE, **keys},
+    )[0]
+    assert parts == whole
+    steps = [line["step"] for line in read_log(tmp_path / "parts")]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def stopped(model_path, folder, ranks, keys) -> None:
+    """The same run, whose later checkpoints are gone: as if it had died after step 2."""
+    world.run(train, ranks, model_path, str(folder), steps=WHOLE, **{**SAVE, **keys})
+    for path in Path(folder).glob("checkpoint-*"):
+        if path.name != "checkpoint-2":
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    "before, after", [("one", "pp2_vpp2_dist_opt"), ("dp2_dist_opt", "tp2_sp"), ("tp2_sp", "one")]
+)
+def test_resume_in_another_layout(model_path, tmp_path, before, after):
+    whole = world.run(train, 1, model_path, str(tmp_path / "whole"), steps=WHOLE)[0]
+    ranks, keys = LAYOUTS[before]
+    stopped(model_path, tmp_path / "parts", ranks, keys)
+    ranks, keys = LAYOUTS[after]
+    keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
+    for got in world.run(train, ranks, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys):
+        assert_same_curve(got, whole, 5e-6)
+
+
+def test_the_torch_backend_resumes_bit_for_bit(model_path, tmp_path):
+    whole = world.run(train, 2, model_path, str(tmp_path / "whole"), backend="torch", steps=WHOLE)[
+        0
+    ]
+    stopped(model_path, tmp_path / "parts", 2, dict(backend="torch"))
+    keys = {**SAVE, "resume_from_checkpoint": "auto", "backend": "torch"}
+    assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
+
+
+def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
+    keys = dict(bf16=True, **DIST_OPT)
+    whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=WHOLE, **keys)[0]
+    stopped(model_path, tmp_path / "parts", 2, keys)
+    keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
+    assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
+
+
+@pytest.mark.parametrize(
+    "ranks, keys", [(1, dict(backend="torch")), (1, {}), (2, {**TP2, **DIST_OPT})]
+)
+def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path, ranks, keys):
+    """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in the midst of that."""
+    keys = dict(
+        keys,
+        fp16=True,
+        loss_scale_window=2,
+        hysteresis=2,
+        initial_loss_scale=2.0**16,
+        num_train_epochs=20,
+    )
+    keys |= dict(save_strategy="steps", save_steps=16)
+    runs, again = {}, str(tmp_path / "parts")
+    world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=24, **keys)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-16", tmp_path / "parts" / "checkpoint-16")
+    world.run(train, ranks, model_path, again, steps=24, resume_from_checkpoint="auto", **keys)
+    for name in ("whole", "parts"):
+        lines = [line for line in read_log(tmp_path / name) if line["step"] > 16]
+        [scales] = loss_scales(tmp_path / name / "checkpoint-24")
+        runs[name] = (
+            [(line["loss"], line["grad_norm"], line["skipped_iter"]) for line in lines],
+            scales,
+        )
+    assert runs["parts"] == runs["whole"] and len(runs["whole"][0]) == 8
+    assert sum(skipped for _, _, skipped in runs["whole"][0]), (
+        "nothing overflowed: the test shows nothing"
+    )
+    [middle] = loss_scales(tmp_path / "whole" / "checkpoint-16")
+    assert middle["scale"] != 2.0**16 and (
+        middle["growth_tracker"],
+        middle["hysteresis_tracker"],
+    ) != (0, 2)
+
+
+def loss_scales(folder) -> list[dict]:
+    return json.loads((folder / "training.json").read_text())["loss_scales"]
+
+
+def refusal(path: str, out: str, **keys) -> str:
+    try:
+        train(path, out, **keys)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_what_cannot_be_resumed_is_refused(model_path, tmp_path):
+    out = str(tmp_path / "run")
+    world.run(train, 1, model_path, out, steps=2, **SAVE)
+    [old_run] = world.run(refusal, 1, model_path, out, steps=2, **SAVE)
+    assert "overwrite_output_dir" in old_run and "resume_from_checkpoint: auto" in old_run
+    auto = dict(SAVE, resume_from_checkpoint="auto")
+    [batch] = world.run(refusal, 1, model_path, out, steps=4, global_batch_size=4, **auto)
+    assert "global_batch_size 8" in batch
+    [missing] = world.run(
+        refusal, 1, model_path, out, resume_from_checkpoint=str(tmp_path / "nowhere")
+    )
+    assert "not a complete checkpoint" in missing
+    [backend] = world.run(refusal, 1, model_path, out, backend="torch", steps=4, **auto)
+    assert "megatron-core" in backend
+    world.run(train, 1, model_path, str(tmp_path / "bare"), steps=2, save_only_model=True, **SAVE)
+    [bare] = world.run(refusal, 1, model_path, str(tmp_path / "bare"), steps=4, **auto)
+    assert "save_only_model" in bare
+
+
+def test_overwriting_deletes_the_old_checkpoints(model_path, tmp_path):
+    world.run(train, 1, model_path, str(tmp_path), steps=4, **SAVE)
+    world.run(train, 1, model_path, str(tmp_path), steps=2, overwrite_output_dir=True, **SAVE)
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_checkpoint_holds_what_design_promises(model_path, tmp_path):
+    world.run(train, 2, model_path, str(tmp_path), steps=2, **SAVE, **TP2)
+    folder = tmp_path / "checkpoint-2"
+    assert json.loads((folder / "mca_config.json").read_text())["tensor_model_parallel_size"] == 2
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 2
+    for rank in range(2):
+        states = torch.load(folder / f"rng-{rank}.pt", weights_only=True)
+        assert {"torch", "tracker", "python", "numpy"} <= states.keys()
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def decision(path: str, **keys) -> str:
+    from mca_lite import AutoModel, TrainingArguments
+
+    return AutoModel.from_pretrained(
+        path, TrainingArguments(output_dir="unused", **keys)
+    ).weights_from
+
+
+def test_the_decision_how_weights_are_loaded_is_said(model_path, tmp_path):
+    world.run(train, 2, model_path, str(tmp_path), steps=2, **SAVE, **TP2)
+    saved = str(tmp_path / "checkpoint-2")
+    assert world.run(decision, 2, saved, **TP2) == ["loaded directly: the layout is the same"] * 2
+    assert world.run(decision, 1, saved) == [
+        "resharded from (tp, pp, vpp, ep) (2, 1, 1, 1) to (1, 1, 1, 1)"
+    ]
+    assert world.run(decision, 1, model_path) == ["converted from Hugging Face safetensors"]

@@ -1,0 +1,384 @@
+"""Whatever is damaged, full, refused or interrupted: an error that names it on every rank, and nothing good is lost."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mca_lite import ckpt_folder
+from tests.shared import tiny, world
+from tests.shared.files import flip_bit
+from tests.shared.layouts import DIST_OPT, PP2, TP2
+from tests.shared.training import train
+
+SAVE = dict(save_strategy="steps", save_steps=2, num_train_epochs=5)
+AUTO = dict(SAVE, resume_from_checkpoint="auto")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("safety") / "model", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def run_of_four(model_path, tmp_path_factory):
+    """(output directory with checkpoint-2 and checkpoint-4, curve of the run on two ranks, to step 5)"""
+    folder = tmp_path_factory.mktemp("four")
+    whole = world.run(train, 2, model_path, str(folder), steps=5, **SAVE, **DIST_OPT)[0]
+    shutil.rmtree(folder / "checkpoint-5")
+    return folder, whole
+
+
+@pytest.fixture
+def run_folder_copy(run_of_four, tmp_path):
+    shutil.copytree(run_of_four[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def attempt(path: str, out: str, **keys) -> tuple[str, str, list]:
+    """(error or "", what was printed, curve) of a run."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            return "", printed.getvalue(), train(path, out, **keys)
+        except ValueError as error:
+            return str(error), printed.getvalue(), []
+
+
+def said(path: str, out: str, **keys) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(path, out, **keys)
+    return printed.getvalue()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "flipped bit": ("dist/__1_0.distcp", flip_bit, "__1_0.distcp has changed since it was written"),
+    "cut file": ("dist/.metadata", truncate, "bytes"),
+    "lost file": ("rng-0.pt", Path.unlink, "rng-0.pt is missing"),
+    "cut manifest": ("manifest.json", truncate, "is damaged"),
+    "no manifest": ("manifest.json", Path.unlink, "has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_auto_skips_a_damaged_checkpoint_and_says_why(
+    model_path, run_of_four, run_folder_copy, kind
+):
+    name, damage, words = DAMAGE[kind]
+    if kind == "cut manifest":
+        damage = lambda path: path.write_text(path.read_text()[:-9])  # noqa: E731
+    damage(run_folder_copy / "checkpoint-4" / name)
+    keys = dict(AUTO, resume_from_checkpoint=str(run_folder_copy / "checkpoint-4"), **DIST_OPT)
+    for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **keys):
+        assert words in error and "checkpoint-4" in error
+    printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
+    assert "skipped checkpoint-4" in printed and words in printed and "resuming from" in printed
+    assert [p.name for p in ckpt_folder.list_checkpoints(run_folder_copy)] == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+    assert (run_folder_copy / "set-aside-checkpoint-4").is_dir()
+    history = json.loads((run_folder_copy / "trainer_state.json").read_text())["log_history"]
+    assert [(h["loss"], h["grad_norm"]) for h in history] == run_of_four[1]
+
+
+def test_where_no_checkpoint_is_good_nothing_starts_anew_by_itself(model_path, run_folder_copy):
+    for step in (2, 4):
+        flip_bit(run_folder_copy / f"checkpoint-{step}" / "training.json")
+    for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **AUTO):
+        assert "none of the 2 checkpoints" in error and "overwrite_output_dir: true" in error
+
+
+def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
+    model_path, run_folder_copy, tmp_path
+):
+    other = tiny.save_model(tmp_path / "other", "qwen3", intermediate_size=64)
+    for error, _, _ in world.run(attempt, 2, other, str(run_folder_copy), steps=5, **AUTO):
+        assert "intermediate_size 48 instead of 64" in error and "manifest.json" in error
+    for error, _, _ in world.run(
+        attempt, 2, model_path, str(run_folder_copy), backend="torch", steps=5, **AUTO
+    ):
+        assert "use_mca: true" in error
+    path = run_folder_copy / "checkpoint-4" / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **AUTO):
+        assert "has format 2" in error and "up to 1" in error and "checkpoint-4" in error
+
+
+def test_an_index_that_names_foreign_code_is_refused(tmp_path):
+    from mca_lite.ckpt_manifest import CheckpointError
+    from mca_lite.ckpt_megatron import refuse_foreign_index
+
+    class Foreign:
+        def __reduce__(self):
+            return os.system, ("touch " + str(tmp_path / "ran"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Foreign()))
+    with pytest.raises(CheckpointError, match="system"):
+        refuse_foreign_index(tmp_path / ".metadata")
+    assert not (tmp_path / "ran").exists()
+
+
+def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
+    """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is there."""
+    from mca_lite.trainer_callbacks import TrainerCallback
+    from tests.shared import training
+
+    class Fill(TrainerCallback):
+        def on_save(self, args, state, control, path, step, trainer, **kwargs):
+            if int(os.environ["RANK"]) == full_rank and step == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    try:
+        return "", training.train(path, out, callbacks=[Fill()], **keys)
+    except ValueError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return str(error), []
+
+
+@pytest.mark.parametrize(
+    "limit, keys", [(20000, {}), (20000, dict(async_save=True)), (9000, dict(backend="torch"))]
+)
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_stops_all_ranks_and_leaves_what_was_there(
+    model_path, tmp_path, full_rank, limit, keys
+):
+    if keys.get("backend") == "torch" and full_rank:
+        limit = 5000  # its rank 1 writes nothing but random states
+    for error, _ in world.run(
+        full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys
+    ):
+        assert (
+            "checkpoint-4 could not be" in error
+            and "File too large" in error
+            and "untouched" in error
+        )
+    assert [p.name for p in ckpt_folder.all_folders(tmp_path)] == ["checkpoint-2"]
+    assert not list(tmp_path.glob(".checkpoint*"))
+    world.run(
+        train,
+        2,
+        model_path,
+        str(tmp_path),
+        steps=3,
+        **AUTO,
+        **{k: v for k, v in keys.items() if k == "backend"},
+    )
+
+
+def blocked(path: str, out: str) -> str:
+    """The error of a run in which something else takes the name that checkpoint-2 is written under."""
+    from mca_lite.trainer_callbacks import TrainerCallback
+    from tests.shared import training
+
+    class Block(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            Path(out, ".checkpoint-2.tmp").touch()
+
+    try:
+        training.train(path, out, steps=3, callbacks=[Block()], **SAVE)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_made_stops_all_ranks(model_path, tmp_path):
+    for error in world.run(blocked, 2, model_path, str(tmp_path)):
+        assert ".checkpoint-2.tmp cannot be made" in error and "File exists" in error
+
+
+def unwritable(path: str, out: str) -> str:
+    """The error of a run that may no longer write into its folder when checkpoint-4 is due: a root becomes nobody first."""
+    from mca_lite.trainer_callbacks import TrainerCallback
+    from tests.shared import training
+
+    class Forbid(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if os.environ["RANK"] == "0":
+                os.chmod(out, 0o555)
+            if os.geteuid() == 0:
+                os.setuid(65534)
+
+    try:
+        training.train(path, out, steps=5, callbacks=[Forbid()], **{**SAVE, "logging_steps": 100})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_without_permission_stops_all_ranks_and_leaves_what_was_there(model_path):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        os.chmod(folder, 0o755)
+        out = Path(folder) / "run"
+        for error in world.run(unwritable, 2, model_path, str(out)):
+            assert ".checkpoint-4.tmp cannot be made" in error and "Permission denied" in error
+        os.chmod(out, 0o755)
+        assert [p.name for p in ckpt_folder.list_checkpoints(out)] == ["checkpoint-2"]
+        world.run(train, 2, model_path, str(out), steps=3, **AUTO)
+
+
+def test_going_on_from_an_older_checkpoint_sets_newer_ones_aside(model_path, run_folder_copy):
+    keys = dict(
+        SAVE, resume_from_checkpoint=str(run_folder_copy / "checkpoint-2"), learning_rate=5e-3
+    )
+    world.run(train, 1, model_path, str(run_folder_copy), steps=3, **keys)
+    assert [p.name for p in ckpt_folder.list_checkpoints(run_folder_copy)] == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert (run_folder_copy / "set-aside-checkpoint-4" / "manifest.json").is_file()
+    assert (run_folder_copy / "latest").read_text() == "checkpoint-3\n"
+
+
+def test_pruning_spares_the_newest_and_the_best(tmp_path):
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+    ckpt_folder.prune(tmp_path / "checkpoint-8", str(tmp_path / "checkpoint-2"), 2)
+    assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-8",
+    ]
+    ckpt_folder.prune(tmp_path / "checkpoint-8", str(tmp_path / "checkpoint-2"), 1)
+    assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-8",
+    ]
+
+
+def test_what_a_dead_run_left_half_done_is_put_right(model_path, run_of_four, run_folder_copy):
+    (run_folder_copy / ".checkpoint-6.tmp").mkdir()
+    (run_folder_copy / ".checkpoint-1.old").mkdir()
+    os.rename(
+        run_folder_copy / "checkpoint-4", run_folder_copy / ".checkpoint-4.replaced"
+    )  # died between two renames
+    printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
+    assert "checkpoint-4" in printed
+    assert not list(run_folder_copy.glob(".checkpoint*"))
+
+
+@pytest.mark.parametrize(
+    "ranks, keys", [(1, {}), (2, DIST_OPT), (2, PP2), (2, dict(backend="torch"))]
+)
+def test_a_checkpoint_written_in_the_background_holds_its_own_step(
+    model_path, tmp_path, ranks, keys
+):
+    names = {}
+    for kind in (False, True):
+        folder = tmp_path / str(kind)
+        world.run(train, ranks, model_path, str(folder), steps=5, async_save=kind, **SAVE, **keys)
+        record = json.loads((folder / "checkpoint-2" / "manifest.json").read_text())
+        names[kind] = record["files"]
+        assert [p.name for p in ckpt_folder.list_checkpoints(folder)] == [
+            "checkpoint-2",
+            "checkpoint-4",
+            "checkpoint-5",
+        ]
+    for name in names[False]:
+        if not name.startswith(
+            ("trainer_state", "dist/.metadata", "rng")
+        ):  # these hold times, an id, unseeded states
+            assert names[True][name] == names[False][name], name
+
+
+def named_late(path: str, out: str) -> list:
+    """[(step of a checkpoint, step after which it has its name)], where rank 1 has written checkpoint-2 in step 3, and
+    checkpoint-4 only when the next one is due."""
+    import threading
+
+    from mca_lite.ckpt_megatron import MegatronSnapshot
+    from mca_lite.trainer_callbacks import TrainerCallback
+    from tests.shared import training
+
+    gates, write, is_late = (
+        {2: threading.Event(), 4: threading.Event(), 6: None},
+        MegatronSnapshot.write,
+        [],
+    )
+    named, late = [], os.environ["RANK"] == "1"
+
+    def wait_and_write(self, folder):
+        gate = gates[int(folder.stem.rpartition("-")[2])]
+        if late and gate is not None:
+            is_late.append(gate.wait(20))
+        return write(self, folder)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, trainer, **kwargs):
+            newest = ckpt_folder.list_checkpoints(out)[-1:]
+            assert state.global_step - (ckpt_folder.step_of(newest[0]) if newest else 0) <= 4, (
+                "two intervals are the most"
+            )
+            if state.global_step == 3:
+                gates[2].set()
+                trainer._writer._job.thread.join()
+            if state.global_step == 6 and late:
+                threading.Timer(0.2, gates[4].set).start()
+
+        def on_save(self, args, state, control, path, step, **kwargs):
+            named.append((step, state.global_step))
+
+    MegatronSnapshot.write = wait_and_write
+    training.train(path, out, steps=6, callbacks=[Watch()], async_save=True, **SAVE)
+    assert is_late == [True, True] or not late
+    return named
+
+
+def test_in_the_background_a_checkpoint_is_named_once_all_have_written_and_before_the_next(
+    model_path, tmp_path
+):
+    for named in world.run(named_late, 2, model_path, str(tmp_path)):
+        assert named == [(2, 3), (4, 6), (6, 6)]
+
+
+def interrupted(path: str, out: str, number: int, **keys):
+    """A run whose rank 1 gets a signal in step 3; (exit code, step of the newest checkpoint)."""
+    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.trainer_signals import Interrupted
+    from tests.shared import training
+
+    class Send(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if (
+                state.global_step == 3
+                and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+            ):
+                os.kill(os.getpid(), number)
+
+    try:
+        training.train(path, out, callbacks=[Send()], **keys)
+    except Interrupted as end:
+        return end.code, end.step, signal.getsignal(number) == signal.SIG_DFL
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("keys", [TP2, dict(backend="torch"), dict(async_save=True, **PP2)])
+def test_a_signal_to_one_rank_saves_and_stops_all(model_path, tmp_path, number, keys):
+    whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=5, **keys)[0]
+    answers = world.run(
+        interrupted, 2, model_path, str(tmp_path / "run"), number, steps=5, **SAVE, **keys
+    )
+    assert answers == [(85, 3, True)] * 2
+    assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path / "run")] == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert (
+        world.run(train, 2, model_path, str(tmp_path / "run"), steps=5, **AUTO, **keys)[0] == whole
+    )

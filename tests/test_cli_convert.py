@@ -1,0 +1,117 @@
+"""`python -m mca_lite convert`, and the Hugging Face folders that checkpoints hold."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.files import flip_bit, tensors
+from tests.shared.layouts import DIST_OPT, PP2, TP2
+from tests.shared.training import train
+
+
+def command(words: list[str]) -> int:
+    from mca_lite.cli_convert import main
+
+    return main(words)
+
+
+def same(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize("family, dtype", [("qwen3", torch.float32), ("llama", torch.bfloat16)])
+def test_a_round_trip_gives_the_same_bytes(tmp_path, family, dtype):
+    source = tiny.save_model(tmp_path / "hf", family, dtype=dtype)
+    (tmp_path / "hf" / "modeling_own.py").write_text("# code of the model's own\n")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    assert world.run(command, 1, ["convert", source, str(tmp_path / "mca"), "--verify"]) == [0]
+    assert (tmp_path / "mca" / "dist" / "metadata.json").is_file() and (
+        tmp_path / "mca" / "mca_config.json"
+    ).is_file()
+    assert world.run(
+        command, 1, ["convert", str(tmp_path / "mca"), str(tmp_path / "back"), "--verify"]
+    ) == [0]
+    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    for name in ("modeling_own.py", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_a_type_that_transformers_does_not_know_is_verified_too(tmp_path):
+    source = tiny_moe.save_model(tmp_path / "hf", "deepseek_v3", num_hidden_layers=2)
+    text = (
+        (tmp_path / "hf/config.json")
+        .read_text()
+        .replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"')
+    )
+    (tmp_path / "hf/config.json").write_text(text)
+    assert world.run(command, 1, ["convert", source, str(tmp_path / "mca"), "--verify"]) == [0]
+    assert "kimi_k2" in text
+
+
+def test_a_checkpoint_of_any_layout_becomes_the_model_that_training_exports(tmp_path):
+    source = tiny.save_model(tmp_path / "hf", "qwen2")
+    keys = dict(
+        save_strategy="steps", save_steps=2, save_hf_checkpoints=True, **PP2, **TP2, **DIST_OPT
+    )
+    world.run(train, 4, source, str(tmp_path / "run"), steps=2, export=True, **keys)
+    folder = tmp_path / "run" / "checkpoint-2"
+    words = [
+        sys.executable,
+        "-m",
+        "mca_lite",
+        "convert",
+        str(folder),
+        str(tmp_path / "out"),
+        "--verify",
+    ]
+    result = subprocess.run(
+        words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0 and "verified" in result.stdout, result.stdout + result.stderr
+    wanted = tensors(tmp_path / "run")
+    same(tensors(tmp_path / "out"), wanted)
+    same(tensors(folder / "hf"), wanted)
+    flip_bit(folder / "dist" / "__2_0.distcp")
+    assert world.run(command, 1, ["convert", str(folder), str(tmp_path / "again")]) == [2]
+
+
+def test_training_starts_from_a_converted_checkpoint_as_from_the_model(tmp_path):
+    source = tiny.save_model(tmp_path / "hf", "mistral")
+    world.run(command, 1, ["convert", source, str(tmp_path / "mca")])
+    wanted = world.run(train, 2, source, str(tmp_path / "a"), steps=2, **TP2)
+    assert world.run(train, 2, str(tmp_path / "mca"), str(tmp_path / "b"), steps=2, **TP2) == wanted
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_the_torch_backend_and_megatron_put_the_model_into_checkpoints_as_asked(tmp_path, backend):
+    source = tiny.save_model(tmp_path / "hf", "qwen3")
+    keys = dict(
+        save_strategy="steps",
+        save_steps=2,
+        save_hf_checkpoints=True,
+        save_only_model=True,
+        async_save=True,
+    )
+    world.run(
+        train, 2, source, str(tmp_path / "run"), steps=2, export=True, backend=backend, **keys
+    )
+    folder = tmp_path / "run" / "checkpoint-2"
+    same(tensors(folder / "hf"), tensors(tmp_path / "run"))
+    assert not (folder / "optimizer.safetensors").exists()
+    assert '"hf/config.json"' in (folder / "manifest.json").read_text()
+
+
+def test_tensors_that_no_model_reads_are_carried_over(tmp_path):
+    source = tiny.save_model(tmp_path / "hf", "llama")
+    path = tmp_path / "hf" / "model.safetensors"
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4.0)}
+    save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
+    world.run(train, 2, source, str(tmp_path / "run"), steps=2, export=True, **TP2)
+    assert torch.equal(tensors(tmp_path / "run")[next(iter(extra))], extra[next(iter(extra))])

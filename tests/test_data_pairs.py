@@ -1,0 +1,398 @@
+"""Preference pairs: formats, masks, cutting, what is left out, the cache. A token is a byte; numbers are counted by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mca_lite.args import DataArguments
+from mca_lite.constants import IGNORE_INDEX
+from mca_lite.data import PairDataset, load_datasets
+from mca_lite.data_batches import BatchPlan
+from mca_lite.data_encode import Encoder
+from mca_lite.data_pair_records import detect_pair_format, pair
+from mca_lite.data_records import Source
+from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
+
+PROMPT = len(
+    "SuserNaENSassistantN"
+)  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
+NONE = Source("t", [])
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def write(path, *records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def load(tmp_path, *dataset, template=CHATML, stage="dpo", **options):
+    options = {
+        "dataset": list(dataset),
+        "cache_dir": str(tmp_path / "cache"),
+        "cutoff_len": 4096,
+        **options,
+    }
+    return load_datasets(DataArguments(**options), stage, byte_tokenizer(template))
+
+
+def shown(dataset, template=CHATML) -> list[tuple]:
+    """(prompt, chosen, rejected) of each pair: what is decoded before the first label, and what has labels."""
+    tokenizer, pairs = byte_tokenizer(template), []
+    for sample in dataset:
+        prompts, answers = [], []
+        for side in (sample["chosen"], sample["rejected"]):
+            trained = side["labels"] != IGNORE_INDEX
+            prompts.append(tokenizer.decode(side["input_ids"][: trained.argmax() + 1]))
+            answers.append(tokenizer.decode(side["labels"][trained]))
+        assert prompts[0] == prompts[1]
+        pairs.append((prompts[0], *answers))
+    return pairs
+
+
+CHAT = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+FORMATS = {
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "a"}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    },
+    "openai": {"messages": [user("a")], "chosen": said("good"), "rejected": said("bad")},
+    "alpaca": {"instruction": "a", "input": "", "chosen": "good", "rejected": "bad"},
+    "prompt": {"prompt": "a", "chosen": "good", "rejected": "bad"},
+    "prompt of messages": {
+        "prompt": [user("a")],
+        "chosen": [said("good")],
+        "rejected": [said("bad")],
+    },
+    "conversations": {"chosen": [user("a"), said("good")], "rejected": [user("a"), said("bad")]},
+    "conversations of sharegpt": {
+        side: [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]
+        for side, text in (("chosen", "good"), ("rejected", "bad"))
+    },
+    "conversations and prompt": {
+        "prompt": "a",
+        "messages": [user("a"), said("good")],
+        "chosen": [user("a"), said("good")],
+        "rejected": [user("a"), said("bad")],
+    },
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_prompt_and_both_answers(tmp_path, name):
+    file = write(tmp_path / "a.jsonl", FORMATS[name])
+    bundle = load(tmp_path, file)
+    assert f"{file}: {name.split()[0]}-chosen-rejected records" in bundle.report
+    assert shown(bundle.train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
+
+
+def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
+    bundle = load(
+        tmp_path,
+        write(tmp_path / "a.jsonl", FORMATS["prompt"], FORMATS["prompt"] | {"chosen": "x"}),
+    )
+    train = bundle.train
+    b, a, d = byte_tokenizer().convert_tokens_to_ids(["b", "a", "d"])
+    end = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    rejected = train[0]["rejected"]
+    assert (
+        rejected["input_ids"][-4:].tolist() == [b, a, d, end]
+        and rejected["input_ids"].dtype == np.int64
+    )
+    assert rejected["labels"].tolist() == [IGNORE_INDEX] * (PROMPT - 1) + [
+        b,
+        a,
+        d,
+        end,
+        IGNORE_INDEX,
+    ]
+    assert isinstance(train, PairDataset)
+    assert train.pair_lengths.tolist() == [[PROMPT + 5, PROMPT + 4], [PROMPT + 2, PROMPT + 4]]
+    assert train.costs.tolist() == train.lengths.tolist() == [2 * PROMPT + 9, 2 * PROMPT + 6]
+    assert (train.num_tokens, train.num_trained_tokens) == (4 * PROMPT + 15, 5 + 4 + 2 + 4)
+    report = "\n".join(bundle.report)
+    assert "2 records -> 2 pairs" in report and "train: 2 pairs" in report
+    assert (
+        "first chosen, trained tokens in «»" in report and "assistant\\n«bad<|im_end|>»'" in report
+    )
+    plan = BatchPlan(2, 1, 1, 0, 2, seed=0, shuffle=False, costs=train.costs)
+    assert plan.step(0, 0) == [[0]]  # the dearer one goes to rank 0
+
+
+def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
+    files = [
+        write(
+            tmp_path / f"{n}.jsonl", *({"prompt": "a", "chosen": c, "rejected": "-"} for c in chars)
+        )
+        for n, chars in enumerate(("bc", "defghijk"))
+    ]
+    whole = load(tmp_path, *files)
+    split = load(tmp_path, *files, val_size=3, mix_weights=[1, 1])
+    assert isinstance(split.train, PairDataset) and isinstance(split.eval, PairDataset)
+    assert (len(split.train), len(split.eval)) == (7, 3)
+    heldout = {chosen for _, chosen, _ in shown(split.eval)}
+    assert heldout.isdisjoint(chosen for _, chosen, _ in shown(split.train))
+    assert (
+        whole.train.fingerprint
+        == load(tmp_path, *files).train.fingerprint
+        != split.train.fingerprint
+    )
+    assert whole.train.pair_lengths.shape == (10, 2) and whole.train.subset(
+        [3, 0]
+    ).pair_lengths.shape == (2, 2)
+    with pytest.raises(IndexError):
+        whole.train.shards[0][2]
+
+
+def test_only_the_last_answer_is_trained(tmp_path):
+    history = [user("a"), said("old"), user("b")]
+    record = {"messages": history, "chosen": said("good"), "rejected": said("bad")}
+    whole = {"chosen": [*history, said("good")], "rejected": [*history, said("bad")]}
+    alpaca = {"instruction": "b", "history": [["a", "old"]], "chosen": "good", "rejected": "bad"}
+    files = [write(tmp_path / f"{n}.jsonl", r) for n, r in enumerate((record, whole, alpaca))]
+    pairs = shown(load(tmp_path, *files).train)
+    prompt = CHAT + "old<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert pairs == [(prompt, "good<|im_end|>", "bad<|im_end|>")] * 3
+
+
+def test_system_tools_and_thinking_are_those_of_the_template(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {
+        **said(""),
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    }
+    record = {"prompt": "a", "tools": tools, "chosen": [call], "rejected": "bad"}
+    [(prompt, chosen, rejected)] = shown(
+        load(tmp_path, write(tmp_path / "a.jsonl", record), template=QWEN3).train, QWEN3
+    )
+    assert '"name": "add"' in prompt
+    assert (
+        chosen
+        == '<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'
+    )
+    assert rejected == "<think>\n\n</think>\n\nbad<|im_end|>"
+    with_system = load(
+        tmp_path, write(tmp_path / "b.jsonl", FORMATS["conversations"]), default_system="Brief."
+    )
+    assert shown(with_system.train)[0][0] == "<|im_start|>system\nBrief.<|im_end|>\n" + CHAT
+
+
+def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(tmp_path):
+    long, record = "p" * 30, {"chosen": "good", "rejected": "b"}
+    file = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "a", **record},
+        {"prompt": long, **record},
+        {"prompt": "a", "chosen": "g" * 50, "rejected": "b"},
+    )
+    limit = PROMPT + 6  # tokens: the prompt, good, <|im_end|> and its newline
+    bundle = load(tmp_path, file, cutoff_len=limit - 1)
+    pairs = shown(bundle.train)
+    assert pairs[0] == (CHAT, "good<|im_end|>", "b<|im_end|>")
+    # 29 tokens of the prompt are too many, counted from the longer side, and both sides lose the same ones
+    kept = CHAT.replace("a<|im_end|>", long + "<|im_end|>")[
+        len("<|im_start|>user\n") + 29 - len("SuserN") :
+    ]
+    assert pairs[1] == (kept, "good<|im_end|>", "b<|im_end|>")
+    assert pairs[2] == (
+        "\n",
+        "g" * (limit - 1),
+        "b<|im_end|>",
+    )  # one token of the prompt is left to predict from
+    assert bundle.train.pair_lengths.tolist() == [
+        [limit - 1, limit - 4],
+        [limit - 1, limit - 4],
+        [limit - 1, 3],
+    ]
+    warnings = [line.strip() for line in bundle.report if "warning" in line]
+    assert warnings == [
+        f"warning: 2 pairs were longer than cutoff_len {limit - 1}: the beginning of their prompt was cut, the first at "
+        f"{file}:2",
+        f"warning: 1 of them had an answer too long without its prompt: its end was cut, the first at {file}:3",
+    ]
+
+
+def test_identical_and_empty_pairs_are_left_out_counted_and_named(tmp_path):
+    file = write(
+        tmp_path / "a.jsonl",
+        FORMATS["prompt"],
+        {"prompt": "a", "chosen": "same", "rejected": "same"},
+        {"prompt": "a", "chosen": "good", "rejected": " \n"},
+        {"prompt": "a", "chosen": "", "rejected": ""},
+        {
+            "prompt": "a",
+            "chosen": "x" * 99 + "y",
+            "rejected": "x" * 99 + "z",
+        },  # the same once they are cut
+    )
+    bundle = load(tmp_path, file, cutoff_len=PROMPT + 6)
+    assert len(bundle.train) == 1
+    report = "\n".join(bundle.report)
+    assert (
+        f"2 pairs have the same chosen and rejected answer and were left out, the first at {file}:2"
+        in report
+    )
+    assert f"2 pairs have an empty answer and were left out, the first at {file}:3" in report
+    with pytest.raises(
+        ValueError, match="no pair is left to train on(.|\n)*same chosen and rejected"
+    ):
+        load(tmp_path, write(tmp_path / "b.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}))
+
+
+def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
+    tokenizer = byte_tokenizer(
+        CHATML, (("Ċ", "Ċ"), ("a", "b"))
+    )  # "\n\n" is one token where more white space follows
+    file = write(tmp_path / "a.jsonl", {"prompt": "ppppp", "chosen": "\n\nx", "rejected": "ab"})
+    options = dict(dataset=[file], cache_dir=str(tmp_path / "cache"))
+    short = load_datasets(DataArguments(**options, cutoff_len=3), "dpo", tokenizer).train[0]
+    # the last token that both prompts have is the t of assistant: it stays, and nothing of an answer goes before it
+    assert [tokenizer.decode(short[side]["input_ids"]) for side in ("chosen", "rejected")] == [
+        "t\n\n\n",
+        "t\nab",
+    ]
+    options = DataArguments(**options, cutoff_len=PROMPT + 5)
+    sample = load_datasets(options, "dpo", tokenizer).train[0]
+    sides = sample["chosen"], sample["rejected"]
+    shared = (
+        "ser\nppppp<|im_end|>\n<|im_start|>assistant\n"  # the same two tokens are gone from both
+    )
+    texts = [tokenizer.decode(side["input_ids"]) for side in sides]
+    assert texts == [shared + "\n\nx<|im_end|>", shared + "ab<|im_end|>"]
+    trained = [tokenizer.decode(side["labels"][side["labels"] != IGNORE_INDEX]) for side in sides]
+    assert trained == ["\n\n\nx<|im_end|>", "ab<|im_end|>"]
+
+
+def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
+    both = {"instruction": "a", "output": "c", "chosen": "good", "rejected": "bad"}
+    file, folders = write(tmp_path / "a.jsonl", both), set()
+    for stage, options in (
+        ("dpo", {}),
+        ("dpo", {}),
+        ("sft", {}),
+        ("dpo", {"cutoff_len": 99}),
+        ("sft", {"mask_history": True}),
+    ):
+        folders.add(load(tmp_path, file, stage=stage, **options).train.shards[0].folder.name)
+    assert len(folders) == 4
+    monkeypatch.setattr(Encoder, "_tokenize", None)  # what is cached is not tokenised again
+    assert shown(load(tmp_path, file).train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
+
+
+def test_dataset_info_declares_pairs(tmp_path):
+    columns = {"messages": "log", "chosen": "yes", "rejected": "no"}
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "it"}
+    record = {
+        "log": [{"who": "me", "says": "a"}],
+        "yes": {"who": "it", "says": "good"},
+        "no": {"who": "it", "says": "bad"},
+    }
+    write(tmp_path / "a.jsonl", record)
+    write(tmp_path / "b.jsonl", {"question": "a", "yes": "good", "no": "bad"})
+    write(tmp_path / "c.jsonl", {"instruction": "a", "output": "b"})
+    named = {"prompt": "question", "chosen": "yes", "rejected": "no"}
+    info = {
+        "a": {
+            "file_name": "a.jsonl",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": columns,
+            "tags": tags,
+        },
+        "b": {"file_name": "b.jsonl", "ranking": True, "columns": named},
+        "c": {"file_name": "c.jsonl", "ranking": True},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    bundle = load(tmp_path, "a", "b", dataset_dir=str(tmp_path))
+    assert shown(bundle.train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")] * 2
+    with pytest.raises(
+        ValueError,
+        match=r"c\.jsonl:1: stage dpo expects pairs: .*got the columns \['instruction', 'output'\]",
+    ):
+        load(tmp_path, "c", dataset_dir=str(tmp_path))
+    for stage in ("sft", "pt"):
+        with pytest.raises(
+            ValueError, match=f"'a': preference pairs .* for stage dpo, not for stage {stage}"
+        ):
+            load(tmp_path, "a", dataset_dir=str(tmp_path), stage=stage)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "conversations and prompt"])
+def test_sft_over_pairs_is_refused_and_says_the_stage(tmp_path, name):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: chosen and rejected answers are for stage dpo"
+    ):
+        load(tmp_path, write(tmp_path / "a.jsonl", FORMATS[name]), stage="sft")
+
+
+def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
+    train = load(
+        tmp_path, write(tmp_path / "a.jsonl", FORMATS["conversations and prompt"]), stage="sft"
+    ).train
+    assert len(train) == 1 and train.num_trained_tokens == len("goodE")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "a", "completion": "b"},
+            r"stage dpo expects pairs.*got the columns \['completion', 'prompt'\]",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "got texts without a prompt"),
+        (["a"], "stage dpo expects pairs.*got a list"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "'rejected' is missing or null"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": 3},
+            "'rejected': expected a list or a text, got 3",
+        ),
+        (
+            {"prompt": "a", "chosen": [user("b")], "rejected": "c"},
+            "chosen: the conversation ends with user",
+        ),
+        (
+            {"prompt": [user("a"), said("b")], "chosen": "c", "rejected": "d"},
+            "chosen: message 3 .assistant. follows assistant",
+        ),
+        (
+            {"chosen": [user("a"), said("b")], "rejected": [user("x"), said("c")]},
+            "differ from message 1 on",
+        ),
+        (
+            {
+                "chosen": [user("a"), said("b"), user("c"), said("d")],
+                "rejected": [user("a"), said("b")],
+            },
+            "differ from message 3 on, and have 4 and 2 messages",
+        ),
+        (
+            {"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
+            "not that of the column 'prompt'",
+        ),
+        (
+            {"instruction": 3, "chosen": "b", "rejected": "c"},
+            "'instruction': expected a text, got 3",
+        ),
+        (
+            {"messages": [user("a")], "chosen": {"role": "assistant"}, "rejected": "c"},
+            "chosen: .*neither content nor",
+        ),
+    ],
+)
+def test_a_bad_pair_is_an_error_with_its_place(record, message):
+    with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
+        pair(record, NONE, detect_pair_format(record, NONE, "t.json:1"), None, "t.json:1")
+
+
+def test_options_without_meaning_for_pairs_are_refused(tmp_path):
+    file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
+    with pytest.raises(ValueError, match="train_on_prompt: true"):
+        load(tmp_path, file, train_on_prompt=True)

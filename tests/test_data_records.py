@@ -1,0 +1,410 @@
+"""Record formats, chat rendering and loss masks. Every expected mask is written by hand from the template."""
+
+import json
+
+import pytest
+
+from mca_lite.data_encode import Encoder, mask_of_spans
+from mca_lite.data_records import Source, detect_format, read_records, resolve
+from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
+
+CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if")]
+CHATML_MARKS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_SHORT_MARKS = CHATML_MARKS.replace(
+    "{{ m['content'] }}<|im_end|>\n{% endgeneration %}",
+    "{{ m['content'] }}{% endgeneration %}<|im_end|>\n",
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# an end-of-turn token, and one at the end of the text
+PHI3 = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
+)
+# the system message moves to the last question, so that a part of a conversation is no beginning of the whole
+MISTRAL = (
+    "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' %}<s>"
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] "
+    "{% if system and (loop.last or loop.index0 == messages | length - 2) %}{{ system }}\n\n{% endif %}"
+    "{{ m['content'] }} [/INST]{% elif m['role'] == 'assistant' %} {{ m['content'] | trim }}</s>{% endif %}{% endfor %}"
+)
+# the prompt opens a thinking block that finished turns do not have
+DEEPSEEK = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|User|>{{ m['content'] }}"
+    "{% else %}<|Assistant|>{{ m['content'].split('</think>')[-1] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+
+
+def encode(record, template: str, form: str = "openai", source: Source | None = None, **options):
+    tokenizer = byte_tokenizer(template)
+    encoder = Encoder(
+        tokenizer, source or Source("t", []), "sft", **{"cutoff_len": 4096, **options}
+    )
+    return tokenizer, encoder.encode([("t.json:1", form, record)])
+
+
+def trained_texts(record, template: str, **options) -> list[str]:
+    """The runs of trained tokens, decoded."""
+    tokenizer, part = encode(record, template, **options)
+    runs, before = [], 0
+    for token, is_trained in zip(part.ids.tolist(), part.mask.tolist(), strict=True):
+        if is_trained:
+            runs = runs if before else [*runs, []]
+            runs[-1].append(token)
+        before = is_trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+def chat(*texts: str, system: str | None = None) -> dict:
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
+    return {"messages": ([{"role": "system", "content": system}] if system else []) + turns}
+
+
+TWO_TURNS = chat("Hi", "Hello", "What is 2+3?", "5")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, ["Hello<|im_end|>", "5<|im_end|>"]),
+        (CHATML_WITHOUT_PROMPT, ["Hello<|im_end|>", "5<|im_end|>"]),
+        (CHATML_MARKS, ["Hello<|im_end|>", "5<|im_end|>"]),
+        (CHATML_SHORT_MARKS, ["Hello<|im_end|>", "5<|im_end|>"]),
+        (QWEN3, ["Hello<|im_end|>", "<think>\n\n</think>\n\n5<|im_end|>"]),
+        (LLAMA3, ["Hello<|eot_id|>", "5<|eot_id|>"]),
+        (PHI3, ["Hello<|end|>", "5<|end|>"]),
+        (MISTRAL, [" Hello</s>", " 5</s>"]),
+        (DEEPSEEK, ["Hello</s>", "5</s>"]),
+    ],
+    ids=[
+        "chatml",
+        "no_prompt",
+        "marks",
+        "short_marks",
+        "qwen3",
+        "llama3",
+        "phi3",
+        "mistral",
+        "deepseek",
+    ],
+)
+def test_each_answer_with_its_end_of_turn_token_is_trained_and_nothing_else(template, expected):
+    assert trained_texts(TWO_TURNS, template) == expected
+    assert trained_texts(TWO_TURNS, template, mask_history=True) == expected[-1:]
+
+
+def test_an_answer_that_repeats_the_question_is_found_in_the_right_place():
+    tokenizer, part = encode(chat("yes", "yes", "user", "assistant"), CHATML)
+    text = "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n"
+    start = 3 + len("user\nyes\nassistant\n")  # three special tokens, the rest a token a byte
+    assert tokenizer.decode(part.ids[:start]) == text
+    assert part.mask[: start + 5].tolist() == [0] * start + [1, 1, 1, 1, 0]
+    assert trained_texts(chat("yes", "yes", "user", "assistant"), CHATML) == [
+        "yes<|im_end|>",
+        "assistant<|im_end|>",
+    ]
+
+
+def test_a_system_message_that_moves_with_the_conversation_leaves_the_mask_right():
+    record = chat("5", "5", "5", "5", system="Be brief.")
+    tokenizer, part = encode(record, MISTRAL)
+    assert (
+        tokenizer.decode(part.ids) == "<s>[INST] 5 [/INST] 5</s>[INST] Be brief.\n\n5 [/INST] 5</s>"
+    )
+    assert trained_texts(record, MISTRAL) == ["5</s>", "5</s>"]
+    assert part.mask.tolist().index(1) == len("[INST] 5 [/INST] ") + 1
+
+
+def test_thinking_that_the_template_drops_from_the_history_is_trained_only_where_it_stands():
+    record = chat("Hi", "<think>\nold\n</think>\n\nHello", "2+3?", "<think>\nadd\n</think>\n\n5")
+    assert trained_texts(record, QWEN3) == [
+        "Hello<|im_end|>",
+        "<think>\nadd\n</think>\n\n5<|im_end|>",
+    ]
+
+
+def test_tool_calls_are_trained_and_tool_results_are_not():
+    call = {"name": "add", "arguments": {"a": 2}}
+    turns = [
+        ("human", "2+3?"),
+        ("function_call", json.dumps(call)),
+        ("observation", "5"),
+        ("gpt", "It is 5."),
+    ]
+    record = {
+        "conversations": [{"from": role, "value": text} for role, text in turns],
+        "tools": '[{"name": "add"}]',
+    }
+    expected = [
+        '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nIt is 5.<|im_end|>",
+    ]
+    assert trained_texts(record, QWEN3, form="sharegpt") == expected
+    tokenizer, part = encode(record, QWEN3, form="sharegpt")
+    assert '{"type": "function", "function": {"name": "add"}}' in tokenizer.decode(part.ids)
+    with pytest.raises(
+        ValueError, match="t.json:1: the record has tools, but .* template takes none"
+    ):
+        encode(record, CHATML, form="sharegpt")
+    openai = [
+        {"role": "user", "content": "2+3?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    assert trained_texts({"messages": openai, "tools": [{"name": "add"}]}, QWEN3) == expected
+
+
+def test_the_template_s_own_bos_is_not_doubled():
+    tokenizer, part = encode(TWO_TURNS, LLAMA3)
+    assert (part.ids == tokenizer.bos_token_id).sum() == 1 and part.ids[0] == tokenizer.bos_token_id
+
+
+def test_train_on_prompt_trains_every_token():
+    _, part = encode(TWO_TURNS, CHATML, train_on_prompt=True)
+    assert part.mask.all() and part.learned == [len(part.ids) - 1]
+
+
+def test_token_borders_are_those_of_the_whole_text():
+    merges = (("H", "i"), ("Ċ", "H"))  # "\nH" is never merged: "Hi" comes first
+    tokenizer = byte_tokenizer(CHATML, merges)
+    part = Encoder(tokenizer, Source("t", []), "sft", cutoff_len=99).encode(
+        [("t:1", "openai", chat("a", "Hi"))]
+    )
+    whole = tokenizer(tokenizer.apply_chat_template(chat("a", "Hi")["messages"], tokenize=False))[
+        "input_ids"
+    ]
+    assert part.ids.tolist() == whole
+    assert part.ids[part.mask == 1].tolist() == [
+        tokenizer.convert_tokens_to_ids(t) for t in ("Hi", "<|im_end|>")
+    ]
+
+
+def test_a_token_is_trained_if_one_of_its_characters_is():
+    offsets = [(0, 2), (2, 4), (4, 4), (4, 7), (7, 8)]
+    assert mask_of_spans(offsets, [(3, 6)]).tolist() == [0, 1, 1, 1, 0]
+    assert mask_of_spans([], [(0, 1)]).tolist() == []
+
+
+def test_alpaca_history_system_and_input_become_turns():
+    record = {
+        "instruction": "Add",
+        "input": "2+3",
+        "output": "5",
+        "system": "Brief.",
+        "history": [["Hi", "Hello"]],
+    }
+    tokenizer, part = encode(record, CHATML, form="alpaca", default_system="unused")
+    roles = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert tokenizer.decode(part.ids).startswith(roles + "<|im_start|>user\nAdd\n2+3<|im_end|>\n")
+    assert trained_texts(record, CHATML, form="alpaca") == ["Hello<|im_end|>", "5<|im_end|>"]
+    del record["system"]
+    tokenizer, part = encode(record, CHATML, form="alpaca", default_system="Default.")
+    assert tokenizer.decode(part.ids).startswith("<|im_start|>system\nDefault.<|im_end|>")
+
+
+def test_prompt_and_completion_may_be_texts_or_messages():
+    as_text = {"prompt": "Hi", "completion": "Hello"}
+    as_turns = {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "completion": [{"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}],
+    }
+    for record in (as_text, as_turns):
+        assert trained_texts(record, CHATML, form="prompt-completion") == ["Hello<|im_end|>"]
+
+
+def test_formats_are_detected_from_the_first_record():
+    none = Source("t", [])
+    assert detect_format({"instruction": "", "output": ""}, none, "sft", "t:1") == "alpaca"
+    assert (
+        detect_format({"conversations": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
+        == "sharegpt"
+    )
+    assert (
+        detect_format({"messages": [{"role": "user", "content": ""}]}, none, "sft", "t:1")
+        == "openai"
+    )
+    assert (
+        detect_format({"messages": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
+        == "sharegpt"
+    )
+    assert (
+        detect_format({"prompt": "", "completion": ""}, none, "sft", "t:1") == "prompt-completion"
+    )
+    assert detect_format({"text": ""}, none, "pt", "t:1") == "text"
+    assert (
+        detect_format({"body": ""}, Source("t", [], columns={"prompt": "body"}), "pt", "t:1")
+        == "text"
+    )
+    with pytest.raises(
+        ValueError, match=r"t:1: stage sft expects alpaca .*got the columns \['text'\].*stage: pt"
+    ):
+        detect_format({"text": ""}, none, "sft", "t:1")
+    with pytest.raises(ValueError, match="t:1: stage pt expects the column 'text'.*stage: sft"):
+        detect_format({"messages": []}, none, "pt", "t:1")
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "message"),
+    [
+        ({"instruction": "a"}, "alpaca", "the column 'output' is missing"),
+        ({"instruction": "a", "output": 3}, "alpaca", "'output': expected a text, got 3"),
+        (
+            {"instruction": "a", "output": "b", "history": [["x"]]},
+            "alpaca",
+            "history: expected a list of",
+        ),
+        (chat("a"), "openai", "ends with user"),
+        ({"messages": []}, "openai", "no messages"),
+        (
+            {"messages": [{"role": "user", "content": "a"}] * 2},
+            "openai",
+            r"message 2 \(user\) follows user",
+        ),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "openai", "unknown role 'bot'"),
+        ({"messages": [{"role": "user"}]}, "openai", "neither content nor tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "openai", "only text"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "sharegpt", "unknown from 'alien'"),
+        ({"conversations": "a"}, "sharegpt", "'conversations': expected a list, got a text"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "sharegpt",
+            "function_call: expected one JSON",
+        ),
+        (["a"], "alpaca", "expected an object, got a list"),
+    ],
+)
+def test_a_bad_record_is_an_error_with_its_place(record, form, message):
+    with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
+        encode(record, CHATML, form=form)
+
+
+def test_a_template_that_rewrites_answers_is_an_error_that_says_what_to_do():
+    shouting = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}")
+    with pytest.raises(ValueError, match="t.json:1: cannot tell which part .* generation"):
+        encode(TWO_TURNS, shouting)
+    refusing = CHATML + "{% if messages | length > 3 %}{{ raise_exception('too many') }}{% endif %}"
+    with pytest.raises(
+        ValueError, match="t.json:1: the chat template refuses the conversation: too many"
+    ):
+        encode(TWO_TURNS, refusing)
+
+
+def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_set():
+    with pytest.raises(ValueError, match="no chat template.*set model_name_or_path"):
+        encode(TWO_TURNS, None)
+
+
+def test_readers_give_records_with_their_lines(tmp_path):
+    (tmp_path / "a.json").write_text('[\n {"n": 1},\n\n {"n":\n 2}, {"n": 3}\n]\n')
+    (tmp_path / "b.json").write_text('{"n": 1}\n{"n": 2}\n')
+    (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\n\n{"n": "\\r"}\n')
+    (tmp_path / "d.txt").write_text("one\n\n  two\n")
+    records = {path.name: list(read_records(str(path))) for path in tmp_path.iterdir()}
+    assert records["a.json"] == [
+        (f"{tmp_path}/a.json:{line}", {"n": n}) for line, n in ((2, 1), (4, 2), (5, 3))
+    ]
+    assert records["b.json"] == [(f"{tmp_path}/b.json:{n}", {"n": n}) for n in (1, 2)]
+    assert records["c.jsonl"] == [
+        (f"{tmp_path}/c.jsonl:1", {"n": 1}),
+        (f"{tmp_path}/c.jsonl:3", {"n": "\r"}),
+    ]
+    assert records["d.txt"] == [(f"{tmp_path}/d.txt:1", "one"), (f"{tmp_path}/d.txt:3", "two")]
+
+
+def test_parquet_is_read_where_pyarrow_is_there(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    assert list(read_records(file)) == [(f"{file}:1", {"text": "a"}), (f"{file}:2", {"text": "b"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"n": 1}\n{"n": \n', r"a\.jsonl:2: expected one JSON"),
+        ("a.json", b'[{"n": 1},\n{"n" 2}]', r"a\.json:2: not valid JSON"),
+        ("a.json", b'[{"n": 1}\n{"n": 2}]', r"a\.json:2: not valid JSON: expected ','"),
+        ("a.json", b'[{"n": 1},\n', r"a\.json:2: not valid JSON: the list does not end"),
+        ("a.json", b'[{"n": 1}\n', r"a\.json:2: .*got the end of the file"),
+        ("a.json", b'[{"n": 1}] x', r"a\.json: .*more text"),
+        ("a.txt", b"good\n\xff\xff\n", r"a\.txt:2: expected UTF-8"),
+    ],
+)
+def test_a_broken_file_is_an_error_with_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_records(str(tmp_path / name)))
+
+
+def test_dataset_info_names_files_columns_and_tags(tmp_path):
+    (tmp_path / "x.jsonl").write_text("{}")
+    info = {
+        "x": {
+            "file_name": "x.jsonl",
+            "columns": {"prompt": "text"},
+            "num_samples": 3,
+            "split": "train",
+        },
+        "hub": {"hf_hub_url": "a/b"},
+        "pairs": {"file_name": "x.jsonl", "ranking": True},
+        "typo": {"file_name": "x.jsonl", "columns": {"promt": "text"}},
+        "picture": {"file_name": "x.jsonl", "columns": {"images": "images"}},
+        "gone": {"file_name": "gone.json"},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    [source] = resolve(["x"], str(tmp_path))
+    assert (source.files, source.columns, source.num_samples) == (
+        [str(tmp_path / "x.jsonl")],
+        {"prompt": "text"},
+        3,
+    )
+    assert source.notes == ["split of dataset_info.json has no meaning for a local file"]
+    assert (
+        resolve([str(tmp_path)], None)[0].files
+        == source.files
+        == resolve(["x.jsonl"], str(tmp_path))[0].files
+    )
+    for name, message in [
+        ("hub", "local files: .*file_name instead of hf_hub_url"),
+        ("pairs", "stage dpo"),
+        ("typo", "unknown column 'promt', did you mean 'prompt'"),
+        ("picture", "columns .*images.* are not for"),
+        ("gone", "there is no file"),
+        ("hubb", "expected a file, a folder, or a name in .*did you mean 'hub'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            resolve([name], str(tmp_path))
+
+
+def test_tags_of_dataset_info_rename_roles():
+    tags = {
+        "role_tag": "who",
+        "content_tag": "says",
+        "user_tag": "me",
+        "assistant_tag": "it",
+        "system_tag": "sys",
+    }
+    record = {"log": [{"who": "me", "says": "Hi"}, {"who": "it", "says": "Hello"}]}
+    for form in ("sharegpt", "openai"):
+        source = Source("t", [], form, {"messages": "log"}, tags)
+        assert detect_format(record, source, "sft", "t:1") == form
+        tokenizer, part = encode(record, CHATML, form=form, source=source)
+        text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        assert tokenizer.decode(part.ids) == text

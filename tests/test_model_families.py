@@ -1,0 +1,344 @@
+"""Families with more than a plain decoder has: each against transformers' own class, all of them in one world a layout."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.files import assert_same_bytes, tensors
+from tests.shared.layouts import CP2, DIST_OPT, EP2, EP4, OVERLAP, PACKED, PP2, SP, TP2
+from tests.shared.lora_tools import adapter_of, train_from_adapter, train_with_peft
+from tests.shared.training import assert_same_curve, train
+
+DENSE = list(tiny.MORE_KEYS)
+EXPERTS = {
+    "deepseek_v2_experts": "deepseek_v2",
+    "deepseek_v3_experts": "deepseek_v3",
+}  # names in tiny_moe
+FAMILIES = [*DENSE, *EXPERTS]
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "dp2_overlap": (2, OVERLAP),
+    "pp2_packed": (2, {**PP2, **PACKED}),
+    "tp2pp2_variable": (4, {**TP2, **PP2, "variable_seq_lengths": True}),
+    "cp2": (2, CP2),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+}
+EXPERT_LAYOUTS = {
+    "one": (1, {}),
+    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
+    "pp2_packed": (2, {**PP2, **PACKED}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "ep2": (2, EP2),
+    "ep4": (4, {**EP4, **DIST_OPT}),
+    "tp2sp_pp2": (4, {**TP2, **SP, **PP2}),
+    "ep2tp2_sp": (4, {**EP2, **TP2, **SP}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "cp2ep2": (4, {**CP2, **EP2, **PACKED}),
+}
+TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 53, 58, 60, 0], [27, 18, 28, 18, 28, 45, 9, 0, 4, 52, 35, 36]]
+
+
+def train_all(paths: dict, out: str, keys: dict, backend="megatron") -> dict:
+    """{family: curve} on this rank; exports to out/family."""
+    keys = dict(keys, backend=backend, export=True, steps=3, count=19, adam_epsilon=1e-4)
+    return {name: train(path, f"{out}/{name}", **keys) for name, path in paths.items()}
+
+
+def checkpoints(paths: dict, out: str, keys: dict) -> None:
+    """Each model as a checkpoint in out/family of this layout."""
+    from mca_lite import AutoModel, TrainingArguments, ckpt, ckpt_manifest
+    from mca_lite.ckpt_megatron import MegatronSnapshot
+
+    for name, path in paths.items():
+        models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
+        facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
+        facts["model"] = ckpt_manifest.model_identity(models.config.hf_config)
+        Path(out, name).mkdir(parents=True, exist_ok=True)
+        ckpt.write_weights(Path(out, name), MegatronSnapshot(models), facts)
+
+
+def round_trip(paths: dict, out: str, keys: dict) -> dict:
+    """Each model read and written again; its logits, where one rank has them all."""
+    from mca_lite import AutoModel, TrainingArguments
+
+    args, logits = TrainingArguments(output_dir="unused", **keys), {}
+    for name, path in paths.items():
+        models = AutoModel.from_pretrained(path, args).eval()
+        models.save_pretrained(f"{out}/{name}")
+        if len(models) == 1 and args.pipeline_model_parallel_size == 1:
+            with torch.no_grad():
+                logits[name] = models.gather_logits(models(torch.tensor(TOKENS))).tolist()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    dense = {name: tiny.save_model(folder / name, name) for name in DENSE}
+    return {
+        **dense,
+        **{n: tiny_moe.save_model(folder / n, m, num_hidden_layers=2) for n, m in EXPERTS.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def wanted(paths, tmp_path_factory):
+    """The torch backend on one rank: ({family: curve}, folder of its exports)"""
+    out = tmp_path_factory.mktemp("torch")
+    return world.run(train_all, 1, paths, str(out), {}, backend="torch")[0], out
+
+
+@pytest.fixture(scope="module")
+def trained(paths, tmp_path_factory):
+    """trained(layout, experts) -> ({family: curve} of each rank, folder of the exports); each runs once."""
+
+    @functools.cache
+    def run(layout: str, experts: bool):
+        out, (ranks, keys) = (
+            tmp_path_factory.mktemp(layout),
+            (EXPERT_LAYOUTS if experts else LAYOUTS)[layout],
+        )
+        chosen = {name: path for name, path in paths.items() if (name in EXPERTS) == experts}
+        return world.run(train_all, ranks, chosen, str(out), keys), out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trips(paths, tmp_path_factory):
+    @functools.cache
+    def run(ranks: int, **keys):
+        out = tmp_path_factory.mktemp("trips")
+        return world.run(round_trip, ranks, paths, str(out), keys)[0], out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        (name, layout)
+        for name in FAMILIES
+        for layout in (EXPERT_LAYOUTS if name in EXPERTS else LAYOUTS)
+    ],
+)
+def test_family_trains_as_torch_on_one_rank(name, layout, wanted, trained):
+    (curves, folder), (ranks, out) = wanted, trained(layout, name in EXPERTS)
+    for got in ranks:
+        assert_same_curve(got[name], curves[name])
+    ours, theirs = tensors(out / name), tensors(folder / name)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(
+            ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name, paths, trips):
+    got, _ = trips(1)
+    model = AutoModelForCausalLM.from_pretrained(paths[name]).eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits
+    torch.testing.assert_close(torch.tensor(got[name]), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trip_gives_the_same_bytes(name, paths, trips):
+    _, out = trips(4, **TP2, **SP, **PP2)
+    assert_same_bytes(tensors(out / name), tensors(paths[name]))
+
+
+def as_kimi(path: str, out: str) -> tuple:
+    """Logits of ours and of plain torch for a model whose config.json has a type that transformers does not know."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused")).eval()
+    models.save_pretrained(out)
+    with torch.no_grad():
+        ours = models.gather_logits(models(torch.tensor(TOKENS)))
+        return ours.tolist(), load_torch_model(path).eval()(torch.tensor(TOKENS)).logits.tolist()
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_and_keeps_its_name(paths, trips, tmp_path):
+    shutil.copytree(paths["deepseek_v3_experts"], tmp_path / "kimi")
+    config = json.loads((tmp_path / "kimi/config.json").read_text())
+    (tmp_path / "kimi/config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    ours, torchs = world.run(as_kimi, 1, str(tmp_path / "kimi"), str(tmp_path / "out"))[0]
+    wanted = torch.tensor(trips(1)[0]["deepseek_v3_experts"])
+    for got in (ours, torchs):
+        torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "kimi_k2"
+
+
+@pytest.fixture(scope="module")
+def resharded(paths, tmp_path_factory):
+    """Exports of the models that went through checkpoints of tp2 with sequence parallelism into two stages."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    world.run(checkpoints, 2, paths, str(folder / "saved"), {**TP2, **SP})
+    world.run(
+        round_trip,
+        2,
+        {name: str(folder / "saved" / name) for name in paths},
+        str(folder / "out"),
+        PP2,
+    )
+    return folder / "out"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_of_tp2_is_the_same_model_at_pp2(name, paths, resharded):
+    assert_same_bytes(tensors(resharded / name), tensors(paths[name]))
+
+
+# -- adapters
+
+LATENT = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj".split()
+ADAPTED = {
+    "deepseek_v3": LATENT,
+    "deepseek_v3_yarn": ("q_proj", *LATENT[2:]),
+    "gemma2": ("v_proj", "up_proj", "lm_head", "embed_tokens"),
+    "granite": ("v_proj", "down_proj", "lm_head", "embed_tokens"),
+    "olmo2": ("q_proj", "o_proj"),
+    "deepseek_v2": ("q_proj", *LATENT[2:]),
+    "gemma3_text": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    "phi3": ("o_proj", "down_proj"),
+    "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+ADAPTER_LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}),
+    "pp2": (2, PP2),
+}
+
+
+def train_adapters(paths: dict, references: str, out: str, keys: dict) -> dict:
+    return {
+        name: train_from_adapter(
+            paths[name], f"{out}/{name}", f"{references}/{name}/start", steps=3, **keys
+        )
+        for name in ADAPTED
+    }
+
+
+def train_all_with_peft(paths: dict, out: str) -> dict:
+    return {
+        name: train_with_peft(paths[name], f"{out}/{name}", {"max_steps": 3}, targets=targets)
+        for name, targets in ADAPTED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def with_peft(paths, tmp_path_factory):
+    out = tmp_path_factory.mktemp("peft")
+    return world.run(train_all_with_peft, 1, paths, str(out))[0], out
+
+
+@pytest.mark.parametrize("layout", ADAPTER_LAYOUTS)
+def test_adapters_train_as_with_peft(layout, paths, with_peft, tmp_path):
+    (curves, folder), (ranks, keys) = with_peft, ADAPTER_LAYOUTS[layout]
+    for got in world.run(train_adapters, ranks, paths, str(folder), str(tmp_path), keys):
+        for name, curve in curves.items():
+            assert_same_curve(got[name], curve)
+    for name in ADAPTED:
+        ours, theirs = adapter_of(tmp_path / name), adapter_of(folder / name / "end")
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            torch.testing.assert_close(
+                ours[key], value, rtol=0, atol=1e-5, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
+            )
+
+
+def refused_adapters(path: str) -> str:
+    from mca_lite import AutoModel, TrainingArguments, lora
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    with pytest.raises(ValueError) as error:
+        lora.inject(models, lora.LoraSpec())
+    return str(error.value)
+
+
+def test_adapters_of_fused_projections_are_refused(paths):
+    text = world.run(refused_adapters, 1, paths["phi3"])[0]
+    assert "gate_up_proj, qkv_proj of phi3" in text and "lora_target: down_proj, o_proj" in text
+
+
+def zeros_behind_the_embedding(paths: list) -> list:
+    """Whether dropout reaches the embedding of each model, and that of its layers."""
+    from mca_lite import AutoModel, TrainingArguments
+
+    out = []
+    for path, keys in paths:
+        [model] = AutoModel.from_pretrained(
+            path, TrainingArguments(output_dir="unused", **keys)
+        ).train()
+        embedded = model.embedding(input_ids=torch.tensor(TOKENS), position_ids=None)
+        out.append((bool((embedded == 0).any()), model.decoder.layers[0].hidden_dropout))
+    return out
+
+
+def test_dropout_of_the_residual_stream_is_the_configs_and_leaves_the_embedding_alone(tmp_path):
+    seed = tiny.save_model(tmp_path / "seed", "seed_oss", residual_dropout=0.3)
+    phi = tiny.save_model(tmp_path / "phi", "phi3", resid_pdrop=0.4)
+    llama = tiny.save_model(tmp_path / "llama", "llama")
+    got = world.run(
+        zeros_behind_the_embedding, 1, [(seed, {}), (phi, {}), (llama, dict(hidden_dropout=0.5))]
+    )[0]
+    assert got == [(False, 0.3), (False, 0.4), (True, 0.5)]
+
+
+def test_what_only_local_layers_have_is_refused_with_transformer_engine():
+    from mca_lite import McaModelConfig
+
+    sizes = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"
+    )
+    with pytest.raises(ValueError, match="needs post_norms, .*set transformer_impl: local or auto"):
+        McaModelConfig(**sizes, post_norms=True)
+
+
+@pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
+def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
+    from mca_lite.args import TrainingArguments
+    from mca_lite.log_summary import step_flops
+    from mca_lite.model_config import from_hf_config
+
+    hf = tiny.hf_config(name)
+    model = AutoModelForCausalLM.from_config(hf)
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n
+    )
+    ours = from_hf_config(hf, TrainingArguments(output_dir="unused"))
+    for config in (hf, ours):
+        at = functools.partial(step_flops, SimpleNamespace(config=config), 1)
+        assert at(0) == 6 * weights
+        # in 2 layers half of the scores of 4 heads: queries and keys of 6 + 4 channels, values of 7, forward and twice backward
+        assert at(10) - at(0) == 2 * (3 * 2 * 10 * 4 * (6 + 4 + 7) / 2)
+    config = tiny_moe.hf_config("deepseek_v3", first_k_dense_replace=4, num_nextn_predict_layers=1)
+    layer, vocabulary = (weights - 61 * 32) / 2, 61 * 32
+    if name == "deepseek_v3":
+        ahead = from_hf_config(config, TrainingArguments(output_dir="unused", mtp_num_layers=1))
+        assert step_flops(SimpleNamespace(config=ahead), 1, 0) == 6 * (
+            5 * layer + 2 * 32**2 + 2 * vocabulary
+        )
+
+
+def test_readme_names_the_families_that_there_are_and_why_others_are_not():
+    from mca_lite.model_families import FAMILIES as TABLE
+    from tests.tools.family_table import NOT_BUILT, README, named_families
+
+    there, absent = named_families(README.read_text())
+    assert there == TABLE.keys()
+    assert absent == NOT_BUILT

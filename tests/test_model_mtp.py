@@ -1,0 +1,381 @@
+"""Layers for multi-token prediction, against a reference of transformers' own MtpLayer in plain torch."""
+
+import functools
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from mca_lite.args import parse_args
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.commands import keys_of
+from tests.shared.files import assert_same_bytes, tensors
+from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, VPP2
+from tests.shared.training import assert_same_curve, read_log, train
+
+COUNT, FACTOR = 2, 0.3
+KEYS = dict(steps=3, count=19, adam_epsilon=1e-4, export=True)
+MTP = dict(mtp_num_layers=COUNT, mtp_loss_scaling_factor=FACTOR)
+EP2 = dict(expert_model_parallel_size=2)
+MEAN = dict(calculate_per_token_loss=False)
+LAYOUTS = {
+    "one": (1, {}),
+    "one_packed": (1, PACKED),
+    "tp2_sp_full_recompute": (2, {**TP2, **SP, **FULL}),
+    "pp2_packed": (2, {**PP2, **PACKED, **DIST_OPT}),
+    "dp2_overlap": (2, OVERLAP),
+    "pp2_uneven": (2, {**PP2, "pipeline_model_parallel_layout": "Ettt|tL"}),
+    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "cp2ep2": (4, {**CP2, **EP2, **DIST_OPT}),
+    "ep2pp2": (4, {**EP2, **PP2}),
+    "tp2sp_pp2": (4, {**TP2, **SP, **PP2}),
+}
+
+
+def extra_layers(model):
+    """transformers' layers for multi-token prediction, with random weights."""
+    from transformers.modeling_layers import MtpLayer
+
+    torch.manual_seed(5)
+    last, norm = model.model.layers[-1], type(model.model.norm)
+    layers = torch.nn.ModuleList(
+        MtpLayer(model.config, type(last), norm, last.self_attn.layer_idx) for _ in range(COUNT)
+    )
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            scale, shift = (0.2, 1.0) if parameter.dim() == 1 else (0.1, 0.0)
+            parameter.copy_(shift + scale * torch.randn_like(parameter))
+        for buffer in layers.buffers():
+            buffer.copy_(0.3 * torch.rand_like(buffer))
+    return layers
+
+
+def in_files(layers, first: int) -> dict[str, torch.Tensor]:
+    """The layers' tensors as checkpoints have them: behind the others, an expert's projections by themselves."""
+    out = {}
+    for k, layer in enumerate(layers):
+        for name, value in layer.state_dict().items():
+            name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+            prefix = f"model.layers.{first + k}.{name}"
+            for e, matrix in enumerate(value) if ".experts." in name else ():
+                stem = prefix.rsplit(".", 1)[0] + f".{e}."
+                is_down = name.endswith("down_proj")
+                parts = (
+                    {"down": matrix}
+                    if is_down
+                    else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+                )
+                out.update(
+                    {f"{stem}{part}_proj.weight": rows.clone() for part, rows in parts.items()}
+                )
+            if ".experts." not in name:
+                out[prefix] = value.clone()
+    return out
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return save_with_extra_layers(
+        tmp_path_factory.mktemp("models"), "deepseek_v3", num_nextn_predict_layers=COUNT
+    )
+
+
+def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
+    """A model whose files hold two more layers, with copies of the embedding and the head."""
+    from transformers import AutoModelForCausalLM
+
+    tiny_moe.save_model(folder / "plain", name, **keys)
+    shutil.copytree(folder / "plain", folder / "full")
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    values = load_file(folder / "plain/model.safetensors")
+    values.update(in_files(extra_layers(model), 4))
+    for layer in (4, 5):
+        values[f"model.layers.{layer}.embed_tokens.weight"] = values[
+            "model.embed_tokens.weight"
+        ].clone()
+        values[f"model.layers.{layer}.shared_head.head.weight"] = values["lm_head.weight"].clone()
+    save_file(values, folder / "full/model.safetensors", metadata={"format": "pt"})
+    return str(folder / "full")
+
+
+def reference(path: str, out: str, **changes) -> list:
+    """(loss, grad norm, loss of the extra layers) of each step, in plain torch; out/end holds the weights."""
+    from mca_lite.constants import IGNORE_INDEX
+    from mca_lite.trainer import McaTrainer
+
+    class Oracle(McaTrainer):
+        metrics_keys = ["loss", "mtp_loss"]
+
+        def __init__(self, model, **kwargs):
+            super().__init__(model=model, **kwargs)
+            model.extra = extra_layers(model)
+            models.append(model)
+
+        def forward_step(self, data_iterator, model):
+            inputs, hf = self._prepare_train_inputs(data_iterator), model.model
+            ids, labels, positions = inputs["input_ids"], inputs["labels"], inputs["position_ids"]
+
+            def losses(hidden, labels):
+                return F.cross_entropy(
+                    hf.lm_head(hidden)[0], labels[0], ignore_index=IGNORE_INDEX, reduction="none"
+                )
+
+            hidden = hf.model(ids).last_hidden_state
+            rotary = hf.model.rotary_emb(hidden, positions)
+            mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), float("-inf")).triu(1)
+            main, more, trained, ahead = losses(hidden, labels).sum(), 0.0, labels, 0
+            for layer in hf.extra:
+                ids, labels = (
+                    F.pad(ids[:, 1:], (0, 1)),
+                    F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX),
+                )
+                hidden = layer(hf.model.embed_tokens(ids), hidden, rotary, mask, positions, None)
+                more, ahead = (
+                    more + losses(hidden, labels).sum(),
+                    ahead + (labels != IGNORE_INDEX).sum(),
+                )
+            return main, functools.partial(self._loss, (trained != IGNORE_INDEX).sum(), more, ahead)
+
+        def _loss(self, count, more, ahead, main):
+            pairs = {"loss": (main, count), "mtp_loss": (more, ahead)}
+            metrics = {
+                name: torch.stack([torch.as_tensor(x).detach().float() for x in pair])
+                for name, pair in pairs.items()
+            }
+            total = (main + FACTOR / COUNT * more) * self._micro_batch_weight
+            return total, count.int(), metrics
+
+    models = []
+    curve = train(path, out, backend="torch", trainer_class=Oracle, **{**KEYS, **changes})
+    Path(out, "extra").mkdir()
+    save_file(in_files(models[0].extra, 4), f"{out}/extra/model.safetensors")
+    return with_losses(curve, out)
+
+
+def with_losses(curve: list, out: str) -> list:
+    """(loss, grad norm) of each step with the loss of the extra layers, from the log."""
+    return [(*pair, line["mtp_loss"]) for pair, line in zip(curve, read_log(out), strict=True)]
+
+
+def train_layers(path: str, out: str, **keys) -> list:
+    return with_losses(train(path, out, **{**KEYS, **MTP, **keys}), out)
+
+
+@pytest.fixture(scope="module")
+def wanted(path, tmp_path_factory):
+    """wanted(**changes) -> (curve of the reference, its weights)"""
+
+    @functools.cache
+    def run(**changes):
+        out = tmp_path_factory.mktemp("reference")
+        [curve] = world.run(reference, 1, path, str(out), **changes)
+        weights = {n: t for n, t in tensors(out).items() if not n.startswith("extra.")}
+        return curve, {**weights, **tensors(out / "extra")}
+
+    return run
+
+
+def assert_same(got, curve):
+    for ours, theirs in zip(got, curve, strict=True):
+        assert abs(ours[2] - theirs[2]) < 1e-5, (
+            f"loss of the extra layers {ours[2]} instead of {theirs[2]}"
+        )
+    assert_same_curve([ours[:2] for ours in got], [theirs[:2] for theirs in curve])
+
+
+def check(path, reference, tmp_path, ranks, keys):
+    curve, weights = reference
+    for got in world.run(train_layers, ranks, path, str(tmp_path), **keys):
+        assert_same(got, curve)
+    ours = tensors(tmp_path)
+    assert ours.keys() == tensors(path).keys()
+    for name, value in ours.items():
+        copied = name.rsplit(".", 2)[-2] in ("embed_tokens", "head")  # of the trained ones
+        source = (
+            "model.embed_tokens.weight"
+            if "embed_tokens" in name
+            else "lm_head.weight"
+            if copied
+            else name
+        )
+        torch.testing.assert_close(
+            value, weights[source], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extra_layers_train_as_in_plain_torch(layout, path, wanted, tmp_path):
+    check(path, wanted(), tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, {**CP2}), (2, {**PP2, **VPP2})])
+def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted, tmp_path):
+    assert wanted(**MEAN)[0] != wanted()[0]
+    check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
+
+
+def test_extra_layers_of_glm_train_as_in_plain_torch(tmp_path):
+    path = save_with_extra_layers(tmp_path / "model", "glm4_moe", num_mtp_layers=COUNT)
+    [curve] = world.run(reference, 1, path, str(tmp_path / "torch"))
+    for got in world.run(train_layers, 2, path, str(tmp_path / "ours"), **TP2, **SP):
+        assert_same(got, curve)
+    assert tensors(tmp_path / "ours").keys() == tensors(path).keys()
+
+
+AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
+
+
+def test_balancing_losses_of_extra_layers_are_the_same_in_every_layout(path, wanted, tmp_path):
+    [one] = world.run(train_layers, 1, path, str(tmp_path / "one"), **PACKED, **AUX)
+    assert abs(one[0][1] - wanted()[0][0][1]) > 1e-4, "the losses have no gradient"
+    for ranks, keys in ((2, {**CP2, **EP2, **PACKED}), (2, {**PP2, **PACKED})):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        for got in world.run(train_layers, ranks, path, str(out), **keys, **AUX):
+            assert_same(got, one)
+
+
+# -- files
+
+
+def round_trips(path: str, out: str, **keys) -> list:
+    """The model exported with none, one and both layers trained, by the torch backend, and drawn from a seed with both."""
+    from mca_lite import AutoConfig, AutoModel, TrainingArguments
+    from mca_lite.backend_torch import TorchBackend
+    from mca_lite.model import load_torch_model
+
+    for count in (0, 1, 2):
+        args = TrainingArguments(output_dir="unused", mtp_num_layers=count, **keys)
+        AutoModel.from_pretrained(path, args).save_pretrained(f"{out}/{count}")
+    config = AutoConfig.from_pretrained(path, args)
+    config.name_or_path = None
+    AutoModel.from_config(config, args, seed=3).save_pretrained(f"{out}/drawn")
+    if not keys:
+        TorchBackend(load_torch_model(path), TrainingArguments(output_dir="unused")).export_hf(
+            f"{out}/torch", "5GB"
+        )
+
+
+@pytest.fixture(scope="module")
+def exports(path, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exports")
+    world.run(round_trips, 1, path, str(out / "one"))
+    world.run(round_trips, 4, path, str(out / "four"), **TP2, **SP, **PP2)
+    return out
+
+
+@pytest.mark.parametrize(
+    "name", ("one/0", "one/1", "one/2", "one/torch", "four/0", "four/1", "four/2")
+)
+def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(name, path, exports):
+    assert_same_bytes(tensors(exports / name), tensors(path))
+
+
+def test_layers_that_cannot_be_carried_any_more_are_missed(path):
+    from mca_lite.weights_convert import carried_tensors
+
+    config = json.loads((Path(path) / "config.json").read_text())
+    assert (
+        len(list(carried_tensors(path, config))) > len(list(carried_tensors(path, config, 1))) > 0
+    )
+    for trained, missed in ((0, 1), (1, 1), (COUNT, 0)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert list(carried_tensors(f"{path}-gone", config, trained)) == []
+        assert len([w for w in seen if "multi-token prediction" in str(w.message)]) == missed
+
+
+def test_fresh_layers_are_the_same_in_every_layout(path, exports):
+    ours = tensors(exports / "four/drawn")
+    assert_same_bytes(ours, tensors(exports / "one/drawn"))
+    assert ours.keys() == tensors(path).keys()
+    assert torch.equal(
+        ours["model.layers.5.embed_tokens.weight"], ours["model.embed_tokens.weight"]
+    )
+
+
+def drawn_with_more_layers(path: str, out: str) -> list:
+    """Names of the tensors of a model whose config.json speaks of no extra layers, drawn with two and read again without."""
+    from mca_lite import AutoConfig, AutoModel, TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", mtp_num_layers=2)
+    AutoModel.from_config(AutoConfig.from_pretrained(path, args), args).save_pretrained(out)
+    AutoModel.from_pretrained(out, TrainingArguments(output_dir="unused")).save_pretrained(
+        f"{out}-again"
+    )
+    return [sorted(tensors(Path(folder))) for folder in (out, f"{out}-again")]
+
+
+def test_an_exported_config_speaks_of_the_layers_that_the_files_hold(path, tmp_path):
+    config = json.loads((Path(path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    args = str(tmp_path), str(tmp_path / "out")
+    drawn, again = world.run(drawn_with_more_layers, 1, *args)[0]
+    assert drawn == again == sorted(tensors(path))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {
+        **config,
+        "num_nextn_predict_layers": 2,
+    }
+
+
+def test_a_run_resumes_in_another_layout(path, wanted, tmp_path):
+    curve, _ = wanted()
+    saves = dict(save_strategy="steps", save_steps=2, export=False)
+    world.run(train_layers, 2, path, str(tmp_path / "a"), **PP2, **saves)
+    keys = dict(TP2, **SP, resume_from_checkpoint=str(tmp_path / "a/checkpoint-2"))
+    for got in world.run(resumed, 2, path, str(tmp_path / "b"), **keys):
+        assert_same([got], curve[2:])
+
+
+def resumed(path: str, out: str, **keys) -> tuple:
+    curve, log = train(path, out, **{**KEYS, **MTP, **keys}), read_log(out)
+    return (*curve[-1], log[-1]["mtp_loss"])
+
+
+# -- refusals
+
+
+def refusals(path: str, llama: str, plain: str) -> list:
+    from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, lora
+    from mca_lite.model import load_torch_model
+
+    args = TrainingArguments(output_dir="unused", mtp_num_layers=1)
+    out = []
+    for attempt in (
+        lambda: McaTrainer(load_torch_model(path), args),
+        lambda: AutoModel.from_pretrained(llama, args),
+        lambda: AutoModel.from_pretrained(plain, args),
+        lambda: DPOTrainer(AutoModel.from_pretrained(path, args), args=args),
+        lambda: lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec()),
+    ):
+        with pytest.raises(ValueError) as error:
+            attempt()
+        out.append(str(error.value))
+    return out
+
+
+def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
+    llama = tiny.save_model(tmp_path / "llama", "llama")
+    plain = tiny_moe.save_model(tmp_path / "plain", "deepseek_v3")
+    for text in (got := world.run(refusals, 1, path, llama, plain)[0]):
+        assert "mtp_num_layers: 0" in text
+    assert "torch backend" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2]
+    assert "preference" in got[3] and "adapters" in got[4]
+
+
+@pytest.mark.parametrize("word", ("use_mca=false", "stage=dpo", "finetuning_type=lora"))
+def test_a_run_whose_loss_cannot_look_ahead_is_refused_before_it_starts(word, path, tmp_path):
+    words = [
+        f"model_name_or_path={path}",
+        "dataset=pairs.json",
+        f"output_dir={tmp_path / 'out'}",
+        "max_steps=1",
+        word,
+    ]
+    assert list(keys_of(parse_args, [*words, "mtp_num_layers=1"])) == ["mtp_num_layers"]
+    assert parse_args([*words, "mtp_num_layers=0"])

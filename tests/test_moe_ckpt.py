@@ -1,0 +1,78 @@
+"""Checkpoints of mixtures of experts: bit for bit in the same layout, and experts spread or cut anew in another."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.shared import tiny_moe, world
+from tests.shared.files import tensors
+from tests.shared.layouts import AUX, BIAS, CP2, DIST_OPT, EP2, EP4, ETP1, PP2, TP2_SP, VPP2
+from tests.shared.training import assert_same_curve, train
+
+LAYOUTS = {
+    "one": (1, {}),
+    "dp2_dist_opt": (2, DIST_OPT),
+    "tp2": (2, TP2_SP),
+    "ep2": (2, EP2),
+    "ep2_dist_opt": (2, {**EP2, **DIST_OPT}),
+    "ep4_dist_opt": (4, {**EP4, **DIST_OPT}),
+    "ep2tp2_dist_opt": (4, {**EP2, **TP2_SP, **DIST_OPT}),
+    "ep2tp2_etp1": (2, {**EP2, **TP2_SP, **ETP1}),
+    "ep2pp2vpp2": (4, {**EP2, **PP2, **VPP2}),
+    "cp2ep2_dist_opt": (2, {**CP2, **EP2, **DIST_OPT}),
+    "torch": (1, dict(backend="torch")),
+}
+SHARED = dict(AUX, **BIAS, steps=4, count=12, per_device_train_batch_size=2, adam_epsilon=1e-5)
+SAVE = dict(save_strategy="steps", save_steps=2, num_train_epochs=5)
+PAIRS = {
+    "ep2_dist_opt": "ep2_dist_opt ep4_dist_opt tp2 one ep2pp2vpp2",  # experts to fewer, to cut ones, to pipeline stages
+    "ep2tp2_dist_opt": "ep2 ep2tp2_etp1 cp2ep2_dist_opt",
+    "ep2pp2vpp2": "ep2pp2vpp2 ep2tp2_dist_opt dp2_dist_opt",
+    "torch": "torch",
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_moe.save_model(tmp_path_factory.mktemp("moe") / "model", "glm4_moe")
+
+
+@pytest.fixture(scope="module")
+def saved(path, tmp_path_factory):
+    """layout -> (curve of the whole run, its weights, the folder in which only the checkpoint of step 2 is left)."""
+    done = {}
+
+    def of(layout: str):
+        if layout not in done:
+            ranks, keys = LAYOUTS[layout]
+            folder = tmp_path_factory.mktemp(layout)
+            curve = world.run(
+                train, ranks, path, str(folder), export=True, **{**SHARED, **SAVE, **keys}
+            )[0]
+            shutil.rmtree(folder / "checkpoint-4")
+            done[layout] = curve, tensors(folder), folder
+        return done[layout]
+
+    return of
+
+
+@pytest.mark.parametrize("before, after", [(a, b) for a, row in PAIRS.items() for b in row.split()])
+def test_a_run_goes_on_in_the_same_layout_or_another(path, saved, tmp_path, before, after):
+    curve, weights, folder = saved(before)
+    ranks, keys = LAYOUTS[after]
+    checkpoint = Path(folder) / "checkpoint-2"
+    keys = dict(SHARED, **SAVE, resume_from_checkpoint=str(checkpoint), **keys)
+    got = world.run(train, ranks, path, str(tmp_path), export=True, **keys)[0]
+    ours = tensors(tmp_path)
+    assert ours.keys() == weights.keys()
+    if before == after:
+        assert got == curve
+        assert all(torch.equal(ours[name], value) for name, value in weights.items())
+        return
+    assert_same_curve(got, curve, 5e-6)
+    for name, value in weights.items():  # the routers' bias too
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,141 @@
+"""Experts from Hugging Face's files and back: the same bytes and logits in every layout, fused or drawn from a seed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.shared import tiny_moe, world
+from tests.shared.files import SEED, TOKENS, assert_same_bytes, load_hf, make_args, tensors
+from tests.shared.layouts import CP2, EP2, EP4, ETP1, EXPERTS, PP2, TP2_SP, VPP2
+
+ALL = {
+    "one": (1, {}),
+    **EXPERTS,
+    "tp2_etp1": (2, {**TP2_SP, **ETP1}),
+    "ep2tp2_etp1": (2, {**TP2_SP, **EP2, **ETP1}),
+    "ep2pp2vpp2": (4, {**EP2, **PP2, **VPP2}),
+    "ep4cp2": (4, {**EP4, **CP2}),
+}
+LIMIT = 7000
+
+
+def through_every_family(sources: dict, out: str, keys: dict) -> dict:
+    """Export each model as it came, in one file and in several, and one drawn from a seed -> logits on one stage."""
+    from mca_lite.model import AutoModel
+    from mca_lite.model_config import AutoConfig
+
+    logits = {}
+    for name, path in sources.items():
+        args = make_args(bf16=name.endswith("bf16"), **keys)
+        models = AutoModel.from_pretrained(path, args).eval()
+        models.save_pretrained(f"{out}/{name}")
+        models.save_pretrained(f"{out}/{name}-shards", max_shard_size=LIMIT)
+        if args.pipeline_model_parallel_size * args.context_parallel_size == 1 and not args.bf16:
+            with torch.no_grad():
+                logits[name] = models.gather_logits(models(torch.tensor(TOKENS))).tolist()
+        if name in ("mixtral", "glm4_moe"):
+            drawn = AutoModel.from_config(AutoConfig.from_pretrained(path, args), args, SEED)
+            drawn.save_pretrained(f"{out}/{name}-seed")
+    return logits
+
+
+def fuse(path: str, folder, model_type: str) -> str:
+    """The same model in the form in which transformers 5 holds it in memory."""
+    shutil.copytree(path, folder)
+    model = load_hf(path)
+    persistent = model.state_dict()
+    (folder / "model.safetensors").unlink()
+    save_file(
+        {k: v.clone() for k, v in persistent.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    made = {name: tiny_moe.save_model(folder / name, name) for name in tiny_moe.MODELS}
+    made["glm4_moe-bf16"] = str(folder / "bf16")
+    load_hf(made["glm4_moe"], dtype=torch.bfloat16).save_pretrained(made["glm4_moe-bf16"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def logits(sources):
+    with torch.no_grad():
+        return {
+            name: load_hf(path)(torch.tensor(TOKENS)).logits
+            for name, path in sources.items()
+            if "bf16" not in name
+        }
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_round_trip_gives_the_same_bytes_and_logits(layout, sources, logits, tmp_path):
+    ranks, keys = ALL[layout]
+    for answer in world.run(through_every_family, ranks, sources, str(tmp_path), keys):
+        for name, values in answer.items():
+            torch.testing.assert_close(torch.tensor(values), logits[name], rtol=0, atol=1e-5)
+    for name, path in sources.items():
+        for export in (name, f"{name}-shards"):
+            assert_same_bytes(tensors(tmp_path / export), tensors(path))
+    assert (
+        tensors(sources["glm4_moe-bf16"])["model.layers.1.mlp.gate.e_score_correction_bias"].dtype
+        == torch.float32
+    )
+    assert len(list((tmp_path / "mixtral-shards").glob("*.safetensors"))) > 5
+    assert json.loads((tmp_path / "mixtral-shards/model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
+
+
+def drawn_by_torch(sources: dict) -> dict:
+    from mca_lite.model import load_torch_model
+
+    out = {}
+    for name, path in sources.items():
+        model = load_torch_model(path, train_from_scratch=True, seed=SEED)
+        out[name] = model(torch.tensor(TOKENS)).logits.tolist()
+    return out
+
+
+def test_both_backends_draw_the_same_weights(sources, tmp_path):
+    chosen = {name: sources[name] for name in ("mixtral", "glm4_moe")}
+    world.run(through_every_family, 2, chosen, str(tmp_path), EP2)
+    [wanted] = world.run(drawn_by_torch, 1, chosen)
+    for name, values in wanted.items():
+        with torch.no_grad():
+            ours = load_hf(tmp_path / f"{name}-seed")(torch.tensor(TOKENS)).logits
+        torch.testing.assert_close(ours, torch.tensor(values), rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_with_fused_experts_loads_as_well(sources, logits, tmp_path):
+    fused = {
+        n: fuse(sources[n], tmp_path / f"{n}-fused", n)
+        for n in ("qwen3_moe", "mixtral", "glm4_moe")
+    }
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors(fused["mixtral"]))
+    for layout in ("one", "ep2tp2_etp1", "tp2"):
+        ranks, keys = ALL[layout]
+        world.run(through_every_family, ranks, fused, str(tmp_path / layout), keys)
+        for name in fused:
+            assert_same_bytes(tensors(tmp_path / layout / name), tensors(sources[name]))
+
+
+def there_and_back(path: str, out: str) -> None:
+    from pathlib import Path
+
+    from mca_lite.cli_convert import convert
+
+    convert(path, Path(f"{out}/checkpoint"))
+    convert(f"{out}/checkpoint", Path(f"{out}/back"))
+
+
+def test_the_convert_command_goes_to_a_checkpoint_and_back(sources, tmp_path):
+    world.run(there_and_back, 1, sources["glm4_moe"], str(tmp_path))
+    assert_same_bytes(tensors(tmp_path / "back"), tensors(sources["glm4_moe"]))
