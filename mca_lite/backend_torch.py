@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import ckpt, cpu, lora, lora_files, parallel, weights_convert
+from . import ckpt, cpu, lora, lora_files, parallel, weights_convert, weights_files
 from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
 from .loss_tokens import token_losses
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packed_rows import block_diagonal_mask, packed_row
-from .weights_experts import file_parts, named_tensors
+from .weights_files import file_parts, named_tensors
 
 
 class TokenLossModel(torch.nn.Module):
@@ -309,10 +309,10 @@ class TorchBackend:
                 for part in [tensor.detach()[index].to("cpu", copy=bool(index))]
             )
             carried = weights_convert.carried_tensors(self.hf_model.name_or_path, config.to_dict())
-            written = weights_convert.write_safetensors(
+            written = weights_files.write_safetensors(
                 itertools.chain(tensors, carried), Path(folder), max_shard_size
             )
-            written += weights_convert.write_hf_config(
+            written += weights_files.write_hf_config(
                 config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype
             )
         parallel.barrier()

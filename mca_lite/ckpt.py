@@ -29,7 +29,7 @@ from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
 from .trainer_callbacks import TrainerState
-from .weights_experts import named_tensors
+from .weights_files import named_tensors
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"

@@ -101,23 +101,24 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     adapter is damaged or of another model, or dst holds something."""
     import torch
 
-    from . import ckpt_manifest, lora_files
-    from . import weights_convert as hf_format
+    from . import ckpt_manifest, lora_files, weights_files
     from .model_config import load_hf_config
+    from .weights_sources import SafetensorsSource
 
     _refuse_full(dst)
     if (adapter / ckpt_manifest.MANIFEST_NAME).is_file():
         if damage := ckpt_manifest.damage(adapter, ckpt_manifest.read(adapter)):
             raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
-    base = hf_format.SafetensorsSource(src)
+    base = SafetensorsSource(src)
     config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
     # from transformers: a config.json without the key means what the family does by default
     tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
     change, vocab_size = lora_files.file_merger(adapter, base, tied)
     config["vocab_size"] = vocab_size or config["vocab_size"]
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
-    hf_format.write_safetensors(tensors, dst, max_shard_size)
-    hf_format.write_hf_config(config, str(base.folder), dst, getattr(torch, _dtype_of(base.folder)))
+    weights_files.write_safetensors(tensors, dst, max_shard_size)
+    dtype = getattr(torch, _dtype_of(base.folder))
+    weights_files.write_hf_config(config, str(base.folder), dst, dtype)
     _copy_side_files([adapter, base.folder], dst)
     return f"{src} with the adapter {adapter} in its weights is now {dst}"
 

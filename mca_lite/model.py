@@ -36,7 +36,7 @@ from .model_layers import block_spec
 from .model_moe import routers_of
 from .model_mtp import prediction_spec
 from .packed_rows import Targets
-from .weights_experts import file_parts, named_tensors
+from .weights_files import file_parts, named_tensors
 from .weights_sources import InitSource, SafetensorsSource
 from .weights_vocabulary import GrownSource, grow_torch
 

@@ -1,8 +1,8 @@
-"""Hugging Face weights in and out: runs the families' table both ways, streamed, at any layout.
+"""Loads Hugging Face weights into megatron's parameters and exports them, at any parallel layout.
 
-In: `fill` walks this rank's parameters; for each it reads the slices of the HF tensors that its row names, and only
-those bytes. Out: `export_hf` walks the table in layer order; the ranks that hold a tensor join it, the main rank
-writes it.
+Both directions follow the rows of the model's family (model_family_rows.py). fill() reads for each parameter of this
+rank the slices of the Hugging Face tensors that its row names, and only those bytes. export_hf() walks the rows in
+layer order: the ranks that hold the parts of a tensor join them, and one rank writes it.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,25 +21,17 @@ from megatron.core import parallel_state as mpu
 
 from . import parallel
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from .model_families import (
-    PREDICTION_LAYERS,
-    TE_ALIASES,
-    UNUSED_TENSORS,
-    Row,
-    is_of_expert,
-    rows_of,
-)
-from .weights_files import name_shards, parse_size, write_hf_config, write_safetensors, write_shards
+from .model_families import rows_of
+from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, UNUSED_TENSORS, Row, is_of_expert
+from .weights_files import name_shards, parse_size, write_hf_config, write_shards
 from .weights_sources import InitSource, SafetensorsSource
 
-VOCABULARY = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-)  # their rows are tokens: tp may pad them
+# Their rows are tokens: tensor parallelism may pad them
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class _Parts:
-    """A source that has the parts of one tensor, stacked along its rows, as tensors named 0, 1, ...: what a fused row reads."""
+    """The parts of one tensor that are stacked along its rows, as a source of tensors named 0, 1, ...: for fused rows."""
 
     def __init__(self, source, name: str, sizes: list[int]):
         self.source, self.name, self.sizes = source, name, sizes
@@ -57,9 +50,8 @@ class _Parts:
 def fill(models, source: SafetensorsSource | InitSource) -> None:
     """Fill every parameter of this rank from `source`, each exactly once.
 
-    models: VirtualModels. No collectives. ValueError names a parameter that no row fills, a tensor that the source
-    lacks (on every rank, whichever needs it), one of another shape, with the row and both shapes, or one that no row
-    knows.
+    models: VirtualModels. No collectives. ValueError, on every rank, if the source lacks a tensor of the model or
+    holds one that the model does not use; ValueError for a tensor of another shape, or a parameter without a row.
     """
     config = models.config
     rows = _rows_by_name(config)
@@ -104,18 +96,12 @@ def _check_names(config, names: set[str]) -> None:
     Every rank looks at all stages: all of them stop, and none waits for another in a collective.
     """
     wanted = {hf.format(layer): row for row, layer in in_layer_order(config) for hf in row.hf}
-    tied = config.tie_embeddings_and_output_weights
-    missing = [
-        n
-        for n, row in wanted.items()
-        if n not in names and not (tied and row.mca == "output_layer.weight")
-    ]
+    needed = {hf.format(layer): row for row, layer in _exported(config) for hf in row.hf}
+    missing = [name for name in needed if name not in names]
     if missing:
-        hint = (
-            "; tie_word_embeddings: true where the embedding is the head"
-            if "lm_head.weight" in missing
-            else ""
-        )
+        hint = ""
+        if "lm_head.weight" in missing:
+            hint = "; tie_word_embeddings: true where the embedding is the head"
         if all(wanted[name].mca.startswith(PREDICTION_LAYERS) for name in missing):
             hint = "; mtp_num_layers: 0 where it has no layers for multi-token prediction"
         raise ValueError(
@@ -158,21 +144,17 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
 
 
 def _degree(row: Row, config) -> int:
-    """Over how many ranks the tensor is cut."""
-    return (
-        config.tensor_model_parallel_size
-        if row.expert is None
-        else config.expert_tensor_parallel_size
-    )
+    """The number of ranks over which the tensor is cut."""
+    if row.expert is None:
+        return config.tensor_model_parallel_size
+    return config.expert_tensor_parallel_size
 
 
 def _cut_group(row: Row):
-    """The ranks over which it is cut."""
-    return (
-        mpu.get_tensor_model_parallel_group()
-        if row.expert is None
-        else mpu.get_expert_tensor_parallel_group()
-    )
+    """The ranks over which the tensor is cut."""
+    if row.expert is None:
+        return mpu.get_tensor_model_parallel_group()
+    return mpu.get_expert_tensor_parallel_group()
 
 
 def _merge(row: Row, layer, source, config) -> torch.Tensor:
@@ -180,13 +162,9 @@ def _merge(row: Row, layer, source, config) -> torch.Tensor:
     names = [hf.format(layer) for hf in row.hf]
     tp, rank = _degree(row, config), _cut_group(row).rank()
     if row.fused:
-        size = source.shape(names[0])[0]
-        groups = config.num_query_groups
-        sizes = (
-            [groups * n for n in qkv_sizes(config)]
-            if row.kind == "qkv"
-            else [size // row.num_parts] * row.num_parts
-        )
+        sizes = [source.shape(names[0])[0] // row.num_parts] * row.num_parts
+        if row.kind == "qkv":
+            sizes = [config.num_query_groups * size for size in qkv_sizes(config)]
         source, names = _Parts(source, names[0], sizes), range(row.num_parts)
     if row.kind == "copy":
         return source.read(names[0])
@@ -245,22 +223,22 @@ def vocabulary_names(config) -> set[str]:
 
 
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
-    """The HF tensors, with names, that a whole megatron tensor consists of."""
+    """(HF name, tensor) of the parts that a whole megatron tensor consists of."""
     names = [hf.format(layer) for hf in row.hf]
     if row.kind == "qkv":
-        parts = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
-        parts = [p.flatten(0, 1) for p in parts]
-        yield from zip(
-            names, [torch.cat(parts)] if row.fused else (p.contiguous() for p in parts), strict=True
-        )
+        groups = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
+        parts = [part.flatten(0, 1) for part in groups]
+        if row.fused:
+            parts = [torch.cat(parts)]
     elif row.kind == "gated" and not row.fused:
-        yield from zip(names, (p.contiguous() for p in full.chunk(len(names))), strict=True)
+        parts = full.chunk(len(names))
     elif row.mca in VOCABULARY:
-        yield from (
-            (name, full[: config.vocab_size]) for name in (names[0], *copies_of(row, config))
-        )
+        names += copies_of(row, config)
+        parts = [full[: config.vocab_size]] * len(names)
     else:
-        yield names[0], full
+        parts = [full]
+    for name, part in zip(names, parts, strict=True):
+        yield name, part.contiguous()
 
 
 def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -278,65 +256,64 @@ def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
 def iter_hf_tensors(
     models, only: Container[tuple[str, int | None]] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other ranks, which must
-    iterate as well. only: the (megatron name, layer) that are wanted. A tied head does not come twice.
-    Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
+    """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other ranks.
+
+    All ranks must iterate to the end. only: the (megatron name, layer) that are wanted. A tied head does not
+    come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
     """
-    config, main, mine = models.config, parallel.is_main(), _own_parameters(models)
-    owners = _owners(mine)
-    for row, layer in _exported(config):
-        if only is not None and (row.mca, layer) not in only:
-            continue
-        owner, shape, dtype = owners[row.mca, layer]
-        cut, full = _cut_group(row), None
-        if owner in dist.get_process_group_ranks(
-            cut
-        ):  # this rank has a part of what the owner gives
-            full = _whole(row, mine[row.mca, layer], cut)
-            if parallel.rank() == owner != 0:
-                dist.send(full.contiguous(), 0)
-        if main:
-            if owner != 0:
-                full = torch.empty(
-                    _whole_shape(row, shape, cut.size()), dtype=dtype, device=parallel.device()
-                )
-                dist.recv(full, owner)
-            yield from ((n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, config))
-
-
-def _iter_own_hf_tensors(models, owners: dict) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same for the part of the model that this rank's writer takes: of its pipeline stage's tensors, in layer order, a
-    run for each data-parallel rank; then likewise of its experts, for each expert-data-parallel rank. The first rank of each
-    group over which a tensor is cut gets it; the others must iterate."""
     mine = _own_parameters(models)
-    for experts, replicas in (
-        (False, mpu.get_data_parallel_group(with_context_parallel=True)),
-        (True, mpu.get_expert_data_parallel_group()),
-    ):
-        items = [
-            (row, layer)
-            for row, layer in _exported(models.config)
-            if (row.mca, layer) in mine
-            and (row.expert is not None) == experts
-            # a tied embedding lies on two stages: its owner writes it
-            and (
-                experts
-                or _stage_of(owners[row.mca, layer][0]) == mpu.get_pipeline_model_parallel_rank()
-            )
-        ]
-        rank, size = replicas.rank(), replicas.size()
-        for row, layer in items[rank * len(items) // size : (rank + 1) * len(items) // size]:
-            cut = _cut_group(row)
-            full = _whole(row, mine[row.mca, layer], cut)
-            if cut.rank() == 0:
-                yield from (
-                    (n, t.to("cpu", copy=True)) for n, t in _split(row, layer, full, models.config)
-                )
+    return _written_here(models.config, mine, _locate(mine), None, only)
 
 
-def _stage_of(rank: int) -> int:
-    """The pipeline stage of a global rank: stages are runs of ranks."""
-    return rank * mpu.get_pipeline_model_parallel_world_size() // parallel.world_size()
+class _Location(NamedTuple):
+    """Where the parts of a megatron tensor are."""
+
+    holders: tuple[int, ...]  # global ranks: each is the first of a group that has all parts of it
+    shape: tuple[int, ...]  # of a part
+    dtype: torch.dtype
+
+
+def _written_here(
+    config, mine: dict, located: dict, writers: dict | None, only=None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, CPU tensor) of what this rank writes. All ranks must iterate to the end.
+
+    writers: {(megatron name, layer): global rank that writes it}, each one of its holders; None: global rank 0
+    writes all. Collectives: gathers over the group that a tensor is cut over; sends where no holder writes.
+    """
+    here = parallel.rank()
+    for row, layer in _exported(config):
+        key = (row.mca, layer)
+        if only is not None and key not in only:
+            continue
+        holders, shape, dtype = located[key]
+        holder, writer = (holders[0], 0) if writers is None else (writers[key], writers[key])
+        group, full = _cut_group(row), None
+        if holder in dist.get_process_group_ranks(group):
+            full = _whole(row, mine[key], group)
+            if here == holder != writer:
+                dist.send(full.contiguous(), writer)
+        if here != writer:
+            continue
+        if here != holder:
+            size = _whole_shape(row, shape, group.size())
+            full = torch.empty(size, dtype=dtype, device=parallel.device())
+            dist.recv(full, holder)
+        for name, tensor in _split(row, layer, full, config):
+            yield name, tensor.to("cpu", copy=True)
+
+
+def _share_out(config, located: dict) -> dict:
+    """{(megatron name, layer): the holder that writes it}: each holder writes a run of what it holds, in layer order."""
+    shares: dict = {}
+    for row, layer in _exported(config):
+        holders = located[row.mca, layer].holders
+        shares.setdefault((holders, row.expert is not None), []).append((row.mca, layer))
+    return {
+        key: holders[i * len(holders) // len(keys)]
+        for (holders, _), keys in shares.items()
+        for i, key in enumerate(keys)
+    }
 
 
 def _own_parameters(models) -> dict:
@@ -348,11 +325,9 @@ def _own_parameters(models) -> dict:
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
     """What an export holds, in layer order: everything but a tied head."""
     tied = config.tie_embeddings_and_output_weights
-    return (
-        item
-        for item in in_layer_order(config)
-        if not (tied and item[0].mca == "output_layer.weight")
-    )
+    for row, layer in in_layer_order(config):
+        if not (tied and row.mca == "output_layer.weight"):
+            yield row, layer
 
 
 def _whole(row: Row, parameter: torch.nn.Parameter, tp_group) -> torch.Tensor:
@@ -372,28 +347,39 @@ def _whole_shape(row: Row, shape: tuple[int, ...], parts: int) -> list[int]:
     return whole
 
 
-def _owners(mine: dict) -> dict:
-    """{(row, layer): (the first global rank that holds a part, its shape, its dtype)}. Collective over all ranks."""
+def _locate(mine: dict) -> dict:
+    """{(megatron name, layer): _Location} of the whole model, on every rank. Collective over all ranks.
+
+    A tied embedding lies on two pipeline stages: the first one counts as its holder.
+    """
     dense = (
-        mpu.get_tensor_model_parallel_rank()
-        + mpu.get_data_parallel_rank(with_context_parallel=True)
-        == 0
+        mpu.get_tensor_model_parallel_group(),
+        mpu.get_data_parallel_group(with_context_parallel=True),
     )
-    expert = mpu.get_expert_tensor_parallel_rank() + mpu.get_expert_data_parallel_rank() == 0
-    told = {
-        key: (tuple(p.shape), p.dtype)
-        for key, p in mine.items()
-        if (expert if is_of_expert(key[0]) else dense)
-    }
-    owners: dict = {}
-    for rank, theirs in enumerate(parallel.gather(told)):
-        for key, (shape, dtype) in theirs.items():
-            owners.setdefault(key, (rank, shape, dtype))
-    return owners
+    expert = mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
+    told = []
+    for groups, of_experts in ((dense, False), (expert, True)):
+        cut, replicas = groups
+        if cut.rank() == replicas.rank() == 0:
+            holders = tuple(dist.get_process_group_ranks(replicas))
+            told += [
+                (key, _Location(holders, tuple(parameter.shape), parameter.dtype))
+                for key, parameter in mine.items()
+                if is_of_expert(key[0]) == of_experts
+            ]
+    located: dict = {}
+    for theirs in parallel.gather(told):
+        for key, location in theirs:
+            located.setdefault(key, location)
+    return located
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
-    """(row, layer) of the whole model: what stands before the layers, the layers in turn, what stands behind them."""
+    """(row, layer) of the whole model: the embedding, layer after layer, then the final norm and the head.
+
+    config: McaModelConfig, or anything with hf_model_type, num_layers, mtp_num_layers, is_moe_layer() and the fields
+    that rows ask for.
+    """
     rows = rows_of(config.hf_model_type, config)
     layered = [row for row in rows if "{}" in row.mca]
     first = rows.index(layered[0])
@@ -411,73 +397,63 @@ def export_hf(
     max_shard_size: str | int = "5GB",
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> list[str]:
-    """Write config.json and the safetensors of the whole model -> the names of the files, on global rank 0.
+    """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global rank 0 ([] elsewhere).
 
-    All ranks must call it. Where there is more than one file's worth, every pipeline stage and data-parallel rank writes its
-    share; else global rank 0 writes. change: what becomes of each tensor, by its name; then rank 0 writes alone. Tensors of the
-    source that no model reads, and code beside its config.json, are carried over. Host memory of a writer: one shard.
+    Global rank 0 writes what fits one file; of a larger model every pipeline stage and data-parallel rank
+    writes a share, into a folder that all of them share. change: applied to each (HF name, tensor); global rank 0
+    writes alone then. Tensors of the source that the model does not read, and the source's code, are
+    copied. Host memory of a writer: one shard. All ranks must call it. Collectives: those of
+    iter_hf_tensors. OSError, on every rank, if any rank cannot write.
     """
-    written, folder, config = [], Path(save_directory), models.config
-    owners = _owners(_own_parameters(models))
-    if change is None and _has_many_writers(config, owners, max_shard_size):
-        written = _export_by_all(models, owners, folder, max_shard_size)
-    else:
-        tensors = iter_hf_tensors(models)
-        if change is not None:
-            tensors = ((name, change(name, tensor)) for name, tensor in tensors)
-        if parallel.is_main():
-            written = write_safetensors(
-                itertools.chain(tensors, _carried(config)), folder, max_shard_size
-            )
-        else:
-            for _ in tensors:
-                pass
+    folder, config, mine = Path(save_directory), models.config, _own_parameters(models)
+    located, writers = _locate(mine), None
+    if change is None and _needs_many_writers(config, located, max_shard_size):
+        writers = _share_out(config, located)
+    own = tensors = _written_here(config, mine, located, writers)
+    if change is not None:
+        tensors = ((name, change(name, tensor)) for name, tensor in own)
     if parallel.is_main():
-        written += write_hf_config(
-            config.hf_config, config.name_or_path, folder, config.params_dtype
-        )
-    parallel.barrier()
-    return written
-
-
-def _has_many_writers(config, owners: dict, max_shard_size) -> bool:
-    """Whether several ranks can write: there are several that hold different parts, and more than one file's worth."""
-    total = 0
-    for row, layer in _exported(config):
-        _, shape, dtype = owners[row.mca, layer]
-        total += math.prod(_whole_shape(row, shape, _degree(row, config))) * dtype.itemsize
-    return parallel.world_size() > config.tensor_model_parallel_size and total > parse_size(
-        max_shard_size
-    )
-
-
-def _export_by_all(models, owners: dict, folder: Path, max_shard_size) -> list[str]:
-    """Each writer puts its part into shards of its own; the main rank names them all -> the files. Collective.
-
-    The folder is on a file system that all ranks share. OSError, on every rank, where one could not write.
-    """
+        source = config.name_or_path
+        carried = carried_tensors(source, config.hf_config, config.mtp_num_layers)
+        tensors = itertools.chain(tensors, carried)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
-    tensors, shards, error = _iter_own_hf_tensors(models, owners), [], None
-    if parallel.is_main():
-        tensors = itertools.chain(tensors, _carried(models.config))
+    shards, problem = [], None
     try:
         shards = write_shards(tensors, folder, max_shard_size, tag=str(parallel.rank()))
-    except Exception as failure:  # safetensors has its own
-        error = parallel.describe_error(failure)
-        for _ in tensors:  # the ranks of this tensor-parallel group still gather
+    except Exception as error:  # safetensors has its own
+        problem = parallel.describe_error(error)
+        for _ in own:  # other ranks of this rank's groups still gather and send
             pass
-    answers = parallel.gather((shards, error))
+    answers = parallel.gather((shards, problem))
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if failed:
         raise OSError(f"{folder} could not be written: {'; '.join(failed)}")
-    return parallel.on_main(
-        lambda: name_shards(folder, [shard for theirs, _ in answers for shard in theirs]), OSError
-    )
+
+    def finish() -> list[str]:
+        written = name_shards(folder, [shard for theirs, _ in answers for shard in theirs])
+        return written + write_hf_config(
+            config.hf_config, config.name_or_path, folder, config.params_dtype
+        )
+
+    written = parallel.on_main(finish, OSError)
+    return written if parallel.is_main() else []
+
+
+def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
+    """Whether the model is larger than one file, and there is more than one rank that could write."""
+    total = 0
+    for row, layer in _exported(config):
+        _, shape, dtype = located[row.mca, layer]
+        total += math.prod(_whole_shape(row, shape, _degree(row, config))) * dtype.itemsize
+    many_ranks = parallel.world_size() > config.tensor_model_parallel_size
+    return many_ranks and total > parse_size(max_shard_size)
 
 
 def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
-    """Whether a tensor is one that no model reads: it is passed over, and carried into an export. Layers for multi-token
-    prediction stand behind the others; the first num_trained of them are read."""
+    """Whether no model here reads a tensor of a checkpoint: fill() skips it, and an export copies it.
+
+    Layers for multi-token prediction come after the decoder's; the first num_trained of them are read.
+    """
     if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
         return True
     layer, first = re.match(r"model\.layers\.(\d+)\.", name), hf_config.get("num_hidden_layers")
@@ -486,36 +462,38 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
 
 
 def copies_of(row: Row, config) -> list[str]:
-    """More names of the embedding or the output layer: some files hold copies of them in each layer for multi-token
-    prediction. Those of the source's files, which a model without a source is to have too."""
+    """Further names of the embedding or output layer: some checkpoints repeat it in each layer for multi-token
+    prediction. The names found in the source checkpoint; all possible names if there is no source."""
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
     copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
     folder = _weights_folder(config.name_or_path) if copies else None
-    return (
-        copies if folder is None else sorted(SafetensorsSource(str(folder)).names() & set(copies))
-    )
+    if folder is None:
+        return copies
+    return sorted(SafetensorsSource(str(folder)).names() & set(copies))
 
 
 def _weights_folder(source: str | None) -> Path | None:
-    """Where a model's safetensors lie: the folder itself, or the hub's snapshot in the cache; None where there are none."""
-    if source and not Path(source).is_dir():
+    """The folder with a model's safetensors: itself, or the hub's snapshot in the cache; None if there is none."""
+    if not source:
+        return None
+    if not Path(source).is_dir():
         from huggingface_hub import snapshot_download
 
-        with contextlib.suppress(
-            Exception
-        ):  # its errors are of many kinds, and all say that it is not there
+        # its errors are of many kinds, and all say that it is not there
+        with contextlib.suppress(Exception):
             source = snapshot_download(source, local_files_only=True)
-    there = source and any(
-        (Path(source) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    )
-    return Path(source) if there else None
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    return Path(source) if any((Path(source) / name).is_file() for name in names) else None
 
 
 def carried_tensors(
     source: str | None, hf_config: dict, num_trained: int | None = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a source that is_unused names; nothing where it is gone, with a warning if config.json speaks of some."""
+    """(name, tensor) of the source's tensors that is_unused says no model reads.
+
+    Nothing if the source is gone; a warning then, if config.json says that there should be some.
+    """
     folder = _weights_folder(source)
     if folder is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
@@ -529,7 +507,3 @@ def carried_tensors(
     tensors = SafetensorsSource(str(folder))
     unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
     yield from ((name, tensors.read(name)) for name in unused)
-
-
-def _carried(config) -> Iterator[tuple[str, torch.Tensor]]:
-    return carried_tensors(config.name_or_path, config.hf_config, config.mtp_num_layers)

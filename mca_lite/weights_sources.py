@@ -1,4 +1,7 @@
-"""Where Hugging Face tensors come from: safetensors read by slices, or fresh ones drawn by name."""
+"""Where Hugging Face tensors come from: safetensors files read by slices, or fresh values drawn by name.
+
+A source has names(), shape(name) and read(name, rows=, columns=).
+"""
 
 import hashlib
 import json
@@ -8,46 +11,26 @@ import torch
 
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .model_families import FAMILIES
-from .weights_experts import file_parts, holds_fused_experts, named_tensors
+from .weights_files import file_parts, holds_fused_experts, named_tensors
 
 
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices.
 
-    model_type: tells how the family's files name experts; a checkpoint that holds them fused, as transformers 5 does in memory,
-    then reads as if it held each by itself.
+    model_type: if given, fused experts (one tensor for a layer) are read under the names of single experts.
     """
 
     def __init__(self, model_name_or_path: str, model_type: str | None = None):
         from safetensors import safe_open
 
         self.folder = resolve_folder(model_name_or_path)
-        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if (self.folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-            with safe_open(self.folder / SAFE_WEIGHTS_NAME, "pt") as f:
-                self._file_of = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
-        elif index.is_file():
-            self._file_of = json.loads(index.read_text())["weight_map"]
-            gone = sorted(
-                name for name in set(self._file_of.values()) if not (self.folder / name).is_file()
-            )
-            if gone:
-                raise ValueError(
-                    f"{self.folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
-                    f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
-                )
-        else:
-            raise ValueError(
-                f"{self.folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a "
-                "model in another format can be saved anew by transformers' save_pretrained, and a model without "
-                "weights starts with train_from_scratch: true"
-            )
-        self._open = {}
-        self._safe_open = safe_open
+        self._open, self._safe_open = {}, safe_open
+        self._file_of = _read_index(self.folder, safe_open)
         self._part_of: dict[str, tuple[str, tuple]] = {}  # name -> (stored tensor, index into it)
         if model_type is not None and holds_fused_experts(self._file_of):
-            stored = [(n, file_parts(model_type, n, self._shape(n))) for n in self._file_of]
-            self._part_of = {name: (n, index) for n, parts in stored for name, index in parts}
+            for stored in self._file_of:
+                for name, index in file_parts(model_type, stored, self._shape(stored)):
+                    self._part_of[name] = stored, index
 
     def names(self) -> set[str]:
         return set(self._part_of or self._file_of)
@@ -85,10 +68,32 @@ class SafetensorsSource:
         return tuple(torch.empty(self._shape(stored), device="meta")[index].shape)
 
 
-class InitSource:
-    """Freshly drawn tensors: each from a seed that its name in Hugging Face's files gives, so that no layout changes a weight.
+def _read_index(folder: Path, safe_open) -> dict[str, str]:
+    """{tensor: file} of a folder. ValueError if it holds no safetensors, or lacks a file that its index names."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
+        with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    if not index.is_file():
+        raise ValueError(
+            f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a model in another "
+            "format can be saved anew by transformers' save_pretrained, and a model without weights starts with "
+            "train_from_scratch: true"
+        )
+    file_of = json.loads(index.read_text())["weight_map"]
+    gone = sorted(name for name in set(file_of.values()) if not (folder / name).is_file())
+    if gone:
+        raise ValueError(
+            f"{folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
+            f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
+        )
+    return file_of
 
-    Matrices are normal with the config's initializer_range, norms 1 (0 where 1 is added to them), biases 0.
+
+class InitSource:
+    """Freshly drawn tensors, each from a seed that its name in Hugging Face's files gives: the same in any layout.
+
+    Matrices are normal with the config's initializer_range, norms 1 (0 if the model adds 1 to them), biases 0.
     """
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
@@ -97,28 +102,29 @@ class InitSource:
         hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(hf)
+        # named_tensors has a tied head only once, and a source has both of its names
+        tensors = (*model.named_parameters(remove_duplicate=False), *named_tensors(model))
         self._shapes = {
             file_name: tuple(tensor[index].shape)
-            for name, tensor in (
-                *model.named_parameters(remove_duplicate=False),
-                *named_tensors(model),
-            )
+            for name, tensor in tensors
             for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape))
         }
-        last, sizes = hf.num_hidden_layers - 1, hf.hidden_size
-        for layer in range(
-            last + 1, last + 1 + (num_prediction_layers or 0)
-        ):  # each is as the last one, and has more
-            hf_name, of_last = f"model.layers.{layer}.", f"model.layers.{last}."
-            of_layer = {n: s for n, s in self._shapes.items() if n.startswith(of_last)}
-            self._shapes.update({hf_name + n.removeprefix(of_last): s for n, s in of_layer.items()})
-            norms = dict.fromkeys(
-                (f"{hf_name}{n}.weight" for n in ("enorm", "hnorm", "shared_head.norm")), (sizes,)
-            )
-            self._shapes.update({**norms, f"{hf_name}eh_proj.weight": (sizes, 2 * sizes)})
+        first = hf.num_hidden_layers
+        for layer in range(first, first + (num_prediction_layers or 0)):
+            self._add_prediction_layer(layer, f"model.layers.{first - 1}.", hf.hidden_size)
         self._std, self._seed = getattr(hf, "initializer_range", 0.02), seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
         self._norm = torch.zeros if constants.get("layernorm_zero_centered_gamma") else torch.ones
+
+    def _add_prediction_layer(self, layer: int, last_layer: str, hidden_size: int) -> None:
+        """A layer for multi-token prediction: the tensors of the last decoder layer, three norms and a projection."""
+        own = f"model.layers.{layer}."
+        copied = [name for name in self._shapes if name.startswith(last_layer)]
+        for name in copied:
+            self._shapes[own + name.removeprefix(last_layer)] = self._shapes[name]
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            self._shapes[f"{own}{norm}.weight"] = (hidden_size,)
+        self._shapes[f"{own}eh_proj.weight"] = (hidden_size, 2 * hidden_size)
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -134,16 +140,21 @@ class InitSource:
         if len(shape) == 1:
             full = torch.zeros(shape) if name.endswith("bias") else self._norm(shape)
         else:
-            digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            full = torch.empty(shape, device="cpu").normal_(0.0, self._std, generator=generator)
+            full = torch.empty(shape, device="cpu")
+            full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
         if rows is not None:
             return full[rows]
         return full[:, columns] if columns is not None else full
 
 
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """A CPU generator whose state depends on the seed and the name of a tensor, and on nothing else."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
 def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, fetched where it is not in the cache yet."""
+    """The local folder of a model: itself, or the hub's snapshot, downloaded if the cache lacks it."""
     if Path(model_name_or_path).is_dir():
         return Path(model_name_or_path)
     from huggingface_hub import snapshot_download

@@ -89,9 +89,9 @@ def through_every_family(sources: dict, bf16_sources: dict, out: str, keys: dict
 
 
 def count_bytes(models, path: str) -> dict:
-    from mca_lite import weights_convert
+    from mca_lite import weights_convert, weights_sources
 
-    class Counting(weights_convert.SafetensorsSource):
+    class Counting(weights_sources.SafetensorsSource):
         num_bytes = 0
 
         def read(self, *args, **kwargs):
@@ -319,7 +319,7 @@ def test_shard_is_larger_than_the_limit_only_where_one_tensor_is(trip):
 
 
 def test_shards_are_filled_up_to_the_limit(tmp_path):
-    from mca_lite.weights_convert import write_safetensors
+    from mca_lite.weights_files import write_safetensors
 
     sizes = [40, 60, 1, 150, 100, 50, 49]  # bytes
     items = [(f"t{i}", torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
@@ -329,7 +329,7 @@ def test_shards_are_filled_up_to_the_limit(tmp_path):
 
 
 def test_smaller_export_leaves_no_shard_of_an_earlier_one(tmp_path):
-    from mca_lite.weights_convert import write_safetensors
+    from mca_lite.weights_files import write_safetensors
 
     items = [(f"t{i}", torch.full((4,), float(i))) for i in range(3)]
     write_safetensors(items, tmp_path, 16)
@@ -351,7 +351,7 @@ def test_model_may_be_written_over_the_folder_that_it_came_from(sources, tmp_pat
 
 
 def test_folder_with_a_file_and_an_index_is_read_as_transformers_reads_it(tmp_path):
-    from mca_lite.weights_convert import SafetensorsSource
+    from mca_lite.weights_sources import SafetensorsSource
 
     path = tiny.save_model(tmp_path / "model", "qwen3", max_shard_size="10KB")
     other = tiny.save_model(tmp_path / "other", "qwen3", seed=5)
@@ -376,14 +376,14 @@ def test_folder_with_a_file_and_an_index_is_read_as_transformers_reads_it(tmp_pa
     ],
 )
 def test_size_of_a_shard_is_parsed(text, size):
-    from mca_lite.weights_convert import parse_size
+    from mca_lite.weights_files import parse_size
 
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "five", "-5GB", "1.2.3GB", ".", "5GB5", "1e3"])
 def test_what_is_no_size_is_refused_with_its_key(text):
-    from mca_lite.weights_convert import parse_size
+    from mca_lite.weights_files import parse_size
 
     with pytest.raises(ValueError, match=f"max_shard_size: {re.escape(repr(text))} .*5GB or 500MB"):
         parse_size(text)
@@ -460,7 +460,7 @@ def test_weights_from_scratch_in_bf16_are_the_float32_ones_rounded(family, layou
 
 
 def test_weights_from_scratch_have_the_distribution_that_the_config_asks_for():
-    from mca_lite.weights_convert import InitSource
+    from mca_lite.weights_sources import InitSource
 
     hf = tiny.hf_config("qwen2", hidden_size=64, initializer_range=0.05).to_dict()
     source, other = InitSource(hf, SEED), InitSource(hf, SEED + 1)
@@ -527,7 +527,7 @@ def export_and_tell(path: str, out: str, size: str, **keys) -> list[str]:
 
     def spy(*args, **kwargs):
         shards = original(*args, **kwargs)
-        written.extend(name for name, _, _ in shards)
+        written.extend(shard.temporary for shard in shards)
         return shards
 
     weights_convert.write_shards = spy
