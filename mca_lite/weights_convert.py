@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 
 from . import parallel
