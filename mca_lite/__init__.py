@@ -3,16 +3,9 @@
 The public names are imported when they are first used, so that `import mca_lite` takes no time.
 """
 
-import warnings
 from importlib import import_module
 
 __version__ = "0.1.0"
-
-# megatron-core says at import what it would do with packages that the local layers do not need
-warnings.filterwarnings(
-    "ignore",
-    message=".*(Apex is not installed|Transformer Engine and Apex|full scope is deprecated)",
-)
 
 _HOME = {
     "AutoConfig": "model_config",

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,

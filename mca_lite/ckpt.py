@@ -5,7 +5,7 @@
     mca_config.json, dist/                 megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
     hf/                                    with save_hf_checkpoints: the model in Hugging Face's format
-    ckpt_manifest.json                          sizes and checksums of all others, written last
+    ckpt_folder.json                          sizes and checksums of all others, written last
 
 Saving has three parts: what must be caught at this step and what needs all ranks (begin), the writing, which talks to no
 other rank and may run in a thread (async_save), and naming the folder (finish). An error on any rank ends them on all.
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import ckpt_folder, ckpt_manifest, lora, parallel
-from .ckpt_manifest import CheckpointError
+from . import ckpt_folder, lora, parallel
+from .ckpt_folder import CheckpointError
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
@@ -112,8 +112,8 @@ def _complete(job: "_Job", name_it=lambda: None) -> None:
         try:
             files = {name: entry for _, entries, _ in answers for name, entry in entries.items()}
             for name in job.snapshot.finish(job.temporary, [results for _, _, results in answers]):
-                files[name] = ckpt_manifest.measure(job.temporary / name)
-            ckpt_manifest.write(job.temporary, job.facts, files)
+                files[name] = ckpt_folder.measure(job.temporary / name)
+            ckpt_folder.write_manifest(job.temporary, job.facts, files)
             name_it()
         except Exception as error:
             raise CheckpointError(
@@ -152,17 +152,17 @@ class _Job:
     def _write(self) -> None:
         try:
             for name, data in self.files.items():
-                ckpt_manifest.write_synced(self.temporary / name, data)
+                ckpt_folder.write_synced(self.temporary / name, data)
             names, self.results = self.snapshot.write(self.temporary)
             names += self.exported
             with ThreadPoolExecutor(
                 1
             ) as flusher:  # the disk and the checksums are busy at the same time
                 flushed = [
-                    flusher.submit(ckpt_manifest.sync, self.temporary / name) for name in names
+                    flusher.submit(ckpt_folder.sync, self.temporary / name) for name in names
                 ]
                 self.entries = {
-                    name: ckpt_manifest.measure(self.temporary / name)
+                    name: ckpt_folder.measure(self.temporary / name)
                     for name in [*self.files, *names]
                 }
                 for answer in flushed:
@@ -190,7 +190,7 @@ def _facts(trainer) -> dict:
 
 def identity(backend) -> dict:
     """What tells the backend's model from others."""
-    return ckpt_manifest.model_identity(backend.hf_config)
+    return ckpt_folder.model_identity(backend.hf_config)
 
 
 def _state_to_store(state: TrainerState, final: Path) -> bytes:

@@ -1,22 +1,188 @@
-"""The checkpoints of an output directory: which there are, which to go on from, and how one appears or goes.
+"""The folders of checkpoints: which there are, which one to resume from, how one appears and goes.
 
-checkpoint-<step>/              complete: it got this name by a rename, after its manifest was written
-.checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced: what a run that died leaves is removed
-                                by the next one
-set-aside-checkpoint-<step>/    newer than the one that a run went on from: never picked up again, yours to delete
-latest                          the name of the newest checkpoint, for other programs; this one looks for itself
+    checkpoint-<step>/              complete: renamed to this after its manifest was written
+    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; what a run that
+                                    died leaves behind is removed by the next one
+    set-aside-checkpoint-<step>/    newer than the checkpoint that a run resumed from: never read
+                                    again, free to be deleted
+    latest                          the name of the newest checkpoint, for other programs
+
+manifest.json makes a folder trustworthy. It is written last, with size and checksum of every file:
+
+    format      FORMAT_VERSION of the writer: a reader refuses what is newer than itself
+    backend     megatron or torch;  step, with_optimizer;  model: what tells one model from another
+    files       {relative path: {"bytes": size, "crc32": eight hex digits}}
+
+A CRC finds every flipped bit and every cut file. It is no defence against people: what is read
+from a checkpoint is read without running code that the file brings (ckpt_megatron.py).
 """
 
+import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
+from typing import Any
 
-from . import ckpt_manifest, parallel
-from .ckpt_manifest import MANIFEST_NAME, CheckpointError
+from . import parallel
 from .constants import CHECKPOINT_PREFIX
 
 LATEST_NAME = "latest"
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+_BACKENDS = {
+    "megatron": "megatron-core (use_mca: true)",
+    "torch": "the torch backend (use_mca: false)",
+}
+# keys of a Hugging Face config that decide which weights there are
+_MODEL_KEYS = (
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
+).split()
+_BLOCK_BYTES = 1 << 20  # fits a core's cache
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read. Every rank raises it, with the same text."""
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest: size and checksum."""
+    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size += count
+            crc = zlib.crc32(block[:count], crc)
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+# -- the manifest -----------------------------------------------------------------------------
+
+
+def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """What tells one model from another, taken from a Hugging Face config as a dict."""
+    text = hf_config.get("text_config") or hf_config
+    return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
+
+
+def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict]) -> None:
+    """Write manifest.json, the last file of a checkpoint."""
+    record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
+    write_synced(folder / MANIFEST_NAME, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a manifest. CheckpointError where there is none or where it is damaged."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST_NAME}, "
+            "which is written last"
+        )
+    try:
+        record = json.loads(path.read_bytes())
+        _check_manifest(record)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}: use another checkpoint") from None
+    return record
+
+
+def _check_manifest(record: dict[str, Any]) -> None:
+    """Raise ValueError, KeyError, TypeError or AttributeError for what no manifest looks like."""
+    if not isinstance(record["format"], int):
+        raise ValueError("its format is not a number")
+    if record["format"] > FORMAT_VERSION:
+        return  # other fields may mean other things: refusal() says so
+    if record["backend"] not in _BACKENDS or not isinstance(record["model"], dict):
+        raise ValueError("it lacks the backend or the model")
+    if not record["files"]:
+        raise ValueError("it lists no files")
+    for name, entry in record["files"].items():
+        if not isinstance(entry["bytes"], int) or not isinstance(entry["crc32"], str):
+            raise ValueError("it lacks sizes or checksums")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names {name}, which lies outside the folder")
+
+
+def refusal(
+    folder: Path, record: dict[str, Any], backend: str, identity: dict[str, Any]
+) -> str | None:
+    """Why an undamaged checkpoint suits another version, backend or model; None where it suits."""
+    if record["format"] > FORMAT_VERSION:
+        return (
+            f"{folder / MANIFEST_NAME} has format {record['format']}, and this version reads "
+            f"formats up to {FORMAT_VERSION}: use the version that wrote it, or a newer one"
+        )
+    if record["backend"] != backend:
+        return (
+            f"{folder} was written by {_BACKENDS[record['backend']]}, and this run trains with "
+            f"{_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
+        )
+    theirs = record["model"]
+    both = [key for key in _MODEL_KEYS if key in theirs and key in identity]
+    other = [key for key in both if theirs[key] != identity[key]]
+    if other:
+        words = ", ".join(f"{key} {theirs[key]} instead of {identity[key]}" for key in other)
+        return (
+            f"{folder} holds another model ({MANIFEST_NAME} says {words}): set model_name_or_path "
+            "to the model that it was trained from, or another output_dir"
+        )
+    return None
+
+
+def damage(folder: Path, record: dict[str, Any]) -> list[str]:
+    """What is wrong with the folder's files, the same list on every rank.
+
+    Collective over all ranks: each reads a share of the files.
+    """
+    files = sorted(record["files"].items(), key=lambda item: -item[1]["bytes"])
+    mine = []
+    for name, entry in files[parallel.rank() :: parallel.world_size()]:
+        wrong = _damage_of_file(folder / name, entry)
+        if wrong is not None:
+            mine.append(f"{name} {wrong}")
+    return sorted(text for texts in parallel.gather(mine) for text in texts)
+
+
+def _damage_of_file(path: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        found = measure(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found["bytes"] != entry["bytes"]:
+        return f"has {found['bytes']} bytes, and {entry['bytes']} were written"
+    if found["crc32"] != entry["crc32"]:
+        return (
+            f"has changed since it was written: checksum {found['crc32']} "
+            f"instead of {entry['crc32']}"
+        )
+    return None
+
+
+# -- which there are, and how one appears or goes ---------------------------------------------
 
 
 def checkpoint_folder(output_dir: str | os.PathLike, step: int) -> Path:
@@ -34,12 +200,9 @@ def step_of(folder: Path) -> int:
 
 def all_folders(output_dir: str | os.PathLike) -> list[Path]:
     """Whatever bears a checkpoint's name, complete or not, oldest first."""
-    found = [
-        p
-        for p in Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
-        if re.fullmatch(r".*-\d+", p.name)
-    ]
-    return sorted((p for p in found if p.is_dir()), key=step_of)
+    found = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
+    named = [path for path in found if re.fullmatch(r".*-\d+", path.name)]
+    return sorted((path for path in named if path.is_dir()), key=step_of)
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -48,24 +211,26 @@ def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a written checkpoint its name, then move the pointer. Whenever this is cut off, what has a name is whole."""
+    """Give a written checkpoint its name, then move the pointer `latest`.
+
+    Whenever this is cut off, what has a name is whole.
+    """
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
-        ckpt_manifest.sync(folder)
+        sync(folder)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         os.rename(final, replaced)
     os.rename(temporary, final)
-    ckpt_manifest.sync(final.parent)
-    point_to(final)
+    sync(final.parent)
+    _point_to(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def point_to(folder: Path) -> None:
+def _point_to(folder: Path) -> None:
     pointer = folder.parent / LATEST_NAME
-    ckpt_manifest.write_synced(
-        pointer.with_name(f".{LATEST_NAME}.tmp"), f"{folder.name}\n".encode()
-    )
-    os.replace(pointer.with_name(f".{LATEST_NAME}.tmp"), pointer)
+    temporary = pointer.with_name(f".{LATEST_NAME}.tmp")
+    write_synced(temporary, f"{folder.name}\n".encode())
+    os.replace(temporary, pointer)
 
 
 def remove(folder: Path) -> None:
@@ -77,7 +242,7 @@ def remove(folder: Path) -> None:
 
 
 def prune(newest: Path, best: str | None, limit: int | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, but never the newest complete one or the best one."""
+    """Delete the oldest checkpoints beyond `limit`, but never the newest complete or the best."""
     if limit is None:
         return
     there = list_checkpoints(newest.parent)
@@ -86,12 +251,35 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
         remove(old)
 
 
-def find(args, asked: str | bool | None, backend: str, identity: dict, say=print) -> Path | None:
-    """The checkpoint to resume from, every byte of it verified, or None to start anew. Collective.
+def set_newer_aside(output_dir: str | os.PathLike, step: int, say=print) -> None:
+    """Rename what is newer than the step that a run resumes from.
 
-    asked: "auto" or True: the newest good one in output_dir, if any; a path; None or False: start anew, which is a
-    CheckpointError where output_dir holds checkpoints, unless overwrite_output_dir removes them. CheckpointError too where
-    a path is damaged, where none of several is good, and for a checkpoint of another model or of a newer version.
+    The next resume_from_checkpoint: auto must not mistake it for a checkpoint of this run.
+    """
+    for folder in all_folders(output_dir):
+        if step_of(folder) <= step:
+            continue
+        aside, count = folder.with_name(f"set-aside-{folder.name}"), 1
+        while aside.exists():
+            count += 1
+            aside = folder.with_name(f"set-aside-{folder.name}-{count}")
+        os.rename(folder, aside)
+        say(
+            f"{folder.name} is newer than step {step}, which this run goes on from: "
+            f"it is now {aside.name}"
+        )
+
+
+# -- which one to resume from -----------------------------------------------------------------
+
+
+def find(args, asked: str | bool | None, backend: str, identity: dict, say=print) -> Path | None:
+    """The checkpoint to resume from, every byte of it verified, or None to start anew.
+
+    asked: "auto" or True: the newest good one in output_dir, if any; a path; None or False: start
+    anew. Collective over all ranks. CheckpointError where nothing was asked for and output_dir
+    holds checkpoints (unless overwrite_output_dir removes them), where a path is damaged, where
+    none of several is good, and for a checkpoint of another model or of a newer version.
     """
     if asked in (None, False):
         parallel.on_main(lambda: _start_anew(args), CheckpointError)
@@ -114,46 +302,36 @@ def find(args, asked: str | bool | None, backend: str, identity: dict, say=print
         say(f"skipped {folder.name}: {bad}")
     if there:
         raise CheckpointError(
-            f"none of the {len(there)} checkpoints in {args.output_dir} can be read; the newest: {bad}. To start from the "
-            "beginning set resume_from_checkpoint: false and overwrite_output_dir: true"
+            f"none of the {len(there)} checkpoints in {args.output_dir} can be read; the newest: "
+            f"{bad}. To start from the beginning set resume_from_checkpoint: false and "
+            "overwrite_output_dir: true"
         )
     say(f"no checkpoint in {args.output_dir}: starting from the beginning")
     return None
 
 
 def inspect(folder: Path, backend: str, identity: dict) -> str | None:
-    """What is wrong with a checkpoint's files, None where nothing is. The same answer on every rank. Collective.
+    """What is wrong with a checkpoint's files, None where nothing is. Collective over all ranks.
 
-    CheckpointError for one whose files may be good and which this run cannot load all the same."""
+    The answer is the same on every rank. CheckpointError for a checkpoint whose files may be good
+    and which this run cannot load all the same.
+    """
     record, bad = parallel.on_main(lambda: _read(folder))
     if bad:
         return bad
-    refused = ckpt_manifest.refusal(folder, record, backend, identity)
+    refused = refusal(folder, record, backend, identity)
     if refused:
         raise CheckpointError(refused)
-    found = ckpt_manifest.damage(folder, record)
+    found = damage(folder, record)
+    if not found:
+        return None
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{folder} is damaged: {'; '.join(found[:3])}{more}" if found else None
-
-
-def set_newer_aside(output_dir: str | os.PathLike, step: int, say=print) -> None:
-    """Rename what is newer than the step that a run goes on from: the next `auto` must not mistake it for this run's."""
-    for folder in all_folders(output_dir):
-        if step_of(folder) <= step:
-            continue
-        aside, count = folder.with_name(f"set-aside-{folder.name}"), 1
-        while aside.exists():
-            count += 1
-            aside = folder.with_name(f"set-aside-{folder.name}-{count}")
-        os.rename(folder, aside)
-        say(
-            f"{folder.name} is newer than step {step}, which this run goes on from: it is now {aside.name}"
-        )
+    return f"{folder} is damaged: {'; '.join(found[:3])}{more}"
 
 
 def _read(folder: Path) -> tuple[dict | None, str | None]:
     try:
-        return ckpt_manifest.read(folder), None
+        return read_manifest(folder), None
     except CheckpointError as error:
         return None, str(error)
 
@@ -162,8 +340,9 @@ def _start_anew(args) -> None:
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
         raise CheckpointError(
-            f"{args.output_dir} holds checkpoints of an earlier run, the newest {there[-1].name}: set "
-            "resume_from_checkpoint: auto to go on, overwrite_output_dir: true to delete them, or another output_dir"
+            f"{args.output_dir} holds checkpoints of an earlier run, the newest {there[-1].name}: "
+            "set resume_from_checkpoint: auto to go on, overwrite_output_dir: true to delete them, "
+            "or another output_dir"
         )
     for old in there:
         remove(old)

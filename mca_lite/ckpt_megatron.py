@@ -1,16 +1,16 @@
-"""Megatron's side of a checkpoint: a torch_dist folder that megatron-core's own dist_checkpointing reads, in any layout.
+"""Megatron's side of a checkpoint: a torch_dist folder that megatron-core reads in any layout.
 
-The optimizer's state is stored per parameter, cut like the model's own sharded tensors: megatron's own optimizer format
-needs Apex or TE to load, and shares one step counter among all parameters without them. Data parallel ranks hold the same
-weights: each tensor, with its optimizer state, is assembled, kept and written by one of them, so that none holds it all.
+The optimizer's state is stored per parameter, cut like the model's own sharded tensors: megatron's
+own optimizer format needs Apex or TE to load, and shares one step counter among all parameters
+without them. Data parallel ranks hold the same weights: each tensor, with its optimizer state, is
+assembled, kept and written by one of them, so that no rank holds it all.
 
-How it is read: tensors and common.pt with torch.load(weights_only=True); the index, .metadata, is a pickle, and is read only
-if it names nothing but the classes of an index. Objects that would need a full pickle (_extra_state, the scaling history of
-fp8) are not stored: fp8 begins its history anew.
+How it is read: tensors and common.pt with torch.load(weights_only=True), the index by
+ckpt_index.py. Objects that would need a full pickle (_extra_state, the scaling history of fp8) are
+not stored: fp8 begins its history anew.
 """
 
 import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +18,18 @@ import torch
 import torch.distributed as dist
 
 from . import parallel
-from .ckpt_manifest import CheckpointError, sync, write_synced
+from .ckpt_folder import sync, write_synced
+from .ckpt_index import INDEX_NAME, IndexedReader, read_index
+from .constants import MCA_CONFIG_NAME
 
 DIST_NAME = "dist"
-_INDEX_NAME = ".metadata"
 
 
 class MegatronSnapshot:
-    """Weights, and the optimizer's state where one is given, ready to be written. Making it is collective.
+    """Weights, and the optimizer's state where one is given, ready to be written.
 
-    copy: hold copies in host memory, which later steps do not change. write() may then run in another thread.
+    copy: hold copies in host memory, which later steps do not change. write() may then run in
+    another thread. The constructor is collective over all ranks.
     """
 
     backend = "megatron"
@@ -58,8 +60,9 @@ class MegatronSnapshot:
         self.config_json = models.config.to_json_string()
 
     def write(self, folder: Path) -> tuple[list[str], list]:
-        """Write this rank's file, unflushed -> (files, where each tensor lies in it). No collectives."""
-        # the manifest has a checksum of the whole file: torch's own, a tensor each, would take half as long as the writing
+        """Write this rank's file, unflushed -> (files, where each tensor lies). No collectives."""
+        # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
+        # as long as the writing
         own_checksums = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:
@@ -70,19 +73,18 @@ class MegatronSnapshot:
         return [f"{DIST_NAME}/__{parallel.rank()}_0.distcp"], results
 
     def finish(self, folder: Path, results: list[list]) -> list[str]:
-        """On the main rank, when all have written: the index and what is not a tensor -> the files."""
+        """On the main rank, when all have written: the index and what is not a tensor -> files."""
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
         with open(folder / DIST_NAME / "common.pt", "wb") as file:
             torch.save(self._common, file)
             os.fsync(file.fileno())
         self._writer(folder).finish(self._index, results)
-        sync(folder / DIST_NAME / _INDEX_NAME)
+        sync(folder / DIST_NAME / INDEX_NAME)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder / DIST_NAME))
-        write_synced(folder / "mca_config.json", self.config_json.encode())
-        return [f"{DIST_NAME}/{name}" for name in ("common.pt", _INDEX_NAME, "metadata.json")] + [
-            "mca_config.json"
-        ]
+        write_synced(folder / MCA_CONFIG_NAME, self.config_json.encode())
+        names = ("common.pt", INDEX_NAME, "metadata.json")
+        return [*(f"{DIST_NAME}/{name}" for name in names), MCA_CONFIG_NAME]
 
     @staticmethod
     def _writer(folder: Path):
@@ -95,28 +97,72 @@ class MegatronSnapshot:
 
 
 def load_megatron(folder: Path, models, optimizer=None) -> None:
-    """Fill the model, and the optimizer where one is given, from a checkpoint of any layout. Collective."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    """Fill the model, and the optimizer where one is given, from a checkpoint of any layout.
 
-    refuse_foreign_index(folder / DIST_NAME / _INDEX_NAME)
+    Collective over all ranks. CheckpointError where the index cannot be trusted.
+    """
+    from megatron.core import dist_checkpointing
+
+    index = read_index(folder / DIST_NAME / INDEX_NAME)
     state, kept = models.sharded_state_dict(), {}
     for chunk, tensors in state.items():
         kept[chunk] = {name: tensors.pop(name).data for name in _objects(tensors)}
-    where = {}
+    places = {}
     if optimizer is not None:
-        state["optimizer"], where = _optimizer_to_fill(optimizer, models)
-    strategy = TorchDistLoadShardedStrategy()
-    # ranks ask for the states that they step, not each tensor once: megatron's check of that would refuse it
+        state["optimizer"], places = _optimizer_to_fill(optimizer, models)
+    # ranks ask for the states that they step, not each tensor once: megatron's check of that would
+    # refuse it
     loaded = dist_checkpointing.load(
-        state, str(folder / DIST_NAME), strategy, validate_access_integrity=False
+        state, str(folder / DIST_NAME), _load_strategy(index), validate_access_integrity=False
     )
     models.load_state_dict({chunk: {**loaded[chunk], **kept[chunk]} for chunk in kept})
     if optimizer is not None:
         states: dict[int, dict[str, torch.Tensor]] = {}
-        for key, (parameter, name) in where.items():
+        for key, (parameter, name) in places.items():
             states.setdefault(parameter, {})[name] = loaded["optimizer"][key]
         _fill_optimizer(optimizer, models, states, loaded["optimizer_steps"])
+
+
+def _load_strategy(index):
+    """megatron's strategy for torch_dist folders, which takes the index instead of reading it.
+
+    It loads what is stored here: tensors, and no objects.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+    from torch.distributed import checkpoint
+
+    class LoadByIndex(torch_strategy.TorchDistLoadShardedStrategy):
+        def load(self, sharded_state_dict, checkpoint_dir):
+            wanted = list(_nested(sharded_state_dict))
+            by_key, flat, renamed = torch_strategy._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict
+            )
+            to_fill = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
+            # the vocabulary's padding differs between layouts: such a tensor may be of another shape
+            padded = {tensor.key: tensor for tensor in wanted if tensor.allow_shape_mismatch}
+            planner = torch_strategy.MCoreLoadPlanner(
+                shapes_validation_sharded_tensors=[t for t in wanted if t.key not in padded],
+                allow_shape_mismatch_sharded_tensors=padded,
+            )
+            reader = IndexedReader(checkpoint_dir, index)
+            checkpoint.load_state_dict(to_fill, reader, planner=planner)
+            filled = {
+                key: torch_strategy._unwrap_pyt_sharded_tensor(value)
+                for key, value in to_fill.items()
+            }
+            filled = torch_strategy._replace_sharded_keys_with_state_dict_keys(
+                filled, flat, renamed
+            )
+            torch_strategy._restore_dict_types(filled, sharded_state_dict)
+            return filled
+
+    return LoadByIndex()
+
+
+def _nested(tree):
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    return nested_values(tree)
 
 
 def _objects(tensors: dict) -> list[str]:
@@ -125,68 +171,31 @@ def _objects(tensors: dict) -> list[str]:
     return [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
 
 
-# -- the index ----------------------------------------------------------------------------------------------------------
-
-_INDEX_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-_INDEX_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-class _IndexReader(pickle.Unpickler):
-    """Unpickles an index: its own classes and dtypes, and nothing else that a pickle could name and call."""
-
-    def find_class(self, module, name):
-        known = module in _INDEX_MODULES or (module, name) in _INDEX_NAMES
-        if not known and not (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
-        if "." in name:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class")
-        return super().find_class(module, name)
-
-
-def refuse_foreign_index(path: Path) -> None:
-    """CheckpointError where reading the index with pickle could run anything else than an index."""
-    try:
-        with open(path, "rb") as file:
-            _IndexReader(file).load()
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is not an index that can be trusted: {error}: use another checkpoint"
-        ) from None
-
-
-# -- who writes what ----------------------------------------------------------------------------------------------------
+# -- who writes what ---------------------------------------------------------------------------
 
 
 class _Owners:
-    """Which of the data parallel ranks that hold a parameter writes it: the one with the largest piece of its state where
-    a distributed optimizer has cut that, so that hardly anything has to be sent; else dealt out by size."""
+    """Which of the data parallel ranks that hold a parameter writes it.
+
+    Where a distributed optimizer has cut the parameter's state, the owner is the rank with the
+    largest piece, so that hardly anything has to be sent; else parameters are dealt out by size.
+    """
 
     def __init__(self, models, optimizer):
         parameters = list(models.parameters())
         groups = _shard_groups(optimizer)
         self.pieces = _pieces_of_all(parameters, groups, optimizer, models)
-        self._of, loads = {}, {}
+        self._of: dict[int, tuple] = {}
+        loads: dict[int, list[int]] = {}
         for parameter in parameters:
             group = groups.get(id(parameter)) or _replica_group(parameter)
             load = loads.setdefault(id(group), [0] * group.size())
             pieces = self.pieces.get(id(parameter))
-            owner = (
-                max(pieces, key=lambda r, p=pieces: p[r][1] - p[r][0])
-                if pieces
-                else load.index(min(load))
-            )
+            if pieces:
+                sizes = {rank: stop - start for rank, (start, stop) in pieces.items()}
+                owner = max(sizes, key=sizes.get)
+            else:
+                owner = load.index(min(load))
             load[owner] += parameter.numel()
             self._of[id(parameter)] = group, owner
 
@@ -196,21 +205,25 @@ class _Owners:
 
     def is_mine(self, tensor) -> bool | None:
         """Whether this rank writes a parameter; None for a buffer, which has no owner."""
-        group, owner = self._of.get(id(tensor), (None, None))
-        return None if group is None else group.rank() == owner
+        if id(tensor) not in self._of:
+            return None
+        group, owner = self._of[id(tensor)]
+        return group.rank() == owner
 
 
 def _pieces_of_all(
     parameters: list, groups: dict, optimizer, models
 ) -> dict[int, dict[int, tuple[int, int]]]:
-    """{id of a parameter that a distributed optimizer cuts: {rank in the group: (start, stop) of its piece}}. Collective."""
+    """Where the ranks' pieces of each parameter lie that a distributed optimizer cuts.
+
+    {id of the parameter: {rank in the group: (start, stop)}}. Collective over each group.
+    """
     index = {id(p): i for i, p in enumerate(parameters)}
     pieces: dict[int, dict[int, tuple[int, int]]] = {}
     for group in {id(g): g for g in groups.values()}.values():
-        owned = _owned(optimizer, models)
         mine = {
             index[id(p)]: (cut.start, cut.stop)
-            for _, p, _, cut in owned
+            for _, p, _, cut in _owned(optimizer, models)
             if groups.get(id(p)) is group
         }
         everyone = [mine] * group.size()
@@ -231,7 +244,10 @@ def _replica_group(parameter):
 
 
 def _parts(optimizer) -> list:
-    return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    """The optimizers that megatron has chained, or the only one."""
+    if optimizer is None:
+        return []
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _shard_groups(optimizer) -> dict:
@@ -247,49 +263,46 @@ def _shard_groups(optimizer) -> dict:
 
 def _tensors(models) -> list:
     """The sharded tensors, or factories of some, of the models' parameters."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    return list(
-        nested_values(extract_sharded_tensors_and_factories(models.sharded_state_dict())[0])
-    )
+    return list(_nested(extract_sharded_tensors_and_factories(models.sharded_state_dict())[0]))
 
 
 def _replica(tensor, here: bool) -> tuple[int, int, int]:
-    """The replica_id under which megatron writes a tensor, or does not: (tied copy, tensor rank, data parallel rank)."""
+    """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): megatron writes 0s."""
     return (*tensor.replica_id[:2], 0 if here else 1)
 
 
 def _mine_to_write(tensors: dict, owners: _Owners, copy: bool) -> dict:
-    """A chunk's sharded tensors: those that this rank writes are marked as the main ones, and copied where asked for."""
+    """A chunk's sharded tensors: those that this rank writes are marked as the main ones.
+
+    copy: the data of those is copied to host memory.
+    """
     out = {}
     for name in tensors.keys() - set(_objects(tensors)):
         tensor = tensors[name]
         here = owners.is_mine(tensor.data)
         replica = tensor.replica_id if here is None else _replica(tensor, here)
-        data = (
-            tensor.data.detach().to("cpu", copy=True) if copy and here is not False else tensor.data
-        )
+        data = tensor.data
+        if copy and here is not False:
+            data = data.detach().to("cpu", copy=True)
         out[name] = replace(tensor, data=data, replica_id=replica)
     return out
 
 
-# -- the optimizer ------------------------------------------------------------------------------------------------------
+# -- the optimizer -----------------------------------------------------------------------------
 
 
 def _owned(optimizer, models):
-    """(torch optimizer, model parameter, its float32 master or this rank's flat piece of that, the piece's slice)."""
+    """What this rank steps, a tuple for each parameter: (torch optimizer, model parameter, its
+    float32 master or this rank's flat piece of it, the piece's slice)."""
     for part in _parts(optimizer):
         inner = part.optimizer
         if hasattr(part, "gbuf_ranges"):  # the distributed optimizer
             for parameter, (group, i) in part.model_param_group_index_map.items():
                 piece = part._get_model_param_range_map(parameter)["param"]
-                yield (
-                    inner,
-                    parameter,
-                    inner.param_groups[group]["params"][i],
-                    slice(piece.start, piece.end),
-                )
+                main = inner.param_groups[group]["params"][i]
+                yield inner, parameter, main, slice(piece.start, piece.end)
             continue
         mains = {id(p) for group in inner.param_groups for p in group["params"]}
         for parameter in models.parameters():
@@ -299,11 +312,10 @@ def _owned(optimizer, models):
 
 
 def _state_names(optimizer, parameter) -> list[str]:
-    names = (
-        ["momentum_buffer"]
-        if _parts(optimizer)[0].config.optimizer == "sgd"
-        else ["exp_avg", "exp_avg_sq"]
-    )
+    if _parts(optimizer)[0].config.optimizer == "sgd":
+        names = ["momentum_buffer"]
+    else:
+        names = ["exp_avg", "exp_avg_sq"]
     return names + (["master"] if parameter.dtype != torch.float32 else [])
 
 
@@ -311,28 +323,26 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
     """The sharded tensor of one state of a parameter, from the parameter's own."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    dtype = {} if isinstance(tensor, ShardedTensorFactory) else {"dtype": value.dtype}
-    return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **dtype, **changes)
+    if not isinstance(tensor, ShardedTensorFactory):
+        changes["dtype"] = value.dtype
+    return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
 
 
 def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
-    """{key: sharded tensor} of the states that this rank writes. Collective in the parameters' order."""
+    """{key: sharded tensor} of the states that this rank writes. Collective, parameter by parameter."""
     held = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
-    tensors, out = {id(tensor.data): tensor for tensor in _tensors(models)}, {}
+    tensors = {id(tensor.data): tensor for tensor in _tensors(models)}
+    out = {}
     for parameter in (p for p in models.parameters() if p.requires_grad):
         group, owner = owners.group_and_owner(parameter)
         here = group.rank() == owner
         for name in _state_names(optimizer, parameter):
             part = None
             if id(parameter) in held and (here or id(parameter) in owners.pieces):
-                inner, main, cut = held[id(parameter)]
-                part = main if name == "master" else inner.state.get(main, {}).get(name)
-                if part is None:  # an optimizer that has not stepped yet has none: zeros
-                    part = torch.zeros(cut.stop - cut.start, device=parameter.device)
-                part = part.detach().float().view(-1)
+                part = _state_of(*held[id(parameter)], name)
             value = _join(part, parameter, group, owner, owners.pieces.get(id(parameter), {}))
             if here:
                 tensor = tensors[id(parameter)]
@@ -342,62 +352,67 @@ def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
     return out
 
 
+def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
+    """This rank's piece of one state, flat and float32; zeros before the first step."""
+    state = main if name == "master" else inner.state.get(main, {}).get(name)
+    if state is None:
+        state = torch.zeros(cut.stop - cut.start, device=main.device)
+    return state.detach().float().view(-1)
+
+
 def _join(part, parameter, group, owner: int, pieces: dict):
-    """On the owner the whole of a state, from the pieces of those who hold any: itself, mostly. Elsewhere None."""
+    """On the owner the whole of a state, from the pieces of all ranks that hold one; else None.
+
+    Point to point within the group; mostly the owner holds everything.
+    """
     me = group.rank()
-    if me == owner:
-        if part.numel() == parameter.numel():
-            return part.view(parameter.shape)
-        whole = torch.zeros(parameter.numel(), device=part.device)
-        for rank, (start, stop) in sorted(pieces.items()):
-            piece = part
-            if rank != me:
-                piece = torch.empty(stop - start, device=part.device)
-                dist.recv(piece, dist.get_global_rank(group, rank), group=group)
-            whole[start:stop] = piece
-        return whole.view(parameter.shape)
-    if me in pieces:
-        dist.send(part.contiguous(), dist.get_global_rank(group, owner), group=group)
-    return None
+    if me != owner:
+        if me in pieces:
+            dist.send(part.contiguous(), dist.get_global_rank(group, owner), group=group)
+        return None
+    if part.numel() == parameter.numel():
+        return part.view(parameter.shape)
+    whole = torch.zeros(parameter.numel(), device=part.device)
+    for rank, (start, stop) in sorted(pieces.items()):
+        piece = part
+        if rank != me:
+            piece = torch.empty(stop - start, device=part.device)
+            dist.recv(piece, dist.get_global_rank(group, rank), group=group)
+        whole[start:stop] = piece
+    return whole.view(parameter.shape)
 
 
 def _optimizer_to_fill(optimizer, models) -> tuple[dict, dict]:
-    """({key: empty sharded tensor of a state that this rank steps}, {key: (id of the parameter, name of the state)})."""
+    """What is asked for: ({key: empty sharded tensor of a state that this rank steps},
+    {key: (id of the parameter, name of the state)})."""
     tensors = {id(tensor.data): tensor for tensor in _tensors(models)}
-    sharded, where = {}, {}
+    sharded, places = {}, {}
     for _, parameter, _, _ in _owned(optimizer, models):
         for name in _state_names(optimizer, parameter):
             key = f"{len(sharded)}.{name}"
             sharded[key] = _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
-            where[key] = (id(parameter), name)
-    return sharded, where
+            places[key] = (id(parameter), name)
+    return sharded, places
 
 
 def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
     with torch.no_grad():
-        for inner, parameter, main, part in _owned(optimizer, models):
-            mine = {
-                k: v.reshape(-1)[part].view(main.shape).to(main.device)
-                for k, v in states[id(parameter)].items()
-            }
+        for inner, parameter, main, cut in _owned(optimizer, models):
+            is_piece = main.numel() != parameter.numel()
+            mine = {}
+            for name, whole in states.pop(id(parameter)).items():
+                value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
+                mine[name] = value.clone() if is_piece else value  # so that the whole can go
             if "master" in mine:
                 main.copy_(mine.pop("master"))
-            # the fused AdamW keeps its counter beside the parameter
-            step = (
-                {"step": torch.tensor(float(steps), device=main.device)}
-                if "exp_avg" in mine
-                else {}
-            )
-            # a piece is copied, so that the whole can go
-            mine = {
-                k: v if main.numel() == parameter.numel() else v.clone() for k, v in mine.items()
-            }
-            inner.state[main] = {**step, **mine}
-            del states[id(parameter)]
+            if "exp_avg" in mine:  # the fused AdamW keeps its counter beside the parameter
+                mine["step"] = torch.tensor(float(steps), device=main.device)
+            inner.state[main] = mine
 
 
 def _optimizer_steps(optimizer, models) -> int:
-    """Updates made so far: the same for all parameters; the largest over ranks, since some own no piece."""
+    """Updates made so far: the same for all parameters; the largest over ranks, since some own no
+    piece."""
     counts = [
         int(inner.state[main]["step"])
         for inner, _, main, _ in _owned(optimizer, models)

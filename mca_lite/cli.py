@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             time.sleep(1)  # the first rank to leave ends the others
         return USER_ERROR
-    from .ckpt_manifest import CheckpointError
+    from .ckpt_folder import CheckpointError
 
     try:
         train(run, prepared)

@@ -82,12 +82,12 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
             [folder] + ([Path(origin)] if origin and Path(origin).is_dir() else []), dst
         )
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
-    from . import ckpt, ckpt_manifest
+    from . import ckpt, ckpt_folder
     from .ckpt_megatron import MegatronSnapshot
 
     dst.mkdir(parents=True, exist_ok=True)
     facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
-    facts["model"] = ckpt_manifest.model_identity(models.config.hf_config)
+    facts["model"] = ckpt_folder.model_identity(models.config.hf_config)
     ckpt.write_weights(dst, MegatronSnapshot(models), facts)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
     _copy_side_files([folder], dst)
@@ -101,13 +101,13 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     adapter is damaged or of another model, or dst holds something."""
     import torch
 
-    from . import ckpt_manifest, lora_files, weights_files
+    from . import ckpt_folder, lora_files, weights_files
     from .model_config import load_hf_config
     from .weights_sources import SafetensorsSource
 
     _refuse_full(dst)
-    if (adapter / ckpt_manifest.MANIFEST_NAME).is_file():
-        if damage := ckpt_manifest.damage(adapter, ckpt_manifest.read(adapter)):
+    if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
+        if damage := ckpt_folder.damage(adapter, ckpt_folder.read_manifest(adapter)):
             raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
     base = SafetensorsSource(src)
     config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
@@ -211,11 +211,11 @@ def _dtype_of(folder: Path) -> str:
 
 
 def _refuse_damage(folder: Path) -> None:
-    from . import ckpt_manifest
+    from . import ckpt_folder
 
-    record = ckpt_manifest.read(folder)
-    refused = ckpt_manifest.refusal(folder, record, "megatron", record["model"])
-    damage = ckpt_manifest.damage(folder, record)
+    record = ckpt_folder.read_manifest(folder)
+    refused = ckpt_folder.refusal(folder, record, "megatron", record["model"])
+    damage = ckpt_folder.damage(folder, record)
     if refused or damage:
         raise ValueError(refused or f"{folder} is damaged: {'; '.join(damage[:3])}")
 

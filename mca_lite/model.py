@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
@@ -228,6 +230,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
         self.validate()
+        if self.cuda_graph_scope == "full":
+            self.cuda_graph_scope = []  # megatron makes the same of its own default, and warns
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         interleaved = self.virtual_pipeline_model_parallel_size is not None

@@ -14,6 +14,8 @@ gradients of its latent norms twice without sequence parallelism. Names of modul
 
 import torch
 import torch.nn.functional as F
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,

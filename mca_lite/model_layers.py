@@ -12,6 +12,8 @@ import inspect
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (

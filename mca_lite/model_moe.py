@@ -7,6 +7,8 @@ spread over the expert-parallel ranks, e = n * ep_rank + i, and their matrices a
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler

@@ -10,6 +10,8 @@ batch brings what follows each token along.
 """
 
 import torch
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (

@@ -13,6 +13,8 @@ and min behind D. The first update uses the rate of n = 0.
 """
 
 import torch
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

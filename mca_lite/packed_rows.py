@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.data import Dataset
 

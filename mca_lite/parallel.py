@@ -11,9 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import cpu
-
-cpu.apply()
+from . import before_megatron  # noqa: F401
 
 
 def device() -> torch.device:

@@ -18,7 +18,7 @@ import torch
 from . import ckpt, ckpt_folder, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .ckpt_manifest import CheckpointError
+from .ckpt_folder import CheckpointError
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
 from .data_batches import (
     BatchPlan,

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import ckpt_manifest, lora, loss_preference, parallel
+from . import ckpt_folder, lora, loss_preference, parallel
 from .args_rules_preference import METRICS, PREF_LOSSES, REFERENCES
-from .ckpt_manifest import CheckpointError
+from .ckpt_folder import CheckpointError
 from .constants import IGNORE_INDEX
 from .data_batches import FILLER, BatchPlan, make_loader
 from .data_pairs import (
@@ -385,7 +385,7 @@ class DPOTrainer(McaTrainer):
             "model": [
                 name,
                 self.train_config.model_source,
-                ckpt_manifest.model_identity(self.backend.hf_config),
+                ckpt_folder.model_identity(self.backend.hf_config),
             ],
             "files": files_of_model(name),
             "precision": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .ckpt_manifest import CheckpointError
+from .ckpt_folder import CheckpointError
 from .constants import HF_CONFIG_NAME
 
 FORMAT = 1

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 
 from . import parallel

@@ -55,13 +55,13 @@ def train_all(paths: dict, out: str, keys: dict, backend="megatron") -> dict:
 
 def checkpoints(paths: dict, out: str, keys: dict) -> None:
     """Each model as a checkpoint in out/family of this layout."""
-    from mca_lite import AutoModel, TrainingArguments, ckpt, ckpt_manifest
+    from mca_lite import AutoModel, TrainingArguments, ckpt, ckpt_folder
     from mca_lite.ckpt_megatron import MegatronSnapshot
 
     for name, path in paths.items():
         models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
         facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
-        facts["model"] = ckpt_manifest.model_identity(models.config.hf_config)
+        facts["model"] = ckpt_folder.model_identity(models.config.hf_config)
         Path(out, name).mkdir(parents=True, exist_ok=True)
         ckpt.write_weights(Path(out, name), MegatronSnapshot(models), facts)
 

@@ -14,11 +14,11 @@ PACKAGE = ROOT / "mca_lite"
 
 # each module may import from those before it
 ORDER = """
-    constants files cpu loss_tokens loss_preference model_routing model_family_rows model_families
+    constants files cpu before_megatron loss_tokens loss_preference model_routing model_family_rows model_families
     args_pipeline args_values args_keys args_rules_preference args_rules_experts args_rules
     args_parser args packed_rows data_build_once data_records data_pair_records data_chat data_encode data_cache data_batches data_pairs data parallel
     model_moe model_latent model_layers model_mtp model_config optim trainer_callbacks log weights_files weights_sources weights_vocabulary weights_convert lora_layers lora_experts lora
-    lora_files ckpt_manifest trainer_reference ckpt_folder ckpt_megatron ckpt trainer_signals model backend_megatron backend_torch_moe
+    lora_files ckpt_folder trainer_reference ckpt_index ckpt_megatron ckpt trainer_signals model backend_megatron backend_torch_moe
     backend_torch log_summary trainer trainer_dpo cli cli_convert __main__ __init__
 """.split()
 # The products of other people, and ours only in tests
@@ -100,6 +100,71 @@ def test_public_names_of_the_seeds_are_importable():
         assert getattr(mca_lite, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         mca_lite.Nothing  # noqa: B018
+
+
+FIRST_MEGATRON = """
+import importlib, os, sys, warnings
+import torch
+filters = list(warnings.filters)
+import mca_lite
+assert warnings.filters == filters, "the host program's warning filters have changed"
+
+class Stopped(BaseException):
+    pass
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron":
+            early = "mca_lite.before_megatron" not in sys.modules
+            unset = not torch.cuda.is_available() and "TORCHDYNAMO_DISABLE" not in os.environ
+            raise Stopped("before the CPU settings" if early or unset else "after them")
+
+sys.meta_path.insert(0, Watch())
+
+def first(action):
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    for name in [name for name in sys.modules if name.startswith("mca_lite.")]:
+        del sys.modules[name]
+        vars(mca_lite).pop(name.removeprefix("mca_lite."), None)
+    try:
+        action()
+    except Stopped as stopped:
+        return str(stopped)
+    return "never"
+
+for name in mca_lite.__all__:
+    print(name, first(lambda: getattr(mca_lite, name)), sep=": ")
+for name in {modules!r}:
+    print(name, first(lambda: importlib.import_module("mca_lite." + name)), sep=": ")
+"""
+
+
+def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first():
+    names = [name for name in ORDER if name not in ("__init__", "__main__")]
+    script = FIRST_MEGATRON.replace("{modules!r}", repr(names))
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    answers = dict(line.split(": ") for line in result.stdout.splitlines())
+    assert [name for name, answer in answers.items() if answer == "before the CPU settings"] == []
+    assert answers["AutoModel"] == answers["model_config"] == answers["optim"] == "after them"
+    assert answers["args"] == answers["constants"] == "never"
+
+
+def test_only_the_import_of_megatron_filters_warnings():
+    texts = {name: (PACKAGE / f"{name}.py").read_text() for name in ORDER}
+    words = ("filterwarnings", "simplefilter")
+    filtering = [name for name, text in texts.items() if any(word in text for word in words)]
+    assert filtering == ["before_megatron"]  # under warnings.catch_warnings()
+
+
+def test_importing_the_package_warns_of_nothing_that_megatron_lacks():
+    script = "import mca_lite.trainer; from mca_lite import AutoModel"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0 and "Apex" not in result.stderr, result.stderr
 
 
 VENDORED = """

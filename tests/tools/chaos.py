@@ -17,7 +17,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from mca_lite import ckpt_folder, ckpt_manifest
+from mca_lite import ckpt_folder
 from mca_lite.trainer_callbacks import TrainerCallback
 from tests.shared import tiny, training, world
 
@@ -90,7 +90,7 @@ def check(out: Path, progress: Path, keys: dict) -> None:
     there = ckpt_folder.all_folders(out)
     replaced = list(out.glob(".checkpoint-*.replaced"))
     for folder in there:
-        wrong = ckpt_manifest.damage(folder, ckpt_manifest.read(folder))
+        wrong = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
         assert not wrong, f"{folder} is unreadable: {wrong}"
     due = (step - 1) // INTERVAL * INTERVAL - (INTERVAL if keys.get("async_save") else 0)
     newest = ckpt_folder.step_of(there[-1]) if there else 0
