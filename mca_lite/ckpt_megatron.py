@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from . import parallel
 from .ckpt_manifest import CheckpointError, sync, write_synced
+from .optimizers import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
 _INDEX_NAME = ".metadata"
@@ -299,12 +300,12 @@ def _owned(optimizer, models):
 
 
 def _state_names(optimizer, parameter) -> list[str]:
-    names = (
-        ["momentum_buffer"]
-        if _parts(optimizer)[0].config.optimizer == "sgd"
-        else ["exp_avg", "exp_avg_sq"]
-    )
-    return names + (["master"] if parameter.dtype != torch.float32 else [])
+    states = _row(optimizer).states
+    return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
+
+
+def _row(optimizer) -> Optimizer:
+    return OPTIMIZERS[_parts(optimizer)[0].config.optimizer]
 
 
 def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
@@ -383,11 +384,9 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
             if "master" in mine:
                 main.copy_(mine.pop("master"))
             # the fused AdamW keeps its counter beside the parameter
-            step = (
-                {"step": torch.tensor(float(steps), device=main.device)}
-                if "exp_avg" in mine
-                else {}
-            )
+            step = {}
+            if _row(optimizer).counts_steps:
+                step["step"] = torch.tensor(float(steps), device=main.device)
             # a piece is copied, so that the whole can go
             mine = {
                 k: v if main.numel() == parameter.numel() else v.clone() for k, v in mine.items()
