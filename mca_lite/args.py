@@ -28,9 +28,10 @@ from .args_rules import (
     normalise_training,
 )
 from .args_rules_experts import check_frozen_bias
-from .args_rules_preference import check_preference, check_preference_run
 from .args_values import ConfigError, Problem, cast, default_of, type_hints
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .loss_preference import LOSSES
+from .objectives import OBJECTIVES, check_objective_keys, check_objective_run
 
 # What plain torch DDP, which knows data parallelism only, does without: these keys count as their defaults there.
 NOT_FOR_TORCH = (
@@ -108,8 +109,8 @@ class DataArguments(ArgumentGroup):
 class FinetuningArguments(ArgumentGroup):
     """What training is meant: the objective, and which weights move."""
 
-    stage: Literal["pt", "sft", "dpo"] = arg(
-        "sft", "pt: plain text, sft: conversations, dpo: preference pairs"
+    stage: str = arg(
+        "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
     )
     finetuning_type: Literal["full", "lora"] = arg(
         "full", "full: every weight is trained; lora: adapters are"
@@ -138,8 +139,8 @@ class FinetuningArguments(ArgumentGroup):
     save_merged_model: bool = arg(
         False, "write the model with the adapters in its weights too, to output_dir/merged"
     )
-    pref_loss: Literal["sigmoid", "orpo"] = arg(
-        "sigmoid", "for stage dpo: sigmoid is DPO, orpo needs no reference"
+    pref_loss: str = arg(
+        "sigmoid", "for stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
     )
     pref_beta: float = arg(
         0.1, "how strongly the reference holds, or the weight of orpo's odds ratio", above=0
@@ -156,7 +157,7 @@ class FinetuningArguments(ArgumentGroup):
     )
 
     def _check(self, bad: set[str]) -> list[Problem]:
-        return check_finetuning(self, bad) + check_preference(self, bad)
+        return check_finetuning(self, bad) + check_objective_keys(self, bad)
 
 
 @dataclass(kw_only=True)
@@ -415,9 +416,10 @@ class RunArguments:
     warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        objective = OBJECTIVES[self.finetuning.stage]
         if self.data.packing is None:
-            self.data.packing = self.finetuning.stage == "pt"
-        if self.data.neat_packing or (self.data.packing and self.finetuning.stage != "pt"):
+            self.data.packing = objective.joins_documents
+        if self.data.neat_packing or (self.data.packing and not objective.joins_documents):
             self.training.sequence_packing = (
                 True  # packs of samples reach the model with their borders
             )
@@ -472,7 +474,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     bad = {problem.key for problem in problems}
     if needs_world and "WORLD_SIZE" not in os.environ:
         problems += check_world(training, bad)
-    problems += check_run(run, bad) + check_preference_run(run, bad) + check_frozen_bias(run, bad)
+    problems += check_run(run, bad) + check_objective_run(run, bad) + check_frozen_bias(run, bad)
     if model.model_name_or_path:
         numbers, found = read_model_numbers(model)
         problems += found + check_model(numbers, training)

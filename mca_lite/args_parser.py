@@ -38,8 +38,10 @@ from .args_values import (
 )
 
 
-def arg(default: Any, text: str, **limits: float) -> Any:
-    """A dataclass field with help and limits: low <= value, above < value, value <= high, value < below."""
+def arg(default: Any, text: str, **limits: Any) -> Any:
+    """A dataclass field with help and limits: low <= value, above < value, value <= high, value < below.
+
+    choices: a table whose keys are the values, which may grow until the arguments are read."""
     metadata = {"help": text, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)

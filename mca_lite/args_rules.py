@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 from .args_keys import unsupported_problem
 from .args_pipeline import balanced_layout, layout_defect, layout_stages
 from .args_rules_experts import check_expert_world, check_experts
-from .args_rules_preference import METRICS, PREFERENCE_KEYS
 from .args_values import Problem, cast, default_of
+from .objectives import OBJECTIVES, all_metrics
+from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
-OPTIMIZERS = {"adam": "adam", "adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
 REPORTERS = ("tensorboard", "wandb")
 SCHEDULERS = (
     "constant",
@@ -91,9 +91,15 @@ TRAINING_RULES = (
     ),
     Rule(
         "optim use_distributed_optimizer",
-        lambda a: a.optim == "sgd" and a.use_distributed_optimizer,
+        lambda a: a.use_distributed_optimizer and not OPTIMIZERS[a.optim].distributed,
         "megatron's distributed optimizer knows Adam only",
         "use_distributed_optimizer: false, or optim: adam",
+    ),
+    Rule(
+        "optimizer_cpu_offload optim",
+        lambda a: a.optimizer_cpu_offload and not OPTIMIZERS[a.optim].offloads,
+        "megatron keeps no state of optim {a.optim} on the CPU",
+        "optimizer_cpu_offload: false, or optim: adam",
     ),
     Rule(
         "expert_model_parallel_size tensor_model_parallel_size sequence_parallel",
@@ -133,7 +139,8 @@ TRAINING_RULES = (
     Rule(
         "metric_for_best_model eval_strategy",
         lambda a: (
-            a.eval_strategy != "no" and a.metric_for_best_model.removeprefix("eval_") not in METRICS
+            a.eval_strategy != "no"
+            and a.metric_for_best_model.removeprefix("eval_") not in all_metrics()
         ),
         "an evaluation gives eval_loss, and with stage dpo its metrics",
         "metric_for_best_model: loss",
@@ -225,11 +232,11 @@ def normalise_training(args: Any, bad: set[str]) -> list[Problem]:
     args.report_to = [
         name for name in REPORTERS if name in args.report_to or "all" in args.report_to
     ]
+    args.optim = OPTIMIZER_ALIASES.get(args.optim, args.optim)
     if args.optim not in OPTIMIZERS:
-        problems.append(
-            Problem("optim", args.optim, "no such optimizer", f"optim: {', '.join(OPTIMIZERS)}")
-        )
-    args.optim = OPTIMIZERS.get(args.optim, "adam")
+        names = ", ".join([*OPTIMIZERS, *OPTIMIZER_ALIASES])
+        problems.append(Problem("optim", args.optim, "no such optimizer", f"optim: {names}"))
+        args.optim = "adam"
     if 0 < args.warmup_steps < 1 and args.warmup_ratio == 0:
         args.warmup_steps, args.warmup_ratio = 0, args.warmup_steps
     if not float(args.warmup_steps).is_integer():
@@ -571,10 +578,11 @@ def check_data(args: Any, bad: set[str]) -> list[Problem]:
 
 def check_finetuning(args: Any, bad: set[str]) -> list[Problem]:
     """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter brings its own sizes."""
+    of_objectives = {key for objective in OBJECTIVES.values() for key in objective.keys}
     own = [
         f
         for f in dataclasses.fields(args)
-        if f.name not in ("stage", "finetuning_type", *PREFERENCE_KEYS)
+        if f.name not in {"stage", "finetuning_type", *of_objectives}
     ]
     given = [f.name for f in own if getattr(args, f.name) != default_of(f)]
     problems = []
@@ -636,7 +644,6 @@ def check_run(run: Any, bad: set[str]) -> list[Problem]:
             )
     for used, reason in (
         (not run.backend.use_mca, "plain torch has no layers for multi-token prediction"),
-        (run.finetuning.stage == "dpo", "preferences are not predicted ahead"),
         (
             run.finetuning.finetuning_type == "lora",
             "adapters beside layers for multi-token prediction are not built",

@@ -175,6 +175,13 @@ def _cast_str(value: Any) -> str:
     raise ValueError("expected text")
 
 
+def _one_of(value: str, choices: dict[str, Any]) -> str:
+    text = value.strip().lower()
+    if text not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return text
+
+
 @functools.cache
 def type_hints(group_class: type) -> dict[str, Any]:
     """Field name -> annotation, as an object."""
@@ -208,7 +215,10 @@ def cast_fields(group: Any, bad: set[str]) -> list[Problem]:
         if value is None and default is not dataclasses.MISSING:
             value = default
         try:
-            setattr(group, item.name, cast(value, hints[item.name]))
+            value = cast(value, hints[item.name])
+            if "choices" in item.metadata:
+                value = _one_of(value, item.metadata["choices"])
+            setattr(group, item.name, value)
         except ValueError as error:
             hint = example(item.name, default, item.metadata.get("help", ""))
             problems.append(Problem(item.name, value, str(error), hint))

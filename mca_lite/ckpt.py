@@ -33,7 +33,6 @@ from .weights_files import named_tensors
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
-_OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 # -- a folder, from the trainer's side ----------------------------------------------------------------------------------
 
@@ -424,7 +423,8 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     if optimizer is None:
         return
     states = load_file(folder / "optimizer.safetensors")
+    keys = sorted({key.partition(".")[0] for key in states})
     for name, parameter in model.named_parameters():
-        keys = [k for k in (*_OPTIMIZER_KEYS, "step") if f"{k}.{name}" in states]
+        kept = [key for key in keys if f"{key}.{name}" in states]
         # the counter too: the fused AdamW keeps it beside the parameter
-        optimizer.state[parameter] = {k: states[f"{k}.{name}"].to(parameter.device) for k in keys}
+        optimizer.state[parameter] = {k: states[f"{k}.{name}"].to(parameter.device) for k in kept}

@@ -21,6 +21,7 @@ from . import parallel
 from .ckpt_folder import sync, write_synced
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
+from .optimizers import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
 
@@ -312,11 +313,12 @@ def _owned(optimizer, models):
 
 
 def _state_names(optimizer, parameter) -> list[str]:
-    if _parts(optimizer)[0].config.optimizer == "sgd":
-        names = ["momentum_buffer"]
-    else:
-        names = ["exp_avg", "exp_avg_sq"]
-    return names + (["master"] if parameter.dtype != torch.float32 else [])
+    states = _row(optimizer).states
+    return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
+
+
+def _row(optimizer) -> Optimizer:
+    return OPTIMIZERS[_parts(optimizer)[0].config.optimizer]
 
 
 def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
@@ -405,7 +407,9 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
                 mine[name] = value.clone() if is_piece else value  # so that the whole can go
             if "master" in mine:
                 main.copy_(mine.pop("master"))
-            if "exp_avg" in mine:  # the fused AdamW keeps its counter beside the parameter
+            if _row(
+                optimizer
+            ).counts_steps:  # the fused AdamW keeps its counter beside the parameter
                 mine["step"] = torch.tensor(float(steps), device=main.device)
             inner.state[main] = mine
 

@@ -229,7 +229,7 @@ def trainer_of(run: RunArguments, prepared: Prepared):
 def reference_folder(run: RunArguments, folder: Path, vocab_size: int) -> Path | None:
     """The folder of a reference that is a second model; None without one. ValueError for a model of other tokens, and for
     a reference that the finetuning keys do not leave as it was."""
-    from .args_rules_preference import REFERENCES
+    from .loss_preference import REFERENCES
     from .model_config import load_hf_config
     from .weights_sources import resolve_folder
 

@@ -19,6 +19,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from .optimizers import OPTIMIZERS
+
 # HF's names -> megatron's
 LR_DECAY_STYLES = {
     "constant": "constant",
@@ -151,7 +153,8 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     # without a GPU everything is on the CPU already, and megatron's hybrid optimizer finds no GPU tensors to pair
     offload = args.optimizer_cpu_offload and torch.cuda.is_available()
     return OptimizerConfig(
-        optimizer=args.optim,
+        # megatron-core knows two: an SGD, which has no state yet, keeps the place of any other
+        optimizer=OPTIMIZERS[args.optim].megatron or "sgd",
         lr=args.learning_rate,
         min_lr=0.0,  # None would break the scheduler, which reads it from each group
         weight_decay=args.weight_decay,
@@ -179,34 +182,42 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
 
 
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
-    """megatron's optimizer over DDP-wrapped chunks: Adam or SGD, plain or distributed, with float32 master weights."""
-    optimizer = get_megatron_optimizer(get_optimizer_config(args, params_dtype), chunks)
+    """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master weights."""
+    row = OPTIMIZERS[args.optim]
+    config = get_optimizer_config(args, params_dtype)
+    optimizer = get_megatron_optimizer(config, chunks)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
+        if inner is not None and row.megatron is None:
+            part.optimizer = row.make(_groups_without_defaults(inner), args)
         for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
             group["foreach"], group["fused"] = False, True  # one kernel for the whole update
     for group in optimizer.param_groups:
-        (
-            group.pop("min_lr", None),
-            group.pop("max_lr", None),
-        )  # the scheduler's own hold, for every group
+        # the scheduler has limits of its own, for every group
+        group.pop("min_lr", None)
+        group.pop("max_lr", None)
+    config.optimizer = args.optim  # checkpoints find the names of the states by it
     return optimizer
 
 
+def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The parameter groups of an optimizer that has not stepped, without what only its own kind reads."""
+    kept = ("lr", "weight_decay")
+    return [
+        {key: value for key, value in group.items() if key in kept or key not in optimizer.defaults}
+        for group in optimizer.param_groups
+    ]
+
+
 def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer for a plain torch model: the same groups under megatron's key wd_mult."""
+    """The optimizer for a plain torch model, with megatron's groups and their key wd_mult."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if decays(p)], wd_mult=1.0),
         dict(params=[p for p in parameters if not decays(p)], wd_mult=0.0),
     ]
     groups = [group for group in groups if group["params"]]
-    if args.optim == "sgd":
-        return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(
-        groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True
-    )
+    return OPTIMIZERS[args.optim].make(groups, args)
 
 
 def create_grad_scaler(args):

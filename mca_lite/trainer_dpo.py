@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from . import ckpt_folder, lora, loss_preference, parallel
-from .args_rules_preference import METRICS, PREF_LOSSES, REFERENCES
+from .args import FinetuningArguments
 from .ckpt_folder import CheckpointError
 from .constants import IGNORE_INDEX
 from .data_batches import FILLER, BatchPlan, make_loader
@@ -32,6 +32,7 @@ from .data_pairs import (
     arrange_pairs,
     pairs_of,
 )
+from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
 from .trainer import McaTrainer
 from .trainer_reference import ReferenceStore, files_of_model
 from .trainer_signals import Interrupted
@@ -61,32 +62,29 @@ class DPOConfig:
     model_source: str = ""
 
     def __post_init__(self):
-        if self.pref_loss not in PREF_LOSSES:
-            raise ValueError(f"pref_loss {self.pref_loss!r}: expected {' or '.join(PREF_LOSSES)}")
-        needs = self.pref_loss == "sigmoid"
-        if self.use_ref_model is None:
-            self.use_ref_model = needs
-        if self.use_ref_model != needs:
-            raise ValueError(
-                f"use_ref_model {self.use_ref_model}: pref_loss {self.pref_loss} has {'a' if needs else 'no'} reference model"
-            )
+        keys = FinetuningArguments(  # the same rules as for a configuration file
+            stage="dpo",
+            finetuning_type="lora",  # whether the model has adapters is seen with the model
+            pref_loss=self.pref_loss,
+            pref_beta=self.beta,
+            pref_ftx=self.ftx,
+            dpo_label_smoothing=self.label_smoothing,
+            ref_model=self.reference,
+        )
+        self.pref_loss, self.beta, self.ftx = keys.pref_loss, keys.pref_beta, keys.pref_ftx
+        self.label_smoothing = keys.dpo_label_smoothing
         if self.reference not in (None, *REFERENCES):
             raise ValueError(
                 f"reference {self.reference!r}: expected {', '.join(REFERENCES)}, or None"
             )
-        if self.reference is not None and not needs:
+        needs = LOSSES[self.pref_loss].has_reference
+        if self.use_ref_model not in (None, needs):
+            article = "a" if needs else "no"
             raise ValueError(
-                f"reference {self.reference}: pref_loss {self.pref_loss} has none, leave it out"
+                f"use_ref_model {self.use_ref_model}: pref_loss {self.pref_loss} has {article} "
+                "reference model"
             )
-        if self.beta <= 0 or self.ftx < 0 or not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"beta {self.beta}, ftx {self.ftx}, label_smoothing {self.label_smoothing}: expected above 0, at least 0, and "
-                "from 0 to below 0.5"
-            )
-        if self.label_smoothing and not needs:
-            raise ValueError(
-                f"label_smoothing {self.label_smoothing}: only pref_loss sigmoid has it"
-            )
+        self.use_ref_model = needs
 
 
 class Documents(NamedTuple):
@@ -142,6 +140,10 @@ class DPOTrainer(McaTrainer):
         self._was_trained = self._start_is_checked = False
 
     # -- the loss
+
+    def preference_loss(self, responses: Responses):
+        """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of pref_loss."""
+        return LOSSES[self.train_config.pref_loss].formula(responses, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of chosen, then rejected."""
@@ -201,37 +203,28 @@ class DPOTrainer(McaTrainer):
         labels [b, s]; documents says where the responses are; ref_*_logps float32 [P], None for a loss without reference.
         """
         logps, lens = self._response_logps(labels, documents, losses)
-        (chosen, rejected), real, config = (
-            (logps[0::2], logps[1::2]),
-            documents.real,
-            self.train_config,
+        real, config = documents.real, self.train_config
+        responses = Responses(
+            logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
         )
-        if config.pref_loss == "orpo":
-            response_lens = torch.cat([lens[0::2], lens[1::2]])
-            of_pairs, chosen_rewards, rejected_rewards = self.odds_ratio_loss(
-                chosen, rejected, response_lens
-            )
-        else:
-            of_pairs, chosen_rewards, rejected_rewards = self.dpo_loss(
-                chosen, rejected, ref_chosen_logps, ref_rejected_logps
-            )
-        sft = -chosen / lens[0::2].clamp(min=1)
+        of_pairs, chosen_rewards, rejected_rewards = self.preference_loss(responses)
+        sft = -responses.chosen / responses.chosen_lens.clamp(min=1)
         of_pairs = of_pairs + config.ftx * sft
         margins = chosen_rewards - rejected_rewards
-        values = [
-            of_pairs,
-            chosen_rewards,
-            rejected_rewards,
-            (margins > 0).float(),
-            margins,
-            chosen,
-            rejected,
-            sft,
-        ]
+        values = {
+            "loss": of_pairs,
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/accuracies": (margins > 0).float(),
+            "rewards/margins": margins,
+            "logps/chosen": responses.chosen,
+            "logps/rejected": responses.rejected,
+            "sft_loss": sft,
+        }
         count = real.sum()
         metrics = {
             key: torch.stack([(value.detach() * real).sum(), count])
-            for key, value in zip(self.metrics_keys, values, strict=True)
+            for key, value in values.items()
         }
         # all context-parallel ranks have the same pairs, and megatron adds up what they count: one of them counts
         counts = self.backend.context_parallel[1] == 0

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "mca_lite"
 
 # each module may import from those before it
 ORDER = """
-    constants files cpu before_megatron loss_tokens loss_preference model_routing model_family_rows model_families
-    args_pipeline args_values args_keys args_rules_preference args_rules_experts args_rules
+    constants files cpu before_megatron loss_tokens model_routing model_family_rows model_families
+    args_pipeline args_values loss_preference objectives optimizers args_keys args_rules_experts args_rules
     args_parser args packed_rows data_build_once data_records data_pair_records data_chat data_encode data_cache data_batches data_pairs data parallel
     model_moe model_latent model_layers model_mtp model_config optim trainer_callbacks log weights_files weights_sources weights_vocabulary weights_convert lora_layers lora_experts lora
     lora_files ckpt_folder trainer_reference ckpt_index ckpt_megatron ckpt trainer_signals model backend_megatron backend_torch_moe

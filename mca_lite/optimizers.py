@@ -1,0 +1,87 @@
+"""The optimizers: one table, OPTIMIZERS, by the names that the key `optim` takes.
+
+The rules of configuration keys read the table too, so torch is imported in the functions: a typing error must not wait
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Optimizer(NamedTuple):
+    """One row of OPTIMIZERS.
+
+    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"); args: TrainingArguments. Both
+    backends set each group's lr and weight_decay before every step, so that decay should be decoupled.
+    states: the names of its tensors that have a parameter's shape, which checkpoints keep.
+    counts_steps: whether it keeps the number of updates as a tensor "step" beside them.
+    megatron: its name in megatron-core, which then makes it on that backend; None: make() does there too.
+    distributed: whether megatron-core's distributed optimizer can cut its states.
+    offloads: whether megatron-core can keep it on the CPU (optimizer_cpu_offload).
+    """
+
+    make: Callable[[list[dict], Any], Any]
+    states: tuple[str, ...]
+    counts_steps: bool = False
+    megatron: str | None = None
+    distributed: bool = False
+    offloads: bool = False
+
+
+OPTIMIZERS: dict[str, Optimizer] = {}
+OPTIMIZER_ALIASES: dict[str, str] = {}  # other people's names
+
+
+def register_optimizer(
+    name: str,
+    make: Callable[[list[dict], Any], Any],
+    *,
+    states: tuple[str, ...],
+    counts_steps: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> None:
+    """Let `optim: <name>` train with what `make` returns (see Optimizer), on both backends, with float32 master weights
+    under megatron-core. ValueError for a name that is taken. Call it before the configuration is parsed, on every rank.
+    """
+    _add(name, Optimizer(make, tuple(states), counts_steps), *aliases)
+
+
+def _add(name: str, row: Optimizer, *aliases: str) -> None:
+    for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
+        raise ValueError(f"optim {taken} is registered already: choose another name")
+    OPTIMIZERS[name] = row
+    OPTIMIZER_ALIASES.update(dict.fromkeys(aliases, name))
+
+
+def _adam(groups: list[dict], args):
+    import torch
+
+    betas = (args.adam_beta1, args.adam_beta2)
+    # fused: one kernel for the whole update
+    return torch.optim.AdamW(
+        groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True
+    )
+
+
+def _sgd(groups: list[dict], args):
+    import torch
+
+    return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
+
+
+_add(
+    "adam",
+    Optimizer(
+        _adam,
+        states=("exp_avg", "exp_avg_sq"),
+        counts_steps=True,
+        megatron="adam",
+        distributed=True,
+        offloads=True,
+    ),
+    "adamw_torch",
+    "adamw_torch_fused",
+)
+_add("sgd", Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd", offloads=True))
