@@ -3,6 +3,7 @@
 import pytest
 
 from tests.shared import tiny, world
+from tests.shared.cells import asked_for, cell, shared_worlds, thinned
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, VPP2
 from tests.shared.lora_tools import adapter_of, train_from_adapter, train_with_peft
@@ -29,106 +30,130 @@ LAYOUTS = {
     "pp2dp2_overlap": (4, {**PP2, **OVERLAP}),
     "tp2sp_cp2_packed": (4, {**TP2, **SP, **CP2, **PACKED}),
 }
-FEW = ("one", "tp2_sp", "pp2_vpp2", "dp2_overlap")
+ON_TORCH = {
+    "torch": (1, dict(backend="torch")),
+    "torch_dp2": (2, dict(backend="torch")),
+    "torch_packed": (1, {**PACKED, "backend": "torch"}),
+}
+# {case: (family, what peft's configuration says besides)}
+CASES = {
+    **{family: (family, {}) for family in tiny.FAMILY_KEYS},
+    "q_and_v": ("llama", dict(targets=("q_proj", "v_proj"))),
+    "gate_and_o": ("llama", dict(targets=("gate_proj", "o_proj"))),
+    "embedding": ("llama", dict(targets=("embed_tokens", "down_proj"))),
+    "head": ("llama", dict(targets=("lm_head", "k_proj"))),
+    "embedding_and_head": ("llama", dict(targets=("embed_tokens", "lm_head"))),
+    "tied": ("qwen3", dict(targets=("embed_tokens", "lm_head", "v_proj"))),
+    "first_mlp": ("llama", dict(targets=("layers.0.mlp.down_proj",))),
+    "first_stage": ("llama", dict(targets=("layers.0.self_attn.q_proj",))),
+    "saved": ("llama", dict(targets=("q_proj",),
+                            modules_to_save=("lm_head", "model.norm", "embed_tokens"))),
+    "rank_stabilised": ("llama", dict(use_rslora=True, lora_alpha=3)),
+    "torch_targets": ("llama", dict(targets=("q_proj", "up_proj", "embed_tokens", "lm_head"))),
+}  # fmt: skip
+
+
+def train_all_with_peft(paths: dict, folder: str, cases: list) -> dict:
+    return {
+        case: train_with_peft(paths[CASES[case][0]], f"{folder}/{case}", **CASES[case][1])
+        for case in cases
+    }
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """{family: (model folder, folder of peft's adapters, curve of peft)}, each made when it is first asked for."""
-
-    class References(dict):
-        def __missing__(self, key):
-            family, *config = key if isinstance(key, tuple) else (key,)
-            folder = tmp_path_factory.mktemp(family)
-            path = tiny.save_model(folder / "model", family)
-            [curve] = world.run(train_with_peft, 1, path, str(folder), **dict(config))
-            self[key] = path, folder, curve
-            return self[key]
-
-    return References()
+def references(request, tmp_path_factory):
+    """{case: (model folder, folder of peft's adapters, curve of peft)} of the cases that are asked for."""
+    folder, cases = tmp_path_factory.mktemp("references"), asked_for(request)
+    paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
+    [curves] = world.run(train_all_with_peft, 1, paths, str(folder), cases)
+    return {case: (paths[CASES[case][0]], folder / case, curves[case]) for case in cases}
 
 
-def check(reference, tmp_path, ranks, keys):
-    path, folder, curve = reference
-    for got in world.run(
-        train_from_adapter, ranks, path, str(tmp_path), str(folder / "start"), **keys
-    ):
-        assert_same_curve(got, curve)
-    assert_same_tensors(adapter_of(tmp_path), adapter_of(folder / "end"))
+@pytest.fixture(scope="module")
+def check(request, references, tmp_path_factory):
+    """check(case, layout): the curve and the adapters of the case in the layout are peft's."""
+
+    def of(case: str):
+        path, folder, _ = references[case]
+        return (path, str(folder / "start")), {}
+
+    trained = shared_worlds(
+        request, tmp_path_factory, {**LAYOUTS, **ON_TORCH}, of, run=train_from_adapter
+    )
+
+    def check(case: str, layout: str):
+        _, folder, curve = references[case]
+        curves, out = trained(layout)
+        for got in curves:
+            assert_same_curve(got[case], curve)
+        assert_same_tensors(adapter_of(out / case), adapter_of(folder / "end"))
+
+    return check
+
+
+FEW = ("one", "tp2_sp", "pp2_vpp2", "dp2_overlap")
 
 
 @pytest.mark.parametrize(
-    "family, layout",
-    [(f, name) for f in tiny.FAMILY_KEYS for name in (LAYOUTS if f in ("llama", "qwen3") else FEW)],
+    "case, layout",
+    thinned(["llama"], LAYOUTS, ["llama"], [])
+    + thinned(["qwen3"], LAYOUTS, [], FEW)
+    + thinned(["mistral", "qwen2"], FEW, [], ["tp2_sp"]),
 )
-def test_adapters_train_as_with_peft(family, layout, references, tmp_path):
-    check(references[family], tmp_path, *LAYOUTS[layout])
-
-
-SUBSETS = {
-    "q_and_v": ("q_proj", "v_proj"),
-    "gate_and_o": ("gate_proj", "o_proj"),
-    "embedding": ("embed_tokens", "down_proj"),
-    "head": ("lm_head", "k_proj"),
-    "embedding_and_head": ("embed_tokens", "lm_head"),
-}
-SUBSET_LAYOUTS = ("one", "tp2_sp", "pp2")
-VOCABULARY_LAYOUTS = (*SUBSET_LAYOUTS, "tp2", "pp2_vpp2_full_recompute", "dp2_overlap")
+def test_adapters_train_as_with_peft(case, layout, check):
+    check(case, layout)
 
 
 @pytest.mark.parametrize(
-    "subset, layout",
+    "case, layout",
     [
-        (s, name)
-        for s in SUBSETS
-        for name in (VOCABULARY_LAYOUTS if s == "embedding_and_head" else SUBSET_LAYOUTS)
+        cell(case, layout)
+        for case in ("q_and_v", "gate_and_o", "embedding", "head", "embedding_and_head")
+        for layout in ("one", "tp2_sp", "pp2")
+    ]
+    + [
+        cell("embedding_and_head", layout)
+        for layout in ("tp2", "pp2_vpp2_full_recompute", "dp2_overlap")
     ],
 )
-def test_some_modules_alone_train_as_with_peft(subset, layout, references, tmp_path):
+def test_some_modules_alone_train_as_with_peft(case, layout, check):
     """A part of a fused matrix; the embedding and the head, whose vocabulary is padded by tensor parallelism."""
-    check(references["llama", ("targets", SUBSETS[subset])], tmp_path, *LAYOUTS[layout])
+    check(case, layout)
 
 
-@pytest.mark.parametrize("layout", ("selective_recompute", "full_recompute"))
-def test_recomputation_finds_gradients_behind_frozen_modules(layout, references, tmp_path):
+@pytest.mark.parametrize("case", ["first_mlp"])
+@pytest.mark.parametrize("layout", ["selective_recompute", "full_recompute"])
+def test_recomputation_finds_gradients_behind_frozen_modules(case, layout, check):
     """Nothing in front of the first layer's MLP needs a gradient, and what is recomputed there has to."""
-    check(references["llama", ("targets", ("layers.0.mlp.down_proj",))], tmp_path, *LAYOUTS[layout])
+    check(case, layout)
 
 
-@pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "pp2_vpp2"))
-def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(
-    layout, references, tmp_path
-):
-    reference = references["qwen3", ("targets", ("embed_tokens", "lm_head", "v_proj"))]
-    check(reference, tmp_path, *LAYOUTS[layout])
+@pytest.mark.parametrize("case", ["tied"])
+@pytest.mark.parametrize("layout", ["one", "tp2_sp", "pp2", "pp2_vpp2"])
+def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(case, layout, check):
+    check(case, layout)
 
 
+@pytest.mark.parametrize("case", ["first_stage"])
 @pytest.mark.parametrize(
-    "layout", ("one", "pp2", "pp2_vpp2", "pp2_vpp2_full_recompute", "dp2_overlap")
+    "layout", ["one", "pp2", "pp2_vpp2", "pp2_vpp2_full_recompute", "dp2_overlap"]
 )
-def test_stages_without_adapters_train_as_with_peft(layout, references, tmp_path):
-    check(
-        references["llama", ("targets", ("layers.0.self_attn.q_proj",))], tmp_path, *LAYOUTS[layout]
-    )
+def test_stages_without_adapters_train_as_with_peft(case, layout, check):
+    check(case, layout)
 
 
-@pytest.mark.parametrize("layout", ("one", "tp2_sp", "pp2", "dp2_overlap"))
-def test_modules_to_save_train_as_with_peft(layout, references, tmp_path):
-    saved = ("modules_to_save", ("lm_head", "model.norm", "embed_tokens"))
-    check(references["llama", ("targets", ("q_proj",)), saved], tmp_path, *LAYOUTS[layout])
+@pytest.mark.parametrize("case", ["saved"])
+@pytest.mark.parametrize("layout", ["one", "tp2_sp", "pp2", "dp2_overlap"])
+def test_modules_to_save_train_as_with_peft(case, layout, check):
+    check(case, layout)
 
 
-def test_rank_stabilised_adapters_train_as_with_peft(references, tmp_path):
-    check(
-        references["llama", ("use_rslora", True), ("lora_alpha", 3)], tmp_path, *LAYOUTS["tp2_sp"]
-    )
+@pytest.mark.parametrize("case, layout", [("rank_stabilised", "tp2_sp")])
+def test_rank_stabilised_adapters_train_as_with_peft(case, layout, check):
+    check(case, layout)
 
 
-@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, {}), (1, PACKED)])
-@pytest.mark.parametrize(
-    "family, targets",
-    [("llama", ("q_proj", "up_proj", "embed_tokens", "lm_head")), ("qwen3", None)],
-)
-def test_the_torch_backend_trains_as_with_peft(family, targets, ranks, keys, references, tmp_path):
-    reference = references[family] if targets is None else references[family, ("targets", targets)]
-    check(reference, tmp_path, ranks, {**keys, "backend": "torch"})
+@pytest.mark.parametrize("case", ["torch_targets", "qwen3"])
+@pytest.mark.parametrize("layout", ON_TORCH)
+def test_the_torch_backend_trains_as_with_peft(case, layout, check):
+    check(case, layout)

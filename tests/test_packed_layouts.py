@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.shared import tiny, world
-from tests.shared.files import tensors
+from tests.shared.cells import asked_for, shared_worlds, thinned, train_all
+from tests.shared.files import assert_same_tensors, tensors
 from tests.shared.layouts import (
     CP2,
     CUT,
@@ -19,42 +20,54 @@ from tests.shared.layouts import (
 )
 from tests.shared.training import assert_same_curve, train
 
+EVERYWHERE = ["qwen3"]  # as in test_parity.py
+FEW = ["one", "tp2_sp", "pp2", "cp2"]
+LAYOUTS = {
+    **{name: (ranks, {**keys, **PACKED}) for name, (ranks, keys) in PACKED_LAYOUTS.items()},
+    **{f"{name}, padded": pair for name, pair in CUT.items()},
+}
+
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
+def references(request, tmp_path_factory):
     """{family: (model folder, curve of the torch backend on one rank with one sample a row, its weights)}"""
-    out = {}
-    for family in tiny.FAMILY_KEYS:
-        folder = tmp_path_factory.mktemp(family)
-        path = tiny.save_model(folder / "model", family)
-        [curve] = world.run(train, 1, path, str(folder / "out"), backend="torch", export=True)
-        out[family] = path, curve, tensors(folder / "out")
-    return out
+    folder = tmp_path_factory.mktemp("references")
+    paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
+    runs = {family: ((paths[family],), {}) for family in {*asked_for(request), "qwen3"}}
+    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch")
+    return {f: (paths[f], curves.get(f), tensors(folder / f)) for f in paths}
+
+
+@pytest.fixture(scope="module")
+def trained(request, references, tmp_path_factory):
+    return shared_worlds(request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}))
+
+
+def assert_same_run(references, family, curves, folder):
+    _, curve, weights = references[family]
+    for got in curves:
+        assert_same_curve(got, curve)
+    assert_same_tensors(tensors(folder), weights)
+
+
+@pytest.mark.parametrize("case, layout", thinned(tiny.FAMILY_KEYS, PACKED_LAYOUTS, EVERYWHERE, FEW))
+def test_packed_rows_train_as_single_samples(case, layout, references, trained):
+    """Two samples a row, other rows in each micro-batch, the last step of the epoch partly filled."""
+    curves, folder = trained(layout)
+    assert_same_run(references, case, [got[case] for got in curves], folder / case)
+
+
+@pytest.mark.parametrize(
+    "case, layout", thinned(["llama", "qwen3"], [f"{n}, padded" for n in CUT], EVERYWHERE, [])
+)
+def test_context_parallel_rows_train_as_whole_ones(case, layout, references, trained):
+    curves, folder = trained(layout)
+    assert_same_run(references, case, [got[case] for got in curves], folder / case)
 
 
 def check(references, family, tmp_path, ranks, keys):
-    path, curve, weights = references[family]
-    for got in world.run(train, ranks, path, str(tmp_path), export=True, **keys):
-        assert_same_curve(got, curve)
-    for name, value in tensors(tmp_path).items():
-        torch.testing.assert_close(
-            value, weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
-@pytest.mark.parametrize("family", tiny.FAMILY_KEYS)
-def test_packed_rows_train_as_single_samples(family, layout, references, tmp_path):
-    """Two samples a row, other rows in each micro-batch, the last step of the epoch partly filled."""
-    ranks, keys = PACKED_LAYOUTS[layout]
-    check(references, family, tmp_path, ranks, {**keys, **PACKED})
-
-
-@pytest.mark.parametrize("layout", CUT)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_context_parallel_rows_train_as_whole_ones(family, layout, references, tmp_path):
-    ranks, keys = CUT[layout]
-    check(references, family, tmp_path, ranks, keys)
+    got = world.run(train, ranks, references[family][0], str(tmp_path), export=True, **keys)
+    assert_same_run(references, family, got, tmp_path)
 
 
 def test_the_torch_backend_packs_with_the_same_numbers(references, tmp_path):
@@ -129,16 +142,19 @@ def token_losses(path: str, cp: int = 1) -> dict:
     )
 
 
+def token_losses_of_all(paths: dict, cp: int) -> dict:
+    return {family: token_losses(path, cp) for family, path in paths.items()}
+
+
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("family", tiny.FAMILY_KEYS)
-def test_packed_equals_alone_token_by_token_and_no_document_moves_another(family, cp, references):
-    path = references[family][0]
-    got = world.run(token_losses, cp, path, cp)[0]
-    for i, (packed, alone, contaminated) in enumerate(
-        zip(got["packed"], got["alone"], got["contaminated"], strict=True)
-    ):
-        assert packed == pytest.approx(alone, rel=0, abs=1e-6)
-        assert (packed == contaminated) == (i != 2)
+def test_packed_equals_alone_token_by_token_and_no_document_moves_another(cp, references):
+    paths = {family: reference[0] for family, reference in references.items()}
+    for got in world.run(token_losses_of_all, cp, paths, cp)[0].values():
+        for i, (packed, alone, contaminated) in enumerate(
+            zip(got["packed"], got["alone"], got["contaminated"], strict=True)
+        ):
+            assert packed == pytest.approx(alone, rel=0, abs=1e-6)
+            assert (packed == contaminated) == (i != 2)
 
 
 def forget_the_borders(path: str) -> str:

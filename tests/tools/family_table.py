@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.cells import train_all
+from tests.shared.files import TOKENS, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2_SP
 
 README = Path(__file__).parents[2] / "README.md"
@@ -48,8 +51,6 @@ EXPERT_LAYOUTS = {
 
 def save_models(folder: Path) -> dict[str, dict[str, str]]:
     """{family: {model: its folder}}"""
-    from tests.shared import tiny, tiny_moe
-
     made: dict[str, dict[str, str]] = {}
     for name, keys in {**tiny.FAMILY_KEYS, **tiny.MORE_KEYS}.items():
         family = keys.get("model_type", name)
@@ -73,21 +74,19 @@ class Worst(dict):
 
 def measure(folder: Path) -> dict[str, Worst]:
     """{family: the worst of what was measured}"""
-    from tests.shared import world
-    from tests.shared.files import tensors
-    from tests.test_model_families import round_trip, train_all
+    from tests.test_model_families import SHORT, round_trip
 
     models = save_models(folder)
     worst = {family: Worst() for family in models}
     paths = {name: path for family in models.values() for name, path in family.items()}
     family_of = {name: family for family, names in models.items() for name in names}
-    [wanted] = world.run(
-        train_all, 1, paths, str(folder / "torch"), {}, backend="torch", timeout_s=600
-    )
-    for layout, (ranks, keys) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
-        chosen = {n: p for n, p in paths.items() if layout in LAYOUTS or n.endswith("+experts")}
+    runs = {name: ((path,), {}) for name, path in paths.items()}
+    keys = dict(SHORT, timeout_s=600)
+    [wanted] = world.run(train_all, 1, runs, str(folder / "torch"), backend="torch", **keys)
+    for layout, (ranks, own) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
+        chosen = {n: run for n, run in runs.items() if layout in LAYOUTS or n.endswith("+experts")}
         out = folder / layout
-        got = world.run(train_all, ranks, chosen, str(out), keys, timeout_s=600)
+        got = world.run(train_all, ranks, chosen, str(out), **keys, **own)
         for name in chosen:
             of = worst[family_of[name]]
             of["layouts"].add(layout)
@@ -113,8 +112,6 @@ def measure(folder: Path) -> dict[str, Worst]:
 
 def difference_of_logits(path: str, ours: list) -> float:
     from transformers import AutoModelForCausalLM
-
-    from tests.shared.files import TOKENS
 
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     with torch.no_grad():
