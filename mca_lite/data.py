@@ -1,7 +1,7 @@
-"""The datasets of a run: sources from the token cache, put together, split, mixed and described.
+"""The datasets of a run: shards from the token cache, put together, split, mixed, packed and described.
 
-Samples are shifted already: labels[t] is the token that position t has to predict, or IGNORE_INDEX. Nothing here talks
-to other ranks: every rank calls the same and gets the same.
+A sample is a list of documents {"input_ids", "labels"}, shifted: labels[t] is the token that position t has to predict, or
+IGNORE_INDEX. Nothing here talks to other ranks: every rank calls the same and gets the same.
 """
 
 import hashlib
@@ -12,42 +12,57 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
-from .data_cache import TokenShard, default_cache_dir, load_shard
-from .data_encode import Encoder, PairEncoder
-from .data_pairs import PackedPairs
-from .data_records import Source, resolve
-from .packed_rows import Packs
+from .data_cache import default_cache_dir, load_shard
+from .data_encode import Encoder
+from .data_files import SIDES, DatasetSpec, resolve
+from .data_packs import Packs
+from .data_shard import Shard
 
-# --------------------------------------------------------------------------------------------------------- the dataset
+# -- the dataset ---------------------------------------------------------------------------------
 
 
 class TokenDataset(Dataset):
-    """Map-style: `dataset[i]` is {"input_ids": int64 [n], "labels": int64 [n]}, read from memory-mapped files.
+    """Map-style: `dataset[i]` is a list of documents {"input_ids": int64 [n], "labels": int64 [n]}, read from memory-mapped
+    files: one document for a conversation or a piece of text, chosen and rejected for a pair.
 
-    `lengths` holds every n; `num_tokens` and `num_trained_tokens` count inputs, and labels that are not IGNORE_INDEX.
+    shards: all with as many documents a sample. index: the samples and their order, numbers in the shards laid end to end
+    (None: all). num_tokens and num_trained_tokens count inputs, and labels that are not IGNORE_INDEX.
     """
 
-    def __init__(self, shards: list[TokenShard], index: np.ndarray | None = None):
+    def __init__(self, shards: list[Shard], index: np.ndarray | None = None):
         self.shards = list(shards)
         self._starts = np.cumsum([0, *(len(shard) for shard in self.shards)])
-        self.index = (
-            np.arange(self._starts[-1]) if index is None else np.asarray(index, dtype=np.int64)
-        )
+        if index is None:
+            index = np.arange(self._starts[-1])
+        self.index = np.asarray(index, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, i: int) -> dict:
+    def __getitem__(self, i: int) -> list[dict]:
         row = self.index[i]
         shard = np.searchsorted(self._starts, row, side="right") - 1
         return self.shards[shard][row - self._starts[shard]]
 
-    def _gather(self, of_shard) -> np.ndarray:
-        return np.concatenate([of_shard(shard) for shard in self.shards])[self.index]
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """int64 [samples, documents of a sample]: inputs of each document, without reading a sample."""
+        return np.concatenate([shard.document_lengths for shard in self.shards])[self.index]
+
+    @property
+    def documents_per_sample(self) -> int:
+        return self.shards[0].document_lengths.shape[1]
 
     @property
     def lengths(self) -> np.ndarray:
-        return self._gather(lambda shard: shard.lengths)
+        """int64 [samples]: inputs of each sample, those of all its documents."""
+        return self.document_lengths.sum(axis=1)
+
+    @property
+    def costs(self) -> np.ndarray | None:
+        """Tokens of each pair, by which BatchPlan deals those of a step to the ranks; None for samples of one document,
+        which are dealt in their order."""
+        return self.lengths.astype(np.float64) if self.documents_per_sample > 1 else None
 
     @property
     def fingerprint(self) -> str:
@@ -62,37 +77,21 @@ class TokenDataset(Dataset):
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(self._gather(lambda shard: shard.learned).sum())
+        return int(np.concatenate([shard.learned for shard in self.shards])[self.index].sum())
 
     def subset(self, index) -> "TokenDataset":
         """The samples at these positions, in this order; positions may repeat."""
-        return type(self)(self.shards, self.index[np.asarray(index, dtype=np.int64)])
+        return TokenDataset(self.shards, self.index[np.asarray(index, dtype=np.int64)])
 
     @classmethod
     def concat(cls, datasets: list["TokenDataset"]) -> "TokenDataset":
         """The datasets one after another."""
-        shards = [shard for dataset in datasets for shard in dataset.shards]
-        starts = np.cumsum([0, *(dataset._starts[-1] for dataset in datasets)])
-        return cls(
-            shards,
-            np.concatenate([d.index + start for d, start in zip(datasets, starts, strict=False)]),
-        )
-
-
-class PairDataset(TokenDataset):
-    """Map-style: `dataset[i]` is {"chosen": sample, "rejected": sample}, each as TokenDataset's: shifted, labels on the
-    answer alone, the same prompt before both. `lengths` and the counts of tokens are sums over both sides.
-    """
-
-    @property
-    def pair_lengths(self) -> np.ndarray:
-        """int64 [n, 2]: inputs of the chosen and of the rejected side, without reading a sample."""
-        return self._gather(lambda shard: shard.pair_lengths)
-
-    @property
-    def costs(self) -> np.ndarray:
-        """Tokens of both sides, by which BatchPlan deals the pairs of a step to the ranks."""
-        return self.lengths.astype(np.float64)
+        shards, index, start = [], [], 0
+        for dataset in datasets:
+            shards += dataset.shards
+            index.append(dataset.index + start)
+            start += dataset._starts[-1]
+        return cls(shards, np.concatenate(index))
 
 
 def split_off(
@@ -103,7 +102,8 @@ def split_off(
     count = max(count, 1)
     if count >= len(dataset):
         raise ValueError(
-            f"val_size {val_size} takes {count} of {len(dataset)} samples and leaves none to train on: set it lower"
+            f"val_size {val_size} takes {count} of {len(dataset)} samples and leaves none to train "
+            "on: set it lower"
         )
     order = np.random.default_rng([seed, len(dataset)]).permutation(len(dataset))
     return dataset.subset(np.sort(order[count:])), dataset.subset(np.sort(order[:count]))
@@ -118,13 +118,13 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     """
     if len(weights) != len(dataset.shards) or min(weights) <= 0:
         raise ValueError(
-            f"mix_weights {weights}: expected one number above 0 for each of the {len(dataset.shards)} datasets"
+            f"mix_weights {weights}: expected one number above 0 for each of the "
+            f"{len(dataset.shards)} datasets"
         )
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * len(dataset)
     counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]] += (
-        1  # largest remainders
-    )
+    largest_remainders = np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]
+    counts[largest_remainders] += 1
     rows, places, lines = [], [], []
     shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
     for number, count in enumerate(counts.tolist()):
@@ -144,35 +144,15 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     return dataset.subset(np.concatenate(rows)[order]), lines
 
 
-class PackedDataset(Packs):
-    """Packs of a TokenDataset: `packed[i]` has the samples of pack i one after another, and in "attention_mask" the number
-    of each token's document, from 1. `costs` is what attention costs in each pack: the sum of squared lengths.
-    """
-
-    def __init__(self, dataset: TokenDataset, capacity: int):
-        super().__init__(
-            dataset, dataset.lengths, dataset.lengths.astype(np.float64) ** 2, capacity
-        )
-
-    def __getitem__(self, i: int) -> dict:
-        samples = [self.dataset[int(j)] for j in self.packs[i]]
-        numbers = [np.full(len(sample["input_ids"]), n + 1) for n, sample in enumerate(samples)]
-        return {
-            "input_ids": np.concatenate([sample["input_ids"] for sample in samples]),
-            "labels": np.concatenate([sample["labels"] for sample in samples]),
-            "attention_mask": np.concatenate(numbers),
-        }
-
-
-# ------------------------------------------------------------------------------------------------------ the front door
+# -- the front door ------------------------------------------------------------------------------
 
 
 @dataclass
 class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
-    train: TokenDataset | PackedDataset | PackedPairs | None
-    eval: TokenDataset | PackedDataset | PackedPairs | None
+    train: TokenDataset | Packs | None
+    eval: TokenDataset | Packs | None
     report: list[str] = field(default_factory=list)
 
 
@@ -182,43 +162,19 @@ class _Loader:
     def __init__(self, data_args, stage: str, tokenizer):
         self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
         self.cache_dir = Path(data_args.cache_dir or default_cache_dir()).expanduser()
-        self.dataset_type, self.unit = (
-            (PairDataset, "pair") if stage == "dpo" else (TokenDataset, "sample")
-        )
+        self.unit = "pair" if stage == "dpo" else "sample"
         self.report: list[str] = []
 
-    def load(self, entries) -> list[TokenDataset]:
+    def load(self, entries) -> TokenDataset:
         entries = [entries] if isinstance(entries, str) else entries
-        sources = resolve(entries, self.args.dataset_dir, self.stage)
-        return [self._load_source(source) for source in sources]
+        specs = resolve(entries, self.args.dataset_dir, self.stage)
+        return TokenDataset.concat([self._load_one(spec) for spec in specs])
 
-    def _load_source(self, source: Source) -> TokenDataset:
+    def _load_one(self, spec: DatasetSpec) -> TokenDataset:
         args = self.args
-        limit = min(
-            (n for n in (args.max_samples, source.num_samples) if n is not None), default=None
-        )
-        shard = load_shard(
-            self._encoder(source),
-            limit,
-            args.preprocessing_num_workers,
-            self.cache_dir,
-            args.overwrite_cache,
-        )
-        dataset = self.dataset_type([shard])
-        self._describe(source, shard, dataset)
-        if not len(dataset):
-            raise ValueError(
-                "\n".join([f"{source.name}: no {self.unit} is left to train on", *self.report])
-            )
-        return dataset
-
-    def _encoder(self, source: Source) -> Encoder:
-        args = self.args
-        if self.stage == "dpo":
-            return PairEncoder(self.tokenizer, source, args.cutoff_len, args.default_system)
-        return Encoder(
+        encoder = Encoder(
             self.tokenizer,
-            source,
+            spec,
             self.stage,
             cutoff_len=args.cutoff_len,
             joins=self.stage == "pt" and data_args_join(args),
@@ -226,30 +182,49 @@ class _Loader:
             mask_history=args.mask_history,
             default_system=args.default_system,
         )
+        limits = [n for n in (args.max_samples, spec.num_samples) if n is not None]
+        shard = load_shard(
+            encoder,
+            min(limits, default=None),
+            args.preprocessing_num_workers,
+            self.cache_dir,
+            args.overwrite_cache,
+        )
+        dataset = TokenDataset([shard])
+        self._describe(spec, shard, dataset)
+        if not len(dataset):
+            raise ValueError(
+                "\n".join([f"{spec.name}: no {self.unit} is left to train on", *self.report])
+            )
+        return dataset
 
-    def _describe(self, source: Source, shard: TokenShard, dataset: TokenDataset) -> None:
+    def _describe(self, spec: DatasetSpec, shard: Shard, dataset: TokenDataset) -> None:
         meta, trained, tokens = shard.meta, dataset.num_trained_tokens, dataset.num_tokens
         # The cache knows a file by its content: it may have had another name when it was written.
-        names = dict(zip(meta["files"], source.files, strict=True))
-        for file, form in zip(source.files, meta["formats"], strict=True):
+        names = dict(zip(meta["sources"], spec.files, strict=True))
+        for source, file in names.items():
+            form = meta["formats"].get(source, "not read")
+            if self.stage == "dpo" and source in meta["formats"]:
+                form += "-chosen-rejected"
             self.report.append(f"{file}: {form} records")
-        line = f"{source.name}: {meta['records']:,} records -> {len(dataset):,} {self.unit}s, {tokens:,} tokens"
+        line = (
+            f"{spec.name}: {meta['records']:,} records -> {len(dataset):,} {self.unit}s, "
+            f"{tokens:,} tokens"
+        )
         if len(dataset):
-            line += f" ({100 * trained / max(tokens, 1):.1f} % trained), longest {dataset.lengths.max():,}"
+            share = 100 * trained / max(tokens, 1)
+            line += f" ({share:.1f} % trained), longest {dataset.lengths.max():,}"
         self.report.append(line)
-        self.report += [f"  note: {note}" for note in source.notes + meta["notes"]]
+        self.report += [f"  note: {note}" for note in spec.notes + meta["notes"]]
         for what, (count, first) in meta["tallies"].items():
             file, _, number = first.rpartition(":")
-            self.report.append(
-                f"  warning: {count:,} {what}, the first at {names.get(file, file)}:{number}"
-            )
+            place = f"{names.get(file, file)}:{number}"
+            self.report.append(f"  warning: {count:,} {what}, the first at {place}")
         if len(dataset):
-            first = dataset[0]
-            parts = first.items() if self.stage == "dpo" else [("sample", first)]
-            for part, sample in parts:
-                self.report.append(
-                    f"  first {part}, trained tokens in «»: {show_sample(sample, self.tokenizer)}"
-                )
+            parts = SIDES if self.stage == "dpo" else ("sample",)
+            for part, shown in zip(parts, dataset[0], strict=True):
+                text = show_document(shown, self.tokenizer)
+                self.report.append(f"  first {part}, trained tokens in «»: {text}")
 
 
 def data_args_join(data_args) -> bool:
@@ -262,28 +237,26 @@ def data_args_pack(data_args, stage: str) -> bool:
     return data_args.neat_packing or (stage != "pt" and bool(data_args.packing))
 
 
-def show_sample(sample: dict, tokenizer, max_chars: int = 600) -> str:
-    """The sample decoded, with «» round what carries loss; long ones are cut in the middle."""
-    tokens = np.append(sample["input_ids"], sample["labels"][-1])
-    trained = np.append(False, sample["labels"] != IGNORE_INDEX)
-    if not trained[-1]:
-        tokens, trained = (
-            tokens[:-1],
-            trained[:-1],
-        )  # nothing predicts the last token: the sample does not hold it
+def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
+    """The document decoded, with «» round what carries loss; long ones are cut in the middle."""
+    tokens = np.append(document["input_ids"], document["labels"][-1])
+    trained = np.append(False, document["labels"] != IGNORE_INDEX)
+    if not trained[-1]:  # nothing predicts the last token: the document does not hold it
+        tokens, trained = tokens[:-1], trained[:-1]
     borders = np.flatnonzero(np.diff(trained)) + 1
-    runs = np.split(np.arange(len(tokens)), borders)
-    texts = [(tokenizer.decode(tokens[run].tolist()), trained[run[0]]) for run in runs]
-    text = "".join(f"«{piece}»" if is_trained else piece for piece, is_trained in texts)
+    text = ""
+    for run in np.split(np.arange(len(tokens)), borders):
+        piece = tokenizer.decode(tokens[run].tolist())
+        text += f"«{piece}»" if trained[run[0]] else piece
     half = max_chars // 2
     return repr(text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}")
 
 
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
-    """Returns the datasets of a run, tokenised or from the cache, with the lines that describe them.
+    """The datasets of a run, tokenised or from the cache, with the lines that describe them.
 
-    data_args: arguments.DataArguments; stage: "pt", "sft" or "dpo" (PairDatasets). Every rank may call it: one process of
-    those that share cache_dir writes, the others poll; nothing collective happens. The split of val_size and the mixing
+    data_args: args.DataArguments; stage: "pt", "sft" or "dpo" (samples are pairs). Every rank may call it: one process of
+    those that share cache_dir writes, the others wait; nothing collective happens. The split of val_size and the mixing
     depend on the seed and the files alone.
     Raises: ValueError with file and line for input that cannot be used.
     """
@@ -291,40 +264,36 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         raise ValueError(f"stage {stage!r}: expected pt, sft or dpo")
     if stage == "dpo" and data_args.train_on_prompt:
         raise ValueError(
-            "train_on_prompt: true trains on prompts, which stage: dpo compares answers to: leave it out"
+            "train_on_prompt: true trains on prompts, which stage: dpo compares answers to: leave "
+            "it out"
         )
     if not data_args.dataset and not data_args.eval_dataset:
         raise ValueError(
-            "no data: set dataset to a file, several files, or names in dataset_dir/dataset_info.json"
+            "no data: set dataset to a file, several files, or names in "
+            "dataset_dir/dataset_info.json"
         )
     loader = _Loader(data_args, stage, tokenizer)
-    train = evaluation = None
+    found: dict[str, TokenDataset | Packs] = {}
     if data_args.dataset:
-        train = loader.dataset_type.concat(loader.load(data_args.dataset))
+        found["train"] = loader.load(data_args.dataset)
         if data_args.val_size:
-            train, evaluation = split_off(train, data_args.val_size, seed)
+            found["train"], found["eval"] = split_off(found["train"], data_args.val_size, seed)
         if data_args.mix_weights:
-            train, lines = mix(train, data_args.mix_weights, seed)
+            found["train"], lines = mix(found["train"], data_args.mix_weights, seed)
             loader.report += lines
     if data_args.eval_dataset:
-        evaluation = loader.dataset_type.concat(loader.load(data_args.eval_dataset))
-    for name, dataset in (("train", train), ("eval", evaluation)):
-        if dataset is not None:
-            loader.report.append(
-                f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch"
-            )
-    if data_args_pack(data_args, stage):
-        # each side of a pair may have cutoff_len tokens, and both go into one row
-        packer, capacity = (
-            (PackedPairs, 2 * data_args.cutoff_len)
-            if stage == "dpo"
-            else (PackedDataset, data_args.cutoff_len)
+        found["eval"] = loader.load(data_args.eval_dataset)
+    for name, dataset in found.items():
+        loader.report.append(
+            f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch"
         )
-        train, evaluation = (d and packer(d, capacity) for d in (train, evaluation))
-        for name, dataset in (("train", train), ("eval", evaluation)):
-            if dataset is not None:
-                loader.report.append(
-                    f"{name}: packed into {len(dataset):,} rows of at most {capacity:,} tokens, "
-                    f"{100 * dataset.padding_fraction:.2f} % padding"
-                )
-    return DatasetBundle(train, evaluation, loader.report)
+    if data_args_pack(data_args, stage):
+        for name, dataset in found.items():
+            # each document may have cutoff_len tokens, and those of a sample go into one row
+            capacity = data_args.cutoff_len * dataset.documents_per_sample
+            packed = found[name] = Packs(dataset, capacity)
+            loader.report.append(
+                f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
+                f"{100 * packed.padding_fraction:.2f} % padding"
+            )
+    return DatasetBundle(found.get("train"), found.get("eval"), loader.report)

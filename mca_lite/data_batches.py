@@ -1,65 +1,128 @@
-"""From samples to micro-batches: the collator, and who gets which sample when.
+"""From samples to micro-batches: documents in rows, the collator, and who gets which sample when.
 
-Letters: b samples of a micro-batch, s positions. Samples are shifted already: labels[t] is the token that position t
-has to predict, or IGNORE_INDEX. Nothing here talks to other ranks: the plan of each is arithmetic.
+A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the token that position t has to predict, or
+IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a pair, those of several samples for a pack.
+Letters: b samples of a micro-batch, s positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 """
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from .constants import IGNORE_INDEX
+from .data_files import SIDES
 
-FILLER = (
-    -1
-)  # a sample index that stands for "no sample left": collated like sample 0, without labels
+FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
+
+
+def documents_of(sample) -> list[Mapping]:
+    """The documents of a sample. A lone document {"input_ids", "labels"}, a pair {"chosen", "rejected"} and a list of pairs
+    are samples too. ValueError for anything else."""
+    if isinstance(sample, (list, tuple)):
+        return [document for part in sample for document in documents_of(part)]
+    if isinstance(sample, Mapping) and "input_ids" in sample and "labels" in sample:
+        return [sample]
+    if isinstance(sample, Mapping) and all(side in sample for side in SIDES):
+        return [sample[side] for side in SIDES]
+    got = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+    raise ValueError(
+        'a sample is a list of documents {"input_ids", "labels"}, or one document, or a pair '
+        f'{{"chosen", "rejected"}} of them, and this one has {got}'
+    )
+
+
+def _row(sample) -> dict[str, torch.Tensor]:
+    """The documents of a sample one after another: input_ids, labels and attention_mask, with each token's document from 1,
+    int64 [n]; and reference, float32 [documents], where they have it."""
+    documents = documents_of(sample)
+    ids, labels = (
+        [torch.as_tensor(document[key], dtype=torch.int64) for document in documents]
+        for key in ("input_ids", "labels")
+    )
+    lengths = [len(part) for part in ids]
+    # an empty document among others would be lost from their numbers
+    if lengths != [len(part) for part in labels] or (len(lengths) > 1 and min(lengths) == 0):
+        raise ValueError(
+            f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} labels: "
+            "expected as many, at least one"
+        )
+    if len(documents) == 1:
+        mask = torch.as_tensor(documents[0].get("attention_mask", torch.ones(lengths[0])))
+    else:
+        mask = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+    row = {"input_ids": torch.cat(ids), "labels": torch.cat(labels), "attention_mask": mask.long()}
+    if all("reference" in document for document in documents):
+        row["reference"] = torch.tensor([float(document["reference"]) for document in documents])
+    return row
 
 
 class Collator:
-    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], padded on the right.
+    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], a row for each sample, padded on the right.
 
-    A sample that holds several documents brings an attention_mask with their numbers, which is taken over.
-
-    s is the longest sample rounded up to a multiple of pad_to_multiple_of, or always max_length (rounded up) where one
-    is given. Padding has label IGNORE_INDEX and attention_mask 0 (1: a token).
-    Raises: ValueError for a sample over max_length.
+    attention_mask numbers the documents of a row from 1 (a lone document may bring its own numbers); padding has 0, and
+    label IGNORE_INDEX. s is the longest row rounded up to a multiple of pad_to_multiple_of, or always max_length (rounded
+    up) where one is given. Where documents have a "reference", so has the batch: float32 [b, most documents of a row].
+    Raises: ValueError for a row over max_length, and for what is no sample.
     """
 
     def __init__(
         self, pad_token_id: int, pad_to_multiple_of: int = 1, max_length: int | None = None
     ):
-        self.pad_token_id, self.pad_to_multiple_of, self.max_length = (
-            pad_token_id,
-            pad_to_multiple_of,
-            max_length,
-        )
+        self.pad_token_id, self.max_length = pad_token_id, max_length
+        self.pad_to_multiple_of = pad_to_multiple_of
 
-    def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
-        lengths = [len(sample["input_ids"]) for sample in samples]
-        if self.max_length is not None and max(lengths) > self.max_length:
+    def __call__(self, samples: list) -> dict[str, torch.Tensor]:
+        rows = [_row(sample) for sample in samples]
+        longest = max(len(row["input_ids"]) for row in rows)
+        if self.max_length is not None and longest > self.max_length:
             raise ValueError(
-                f"a sample of {max(lengths)} tokens is over max_length {self.max_length}: set cutoff_len to it"
+                f"a sample of {longest} tokens is over max_length {self.max_length}: set cutoff_len to it"
             )
-        size = self.max_length or max(lengths)
-        shape = len(samples), math.ceil(size / self.pad_to_multiple_of) * self.pad_to_multiple_of
-        batch = {
-            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.int64),
-            "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
-            "attention_mask": torch.zeros(shape, dtype=torch.int64),
-        }
-        for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-            batch["input_ids"][row, :length] = torch.as_tensor(
-                sample["input_ids"], dtype=torch.int64
-            )
-            batch["labels"][row, :length] = torch.as_tensor(sample["labels"], dtype=torch.int64)
-            batch["attention_mask"][row, :length] = torch.as_tensor(
-                sample.get("attention_mask", 1), dtype=torch.int64
-            )
+        multiple = self.pad_to_multiple_of
+        shape = len(rows), math.ceil((self.max_length or longest) / multiple) * multiple
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
+        batch = {}
+        for key, value in padding.items():
+            batch[key] = torch.full(shape, value, dtype=torch.int64)
+            for place, row in zip(batch[key], rows, strict=True):
+                place[: len(row[key])] = row[key]
+        if all("reference" in row for row in rows):
+            batch["reference"] = pad_sequence([row["reference"] for row in rows], batch_first=True)
         return batch
+
+
+def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
+    """Each document of a padded batch [b, s] in a row of its own: input_ids, labels and attention_mask (1: a token), int64
+    [b * per_row, longest document].
+
+    attention_mask of the batch numbers the `per_row` documents of each row from 1. A row of padding alone, which only fills
+    the batch, gives `per_row` rows with one position of padding. ValueError for rows with other numbers of documents.
+    """
+    parts = {"input_ids": [], "labels": [], "attention_mask": []}
+    for ids, labels, mask in zip(*(batch[key] for key in parts), strict=True):
+        lengths = torch.bincount(mask)[1:].tolist()
+        is_filler = not lengths
+        if is_filler:
+            lengths = [1] * per_row
+        if len(lengths) != per_row:
+            raise ValueError(
+                f"a row holds {len(lengths)} documents, expected {per_row}: set sequence_packing: true"
+            )
+        used = sum(lengths)
+        parts["input_ids"] += ids[:used].split(lengths)
+        parts["labels"] += labels[:used].split(lengths)
+        parts["attention_mask"] += [torch.full((n,), int(not is_filler)) for n in lengths]
+    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
+    return {
+        key: pad_sequence(rows, batch_first=True, padding_value=values[key])
+        for key, rows in parts.items()
+    }
 
 
 def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
@@ -111,12 +174,10 @@ def count_tokens(batch: dict) -> tuple[int, int]:
 def pad_batch(batch: dict, length: int, pad_token_id: int) -> dict:
     """The batch [b, s] padded on the right to [b, length]."""
     more = length - batch["input_ids"].shape[1]
+    if not more:
+        return batch
     values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    return (
-        {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
-        if more
-        else batch
-    )
+    return {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
 
 
 class BatchPlan:
@@ -150,12 +211,8 @@ class BatchPlan:
                 f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data parallel rank "
                 f"{dp_rank} of {dp_size}: expected sizes of at least 1 and a rank below dp_size"
             )
-        self.num_samples, self.micro_batch_size, self.seed, self.shuffle = (
-            num_samples,
-            micro_batch_size,
-            seed,
-            shuffle,
-        )
+        self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
+        self.seed, self.shuffle = seed, shuffle
         self.dp_rank, self.dp_size, self.costs = dp_rank, dp_size, costs
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch_size)
@@ -164,13 +221,10 @@ class BatchPlan:
     def order(self, epoch: int) -> np.ndarray:
         """The permutation of an epoch, int64 [num_samples]; the identity without shuffling."""
         if self._order is None or self._order[0] != epoch:
-            random = np.random.default_rng([self.seed, epoch])
-            self._order = (
-                epoch,
-                random.permutation(self.num_samples)
-                if self.shuffle
-                else np.arange(self.num_samples),
-            )
+            order = np.arange(self.num_samples)
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+            self._order = epoch, order
         return self._order[1]
 
     def num_samples_of(self, i: int) -> int:
@@ -192,17 +246,17 @@ class BatchPlan:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
-            chosen[1::2] = chosen[
-                1::2, ::-1
-            ].copy()  # the dearest goes to another rank in every second micro-batch
+            # Every second micro-batch is dealt from the last rank to the first: its dearest sample goes to another rank.
+            for number in range(1, count, 2):
+                chosen[number] = chosen[number, ::-1].copy()
         return chosen[:, self.dp_rank].tolist()
 
 
 def steps_of_run(args, steps_per_epoch: int) -> int:
     """Optimizer steps of a run: max_steps where it is given, else num_train_epochs, a started step counted whole."""
-    return (
-        args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-    )
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * steps_per_epoch)
 
 
 class _MicroBatches:
@@ -212,14 +266,13 @@ class _MicroBatches:
         self.plan, self.start, self.num_epochs = plan, (start_epoch, start_step), num_epochs
 
     def __iter__(self):
-        start_epoch, start_step = self.start
-        for epoch in (
-            itertools.count(start_epoch)
-            if self.num_epochs is None
-            else range(start_epoch, self.num_epochs)
-        ):
-            for i in range(start_step if epoch == start_epoch else 0, self.plan.steps_per_epoch):
+        start_epoch, first_step = self.start
+        for epoch in itertools.count(start_epoch):
+            if self.num_epochs is not None and epoch >= self.num_epochs:
+                return
+            for i in range(first_step, self.plan.steps_per_epoch):
                 yield from self.plan.step(epoch, i)
+            first_step = 0
 
 
 class _WithFillers(Dataset):
@@ -248,9 +301,8 @@ class _CollateWithFillers:
                     "the last batch is filled up with samples of weight zero: expected the collate function to return "
                     f'a mapping with "labels" of {len(items)} rows, one a sample'
                 )
-            batch["labels"] = torch.as_tensor(
-                labels
-            ).clone()  # labels may be the same tensor as input_ids
+            # labels may be the same tensor as input_ids
+            batch["labels"] = torch.as_tensor(labels).clone()
             batch["labels"][fillers] = IGNORE_INDEX
             if "attention_mask" in batch:
                 batch["attention_mask"] = torch.as_tensor(batch["attention_mask"]).clone()

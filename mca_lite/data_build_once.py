@@ -1,25 +1,35 @@
-"""Files that one process makes while the others wait: a lock file that outlives no dead owner, then one rename.
+"""Files that one process makes while the others wait: the operating system's lock, a temporary folder, one rename.
 
-Nothing here talks to other ranks: whoever sees the same file system takes part, from this node or another.
+Nothing here is collective: whoever sees the same file system takes part, from this machine or another.
 """
 
+import contextlib
+import errno
 import json
 import os
 import shutil
 import socket
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
 
-import psutil
+from filelock import FileLock, Timeout
 
-POLL_S, REFRESH_S, STALE_S, SAY_EVERY_S = 0.5, 5.0, 60.0, 10.0
+POLL_S, SAY_EVERY_S = 0.2, 10.0
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last: a machine that dies after this has them again when it starts."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _say(text: str) -> None:
-    # One line a node is enough, whichever of its processes is the one at work.
+    # One line a machine is enough, whichever of its processes is the one at work.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
@@ -28,150 +38,109 @@ def _beside(target: Path, suffix: str) -> Path:
     return target.with_name(target.name + suffix)
 
 
-def _replace_text(path: Path, text: str) -> None:
-    temporary = _beside(path, f".{uuid.uuid4().hex}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-class _Lock:
-    """A lock file that holds host:pid:nonce and is touched every REFRESH_S while its owner lives."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.token = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
-        self._done = threading.Event()
-
-    def acquire(self) -> bool:
-        try:
-            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except FileExistsError:
-            return False
-        with os.fdopen(handle, "w") as file:
-            file.write(self.token)
-        threading.Thread(target=self._refresh, daemon=True).start()
-        return True
-
-    def _refresh(self) -> None:
-        while not self._done.wait(REFRESH_S):
-            try:
-                os.utime(self.path)
-            except (
-                FileNotFoundError
-            ):  # taken over by a process that thought us dead: both write the same, one wins
-                return
-
-    def release(self) -> None:
-        self._done.set()
-        try:
-            if self.path.read_text() == self.token:
-                self.path.unlink()
-        except FileNotFoundError:
-            pass
-
-
-class _Waiter:
-    """What a process knows about the writer that it waits for."""
-
-    def __init__(self, target: Path, what: str):
-        self.target, self.what = target, what
-        self.lock = _beside(target, ".lock")
-        self.token, self.seen = "", None
-        self.changed = self.said = time.monotonic()
-
-    def check(self) -> None:
-        """Raises the writer's error, removes a dead writer's lock, prints the progress now and then."""
-        self._raise_writers_error()
-        try:
-            # Reading before stat makes a network file system look at the server instead of its cache.
-            seen = (self.lock.read_text(), self.lock.stat().st_mtime_ns)
-        except FileNotFoundError:
-            return
-        now = time.monotonic()
-        if seen != self.seen:  # our clock, not the file's: clocks of two hosts differ
-            self.seen, self.changed = seen, now
-        self.token = seen[0] or self.token
-        if now - self.changed > STALE_S or self._owner_is_gone():
-            self.lock.unlink(missing_ok=True)
-        elif now - self.said >= SAY_EVERY_S:
-            self.said = now
-            try:
-                state = _beside(self.target, ".progress").read_text()
-            except FileNotFoundError:
-                state = "starting"
-            _say(f"waiting for process {self.token.rpartition(':')[0]}, {self.what}: {state}")
-
-    def _owner_is_gone(self) -> bool:
-        host, _, rest = self.token.partition(":")
-        return (
-            bool(rest)
-            and host == socket.gethostname()
-            and not psutil.pid_exists(int(rest.partition(":")[0]))
-        )
-
-    def _raise_writers_error(self) -> None:
-        try:
-            error = json.loads(_beside(self.target, ".error").read_text())
-        except FileNotFoundError:
-            return
-        if error["token"] == self.token:  # an error of an earlier run is not ours
-            raise (ValueError if error["kind"] == "ValueError" else RuntimeError)(error["text"])
+def _read(path: Path) -> str:
+    """The text of a file, "" where there is none."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def build_once(target: Path, build, what: str, ready=None) -> None:
-    """Makes `target` exist: one process runs build(temporary_path, progress), the others poll until it is renamed.
+    """Make `target` exist: one process runs build(temporary path, progress), the others wait until it is renamed.
 
+    The operating system frees the lock when its owner dies, and the next process builds. what: told to those who wait.
     ready: says whether target is good as it is (default: where it exists); if not, it is replaced.
-    Raises: what build raises, in the writer and (ValueError or RuntimeError, the same text) in those who wait.
+    Raises: what build raises, in the process that builds and (ValueError or RuntimeError, the same text) in those who wait
+    for it; ValueError where the folder cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    waiter, ready = _Waiter(target, what), ready or target.exists
-    while not ready():
-        lock = _Lock(_beside(target, ".lock"))
-        if not lock.acquire():
-            waiter.check()
-            time.sleep(POLL_S)
-            continue
+    ready = ready or target.exists
+    if ready():
+        return
+    error_file = _beside(target, ".error")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The lock's file stays: without it, those who wait and those who come would hold different locks.
+        lock, told_before = FileLock(_beside(target, ".lock")), _read(error_file)
+        _wait_for(lock, target, what)
+    except OSError as error:
+        raise _not_writable(target.parent, error) from error
+    try:
+        told = _read(error_file)
+        if ready():  # by the process that we waited for
+            return
+        if told != told_before:  # it failed, and so should we
+            error = json.loads(told)
+            raise (ValueError if error["kind"] == "ValueError" else RuntimeError)(error["text"])
+        _build_and_rename(target, build, what, ready)
+    finally:
+        lock.release()
+
+
+def _wait_for(lock: FileLock, target: Path, what: str) -> None:
+    """Take the lock; meanwhile say now and then who holds it, and how far it is."""
+    while True:
         try:
-            if not ready():  # somebody may have finished just before we got the lock
-                shutil.rmtree(target, ignore_errors=True)
-                _build_and_rename(target, build, what)
-        except Exception as error:
-            report = {"token": lock.token, "kind": type(error).__name__, "text": str(error)}
-            _replace_text(_beside(target, ".error"), json.dumps(report))
-            raise
-        finally:
-            lock.release()
+            lock.acquire(timeout=SAY_EVERY_S, poll_interval=POLL_S)
+            return
+        except Timeout:
+            _say(f"waiting for {_read(_beside(target, '.progress')) or 'a process'}, {what}")
 
 
-def _build_and_rename(target: Path, build, what: str) -> None:
-    temporary, progress_file = (
-        _beside(target, f".{uuid.uuid4().hex}.tmp"),
-        _beside(target, ".progress"),
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"the cache folder {folder} cannot be written ({error.strerror or error}): set cache_dir, "
+        "or the environment variable MCA_LITE_CACHE, to a folder that can, with room"
     )
-    last = {"wrote": 0.0, "said": time.monotonic()}
+
+
+def _build_and_rename(target: Path, build, what: str, ready) -> None:
+    """Build beside the target, then rename. The caller holds the lock."""
+    host, now = socket.gethostname(), time.monotonic()
+    progress_file, error_file = _beside(target, ".progress"), _beside(target, ".error")
+    temporary = _beside(target, f".{host}-{os.getpid()}.tmp")
+    times = {"wrote": now - SAY_EVERY_S, "said": now}
 
     def progress(text: str) -> None:
         now = time.monotonic()
-        if now - last["wrote"] >= 2:
-            last["wrote"] = now
-            _replace_text(progress_file, text)
-        if now - last["said"] >= SAY_EVERY_S:
-            last["said"] = now
+        if now - times["wrote"] >= 2:
+            times["wrote"] = now
+            progress_file.write_text(f"process {host}:{os.getpid()} ({text})")
+        if now - times["said"] >= SAY_EVERY_S:
+            times["said"] = now
             _say(f"{what}: {text}")
 
     try:
+        # Who left these is dead, since we hold the lock. Where locks do not reach other machines, theirs may be alive.
+        for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
+            _remove(left)
+        progress("starting")
         build(temporary, progress)
-        os.rename(temporary, target)
-        for left_by_a_dead_writer in target.parent.glob(f"{target.name}.*.tmp"):
-            shutil.rmtree(left_by_a_dead_writer, ignore_errors=True)
-        _beside(target, ".error").unlink(missing_ok=True)
-    except OSError:
         if (
-            not target.exists()
-        ):  # otherwise somebody who took over was faster: the content is the same
-            raise
+            not ready()
+        ):  # true where another machine's process, which locks did not reach, was faster
+            _remove(target)
+            os.replace(temporary, target)
+            sync_folder(target.parent)
+        error_file.unlink(missing_ok=True)
+    except Exception as error:
+        if isinstance(error, OSError) and _is_of(target.parent, error):
+            error = _not_writable(target.parent, error)
+        told = {"kind": type(error).__name__, "text": str(error), "id": uuid.uuid4().hex}
+        with contextlib.suppress(OSError):  # a full disk takes no file
+            error_file.write_text(json.dumps(told))
+        raise error
     finally:
         progress_file.unlink(missing_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _is_of(folder: Path, error: OSError) -> bool:
+    """Whether an error comes from writing to the folder, and not from reading data."""
+    is_inside = str(error.filename or "").startswith(str(folder))
+    return is_inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""The token cache: one folder for each source as it is tokenised, under a key of all that decides on its content.
+"""The token cache: a shard for each dataset as it is tokenised, under a key of all that decides on its content.
 
-The files are memory-mapped by those who read them, so that no rank holds the data, and all ranks of a node share it.
+One process of those that share the cache folder tokenises, the others wait. Nothing here is collective: whoever sees the
+same file system takes part, from this machine or another.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ import inspect
 import itertools
 import json
 import os
+import sys
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -16,21 +18,19 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import psutil
 
-from . import data_chat, data_encode, data_pair_records, data_records
-from .constants import IGNORE_INDEX
+from . import data_chat, data_encode, data_files, data_records, data_shard
 from .data_build_once import build_once
-from .data_encode import Encoder, PairEncoder
+from .data_encode import Encoder
+from .data_shard import Shard, damage, write_shard
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 CHUNK_RECORDS = 500  # records handed to the tokenizer at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
 
-
-# ------------------------------------------------------------------------------------------------------------- the key
+# -- the key ---------------------------------------------------------------------------------------
 
 
 def default_cache_dir() -> Path:
@@ -52,19 +52,19 @@ def _sha256_of_file(path: Path, progress=None) -> str:
 def _content_hash(path: Path, cache_dir: Path) -> str:
     """sha256 of the file. A large one is read once, and not again until its size or modification time changes."""
     stat = path.stat()
+    # a file written just now may change again within one tick of its time stamp
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
-        return _sha256_of_file(
-            path
-        )  # a file written just now may change again within one tick of its time stamp
-    name = hashlib.sha256(
-        f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()
-    ).hexdigest()
-    target = cache_dir / "hashes" / name
-    build_once(
-        target,
-        lambda tmp, progress: tmp.write_text(_sha256_of_file(path, progress)),
-        f"hashing {path}",
-    )
+        return _sha256_of_file(path)
+    version = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    target = cache_dir / "hashes" / hashlib.sha256(version.encode()).hexdigest()
+
+    def build(temporary: Path, progress) -> None:
+        temporary.write_text(_sha256_of_file(path, progress))
+
+    def is_whole() -> bool:  # a machine that died may have left an empty file
+        return target.exists() and len(target.read_text()) == 2 * hashlib.sha256().digest_size
+
+    build_once(target, build, f"hashing {path}", is_whole)
     return target.read_text()
 
 
@@ -80,27 +80,25 @@ def _tokenizer_identity(tokenizer) -> list:
 
 
 def _cache_key(encoder: Encoder, limit: int | None, cache_dir: Path) -> str:
-    source = encoder.source
+    spec = encoder.spec
     identity = {
         "format": CACHE_FORMAT,
         "code": [
             inspect.getsource(module)
-            for module in (data_records, data_pair_records, data_chat, data_encode)
+            for module in (data_files, data_records, data_chat, data_encode, data_shard)
         ],
         "tokenizer": _tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options(), "limit": limit},
         "declaration": {
-            k: v for k, v in asdict(source).items() if k not in ("name", "files", "notes")
+            k: v for k, v in asdict(spec).items() if k not in ("name", "files", "notes")
         },
         # the suffix says how the file is read, the name only what it is called
-        "files": [
-            [Path(file).suffix, _content_hash(Path(file), cache_dir)] for file in source.files
-        ],
+        "files": [[Path(file).suffix, _content_hash(Path(file), cache_dir)] for file in spec.files],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# -- tokenising ----------------------------------------------------------------------------------
 
 _worker_encoder: Encoder | None = None
 
@@ -118,7 +116,7 @@ def _encode_in_worker(chunk):
 def _chunks(encoder: Encoder, limit: int | None, formats: dict):
     """Lists of (where, format, record); fills formats[file]."""
     items = itertools.chain.from_iterable(
-        _file_items(file, encoder, formats) for file in encoder.source.files
+        _file_items(file, encoder, formats) for file in encoder.spec.files
     )
     items = itertools.islice(items, limit)
     while chunk := list(itertools.islice(items, CHUNK_RECORDS)):
@@ -126,7 +124,7 @@ def _chunks(encoder: Encoder, limit: int | None, formats: dict):
 
 
 def _file_items(file: str, encoder: Encoder, formats: dict):
-    for where, record in data_records.read_records(file):
+    for where, record in data_files.read_records(file):
         if file not in formats:
             formats[file] = encoder.format_of(record, where)
         yield where, formats[file], record
@@ -168,105 +166,7 @@ def _encoded_chunks(encoder: Encoder, chunks, workers: int | None):
         pool.shutdown(cancel_futures=True)
 
 
-def _write_tokens(
-    folder: Path, encoder: Encoder, limit: int | None, workers: int | None, progress
-) -> None:
-    """Tokenises into folder: ids.bin (int32), mask.bin (uint8: is it learned), spans.npy, learned.npy, meta.json.
-
-    Row r of the dataset is the tokens spans[r, 0] to spans[r, 1], not shifted yet; neighbouring rows of joined
-    documents share the token at which they meet, as the last target of one and the first input of the next.
-    """
-    folder.mkdir()
-    formats, tallies, lengths, learned, num_records = {}, {}, [], [], 0
-    with open(folder / "ids.bin", "wb") as ids_file, open(folder / "mask.bin", "wb") as mask_file:
-        for part in _encoded_chunks(encoder, _chunks(encoder, limit, formats), workers):
-            part.ids.tofile(ids_file)
-            if part.mask is not None:
-                part.mask.tofile(mask_file)
-            lengths += part.lengths
-            learned += part.learned
-            num_records += part.records
-            for name, (count, first) in part.tallies.items():
-                old = tallies.get(name, [0, first])
-                tallies[name] = [old[0] + count, old[1]]
-            progress(f"{num_records:,} records, {ids_file.tell() // 4:,} tokens")
-    stops = np.cumsum(lengths, dtype=np.int64)
-    if encoder.joins and len(stops):
-        starts = np.arange(0, stops[-1] - 1, encoder.cutoff_len, dtype=np.int64)
-        stops = np.minimum(starts + encoder.cutoff_len + 1, stops[-1])
-        learned = stops - starts - 1
-    else:
-        starts = stops - np.asarray(lengths, dtype=np.int64)
-    np.save(folder / "spans.npy", np.stack([starts, stops], axis=1))
-    np.save(folder / "learned.npy", np.asarray(learned, dtype=np.int64))
-    meta = {
-        "files": encoder.source.files,
-        "formats": [formats.get(file, "not read") for file in encoder.source.files],
-        "records": num_records,
-        "tallies": tallies,
-        "notes": encoder.notes,
-        "created": time.time(),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta))
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
-class TokenShard:
-    """One tokenised source, memory-mapped. `shard[r]` is a sample; the process that reads opens the maps.
-
-    lengths, learned: of each sample, inputs and labels that are not IGNORE_INDEX.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        self.meta = json.loads((self.folder / "meta.json").read_text())
-        self.spans = np.load(self.folder / "spans.npy")
-        self.lengths = self.spans[:, 1] - self.spans[:, 0] - 1
-        self.learned = np.load(self.folder / "learned.npy")
-        self._maps = None
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_maps": None}  # numpy would pickle a map as a copy of the file
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, row: int) -> dict:
-        if self._maps is None:
-            mask = self.folder / "mask.bin"
-            ids = np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
-            self._maps = (
-                ids,
-                np.memmap(mask, dtype=np.uint8, mode="r") if mask.stat().st_size else None,
-            )
-        ids, mask = self._maps
-        start, stop = self.spans[row]
-        tokens = np.array(ids[start:stop], dtype=np.int64)
-        labels = tokens[1:].copy()
-        if mask is not None:
-            labels[mask[start + 1 : stop] == 0] = IGNORE_INDEX
-        return {"input_ids": tokens[:-1], "labels": labels}
-
-
-class PairShard(TokenShard):
-    """One tokenised source of pairs: rows 2 r and 2 r + 1 are the chosen and the rejected side of `shard[r]`.
-
-    pair_lengths [n, 2] holds the inputs of both sides; lengths and learned are sums over them.
-    """
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self.pair_lengths = self.lengths.reshape(-1, 2)
-        self.lengths = self.pair_lengths.sum(axis=1)
-        self.learned = self.learned.reshape(-1, 2).sum(axis=1)
-
-    def __getitem__(self, row: int) -> dict:
-        return {
-            side: super(PairShard, self).__getitem__(2 * row + i)
-            for i, side in enumerate(("chosen", "rejected"))
-        }
+# -- the front door --------------------------------------------------------------------------------
 
 
 def load_shard(
@@ -275,29 +175,34 @@ def load_shard(
     workers: int | None,
     cache_dir: Path,
     overwrite: bool = False,
-) -> TokenShard:
-    """The encoder's source, from the cache or tokenised now: one process of those that share cache_dir writes.
+) -> Shard:
+    """The encoder's dataset, from the cache or tokenised now: one process of those that share cache_dir writes.
 
-    limit: only the first so many records (None: all). workers: processes that tokenise (None: chosen). overwrite: what
-    an earlier run wrote is written anew.
-    Raises: ValueError with file and line, in every process that asks.
+    A shard in the cache that is damaged is tokenised anew, and one line says so. limit: only the first so many records
+    (None: all). workers: processes that tokenise (None: chosen). overwrite: what an earlier run wrote is written anew.
+    Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir cannot be written.
     """
     folder = cache_dir / "tokens" / _cache_key(encoder, limit, cache_dir)
 
-    def build(temporary, progress):
-        _write_tokens(temporary, encoder, limit, workers, progress)
+    def build(temporary: Path, progress) -> None:
+        if folder.exists() and (found := damage(folder)):
+            print(f"{folder}: {found}: tokenising {name} anew", file=sys.stderr, flush=True)
+        formats = {}
+        chunks = _chunks(encoder, limit, formats)
+        meta = {"sources": encoder.spec.files, "formats": formats, "notes": encoder.notes}
+        row_length = encoder.cutoff_len + 1 if encoder.joins else None
+        parts = _encoded_chunks(encoder, chunks, workers)
+        write_shard(temporary, parts, meta, row_length, progress)
 
-    def written_in_this_run():  # since this process began: perhaps by another rank
-        meta = folder / "meta.json"
-        return (
-            meta.exists()
-            and json.loads(meta.read_text())["created"] >= psutil.Process().create_time()
-        )
+    def is_good() -> bool:
+        if not folder.exists() or damage(folder):
+            return False
+        if not overwrite:
+            return True
+        # what was written since this process began may be another rank's
+        created = json.loads((folder / "meta.json").read_text())["created"]
+        return created >= psutil.Process().create_time()
 
-    build_once(
-        folder,
-        build,
-        f"tokenising {encoder.source.name}",
-        written_in_this_run if overwrite else None,
-    )
-    return PairShard(folder) if isinstance(encoder, PairEncoder) else TokenShard(folder)
+    name = encoder.spec.name
+    build_once(folder, build, f"tokenising {name}", is_good)
+    return Shard(folder, encoder.documents_per_sample)

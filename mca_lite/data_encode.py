@@ -1,4 +1,4 @@
-"""From records to token ids with a loss mask."""
+"""From records to token ids with a loss mask: the documents of each sample, not shifted yet."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,19 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from .data_chat import ChatRenderer
-from .data_pair_records import detect_pair_format, pair
-from .data_records import Source, conversation, detect_format, document
+from .data_files import SIDES, DatasetSpec
+from .data_records import conversations, detect_format, document
+
+_IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 
 
 @dataclass
 class Encoded:
-    """Samples one behind another: ids int32 [T], mask uint8 [T] (1: learned; None: all), and of each sample its number
-    of tokens and of learned labels. tallies: what happened -> (how often, first place)."""
+    """The documents of a chunk of records, one after another.
+
+    ids: int32 [T]. mask: uint8 [T], 1: learned; None: all are. lengths, learned: of each document its number of tokens, and of
+    learned labels. records: how many records were read. tallies: what happened -> (how often, first place).
+    """
 
     ids: np.ndarray
     mask: np.ndarray | None
@@ -24,15 +29,18 @@ class Encoded:
 
 
 class Encoder:
-    """Turns records into token ids and loss masks, not shifted yet: at most cutoff_len + 1 tokens a sample.
+    """Turns records into the documents of samples: one for a text or a conversation, chosen and rejected for a pair.
 
-    joins: documents (pt) are kept whole, to be joined and cut later. Picklable, for worker processes.
+    A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the beginning of its prompt
+    instead, the same tokens on both sides and all but the last one at most, and then the end of an answer. joins: texts
+    (stage pt) are kept whole, to be joined and cut later. Picklable, for worker processes.
+    Raises: ValueError for a tokenizer that cannot be used in this stage.
     """
 
     def __init__(
         self,
         tokenizer,
-        source: Source,
+        spec: DatasetSpec,
         stage: str,
         cutoff_len: int,
         joins: bool = False,
@@ -40,13 +48,11 @@ class Encoder:
         mask_history: bool = False,
         default_system: str | None = None,
     ):
-        self.tokenizer, self.source, self.stage = tokenizer, source, stage
-        self.cutoff_len, self.joins = cutoff_len, joins
-        self.train_on_prompt, self.mask_history, self.default_system = (
-            train_on_prompt,
-            mask_history,
-            default_system,
-        )
+        self.tokenizer, self.spec, self.stage = tokenizer, spec, stage
+        self.cutoff_len, self.joins, self.default_system = cutoff_len, joins, default_system
+        self.train_on_prompt = train_on_prompt
+        self.last_answer_only = mask_history or stage == "dpo"
+        self.documents_per_sample = len(SIDES) if stage == "dpo" else 1
         self.notes: list[str] = []
         if stage == "pt":
             if tokenizer.eos_token_id is None:
@@ -62,71 +68,109 @@ class Encoder:
 
     def options(self) -> dict:
         """What decides on the result, beside the records and the tokenizer."""
-        names = (
-            "stage",
-            "cutoff_len",
-            "joins",
-            "train_on_prompt",
-            "mask_history",
-            "default_system",
-        )
-        return {name: getattr(self, name) for name in names}
+        return {
+            "stage": self.stage,
+            "cutoff_len": self.cutoff_len,
+            "joins": self.joins,
+            "train_on_prompt": self.train_on_prompt,
+            "last_answer_only": self.last_answer_only,
+            "default_system": self.default_system,
+        }
 
     def format_of(self, record, where: str) -> str:
         """The format of a file, from its first record."""
-        return detect_format(record, self.source, self.stage, where)
+        return detect_format(record, self.spec, self.stage, where)
 
     def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
-        """chunk: (place, format, record) each. Raises: ValueError with the place."""
-        places = [where for where, _, _ in chunk]
-        ids, masks = self._documents(chunk) if self.stage == "pt" else self._conversations(chunk)
+        """The documents of the samples that are kept. chunk: (place, format, record) of each record.
+
+        Raises: ValueError with the place for a record that cannot be used.
+        """
         tallies: dict[str, tuple[int, str]] = {}
-        kept_ids, kept_masks, learned = [], [], []
-        for where, tokens, mask in zip(places, ids, masks, strict=True):
-            if not self.joins and len(tokens) > self.cutoff_len + 1:
-                tokens, mask = tokens[: self.cutoff_len + 1], mask[: self.cutoff_len + 1]
-                _count(
-                    tallies, f"samples were longer than cutoff_len {self.cutoff_len} and cut", where
-                )
-            targets = int(mask[1:].sum())  # nothing predicts the first token
-            if targets == 0 and not (self.joins and len(tokens) > 1):
-                _count(tallies, "samples have no token to train on and were left out", where)
+        if self.stage == "pt":
+            samples = self._texts(chunk)
+        else:
+            samples = self._conversations(chunk, tallies)
+        kept, learned = [], []
+        for where, documents in samples:
+            documents = self._cut(documents, tallies, where)
+            # nothing predicts the first token of a document
+            targets = [int(mask[1:].sum()) for _, mask in documents]
+            if reason := self._why_left_out(documents, targets):
+                _count(tallies, reason, where)
                 continue
-            kept_ids.append(tokens)
-            kept_masks.append(mask)
-            learned.append(targets)
+            kept += documents
+            learned += targets
         return Encoded(
-            ids=np.concatenate(kept_ids) if kept_ids else np.zeros(0, np.int32),
+            ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in kept)]),
             mask=None
             if self.stage == "pt"
-            else np.concatenate([np.zeros(0, np.uint8), *kept_masks]),
-            lengths=[len(tokens) for tokens in kept_ids],
+            else np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in kept)]),
+            lengths=[len(ids) for ids, _ in kept],
             learned=learned,
             records=len(chunk),
             tallies=tallies,
         )
 
-    def _documents(self, chunk) -> tuple[list, list]:
-        texts = [document(record, self.source, where) for where, _, record in chunk]
+    def _why_left_out(self, documents: list[tuple], targets: list[int]) -> str | None:
+        if self.stage == "dpo":
+            if not all(targets):
+                return "pairs have an answer without a token to train on and were left out"
+            (chosen, _), (rejected, _) = documents
+            return _IDENTICAL if np.array_equal(chosen, rejected) else None
+        if targets[0] == 0 and not (self.joins and len(documents[0][0]) > 1):
+            return "samples have no token to train on and were left out"
+        return None
+
+    # -- records to documents
+
+    def _texts(self, chunk) -> list[tuple[str, list]]:
+        """(place, [(ids, mask)]) of each text, with the end token."""
+        texts = [document(record, self.spec, where) for where, _, record in chunk]
         eos = self.tokenizer.eos_token_id
         # With the tokenizer's own special tokens: a model that was trained with bos before each document gets it.
         batch = self.tokenizer(
             texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
-        rows = []
-        for text, row in zip(texts, batch["input_ids"], strict=True):
-            ended = row if row[-1:] == [eos] else [*row, eos]
-            rows.append(np.array(ended if text else [], dtype=np.int32))
-        return rows, [np.ones(len(row), np.uint8) for row in rows]
+        samples = []
+        for (where, _, _), text, row in zip(chunk, texts, batch["input_ids"], strict=True):
+            if row[-1:] != [eos]:
+                row = [*row, eos]
+            ids = np.array(row if text else [], dtype=np.int32)
+            samples.append((where, [(ids, np.ones(len(ids), np.uint8))]))
+        return samples
 
-    def _conversations(self, chunk) -> tuple[list, list]:
-        rendered = []
+    def _conversations(self, chunk, tallies: dict) -> list[tuple[str, list]]:
+        """(place, [(ids, mask) of each document]) of each record that has something to learn."""
+        places, rendered = [], []
         for where, form, record in chunk:
-            messages, tools = conversation(record, self.source, form, self.default_system, where)
-            rendered.append(self._render(messages, tools, where))
-        return self._tokenize(rendered)
+            found, tools = conversations(
+                record, self.spec, form, self.stage, self.default_system, where
+            )
+            if self.stage == "dpo" and any(_is_empty(messages[-1]) for messages in found):
+                _count(tallies, "pairs have an empty answer and were left out", where)
+            elif self.stage == "dpo" and found[0] == found[1]:
+                _count(tallies, _IDENTICAL, where)
+            else:
+                places.append(where)
+                rendered += [self._render(messages, tools, where) for messages in found]
+        documents = self._tokenize(rendered) if rendered else []
+        count = self.documents_per_sample
+        return [(where, documents[i * count :][:count]) for i, where in enumerate(places)]
 
-    def _tokenize(self, rendered: list[tuple[str, list]]) -> tuple[list, list]:
+    def _render(self, messages: list[dict], tools: list | None, where: str) -> tuple[str, list]:
+        """(text, spans): the conversation by the chat template, and the characters that are learned."""
+        if not self.train_on_prompt:
+            return self.renderer.render(messages, tools, self.last_answer_only, where)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"{where}: the chat template refuses the conversation: {error}"
+            ) from error
+        return text, [(-1, len(text) + 1)]
+
+    def _tokenize(self, rendered: list[tuple[str, list]]) -> list[tuple]:
         """(ids, mask) of each text and its spans."""
         # The template has written every special token already. Tokenised whole, so that the borders of tokens are those
         # which the model sees when it is used.
@@ -138,110 +182,45 @@ class Encoder:
             return_token_type_ids=False,
             verbose=False,
         )
-        ids = [np.array(row, dtype=np.int32) for row in batch["input_ids"]]
-        pairs = zip(batch["offset_mapping"], rendered, strict=True)
-        return ids, [mask_of_spans(offsets, spans) for offsets, (_, spans) in pairs]
+        rows = zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
+        return [
+            (np.array(ids, dtype=np.int32), mask_of_spans(offsets, spans))
+            for ids, offsets, (_, spans) in rows
+        ]
 
-    def _render(self, messages, tools, where: str) -> tuple[str, list]:
-        if not self.train_on_prompt:
-            return self.renderer.render(messages, tools, self.mask_history, where)
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"{where}: the chat template refuses the conversation: {error}"
-            ) from error
-        return text, [(-1, len(text) + 1)]
+    # -- cutting
 
-
-class PairEncoder(Encoder):
-    """Turns preference records into two rows each, the chosen answer behind its prompt and the rejected one behind the
-    same; only the answers are learned.
-
-    A pair of which a side is over cutoff_len + 1 tokens loses the beginning of its prompt, on both sides the same tokens and
-    all but the last one at most; what is over then is cut from the end of the answer.
-    """
-
-    def __init__(
-        self, tokenizer, source: Source, cutoff_len: int, default_system: str | None = None
-    ):
-        # an answer has learned tokens and its history has none: Encoder's words for it
-        super().__init__(
-            tokenizer, source, "dpo", cutoff_len, mask_history=True, default_system=default_system
-        )
-
-    def format_of(self, record, where: str) -> str:
-        return detect_pair_format(record, self.source, where)
-
-    def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
-        """Two rows a pair that is kept: lengths and learned have chosen, rejected, chosen, ..."""
-        tallies: dict[str, tuple[int, str]] = {}
-        places, rendered = [], []
-        for where, form, record in chunk:
-            chosen, rejected, tools = pair(record, self.source, form, self.default_system, where)
-            if any(_is_empty(messages[-1]) for messages in (chosen, rejected)):
-                _count(tallies, "pairs have an empty answer and were left out", where)
-            elif chosen == rejected:
-                _count(tallies, _IDENTICAL, where)
-            else:
-                places.append(where)
-                rendered += [
-                    self._render(messages, tools, where) for messages in (chosen, rejected)
-                ]
-        rows = list(zip(*self._tokenize(rendered), strict=True)) if rendered else []
-        kept = []
-        for number, where in enumerate(places):
-            sides = self._cut(*rows[2 * number : 2 * number + 2], tallies, where)
-            if not all(mask[1:].any() for _, mask in sides):
-                _count(
-                    tallies,
-                    "pairs have an answer without a token to train on and were left out",
-                    where,
-                )
-            elif np.array_equal(sides[0][0], sides[1][0]):
-                _count(tallies, _IDENTICAL, where)
-            else:
-                kept += sides
-        return Encoded(
-            ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in kept)]),
-            mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in kept)]),
-            lengths=[len(ids) for ids, _ in kept],
-            learned=[int(mask[1:].sum()) for _, mask in kept],
-            records=len(chunk),
-            tallies=tallies,
-        )
-
-    def _cut(self, chosen, rejected, tallies: dict, where: str) -> list[tuple]:
-        """Both (ids, mask), cut to cutoff_len + 1 tokens."""
-        limit, longest = self.cutoff_len + 1, max(len(chosen[0]), len(rejected[0]))
-        if longest <= limit:
-            return [chosen, rejected]
-        cut = min(longest - limit, max(_shared_prompt(chosen, rejected) - 1, 0))
-        _count(
-            tallies,
-            f"pairs were longer than cutoff_len {self.cutoff_len}: the beginning of their prompt was cut",
-            where,
-        )
-        if longest - cut > limit:
-            _count(
-                tallies, "of them had an answer too long without its prompt: its end was cut", where
+    def _cut(self, documents: list[tuple], tallies: dict, where: str) -> list[tuple]:
+        """The documents (ids, mask) cut to cutoff_len + 1 tokens."""
+        limit, longest = self.cutoff_len + 1, max(len(ids) for ids, _ in documents)
+        if self.joins or longest <= limit:
+            return documents
+        start = 0
+        if self.stage == "dpo":
+            start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
+            what = (
+                f"pairs were longer than cutoff_len {self.cutoff_len}: the beginning of their "
+                "prompt was cut"
             )
-        return [(ids[cut:][:limit], mask[cut:][:limit]) for ids, mask in (chosen, rejected)]
-
-
-_IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
+        else:
+            what = f"samples were longer than cutoff_len {self.cutoff_len} and cut"
+        _count(tallies, what, where)
+        if self.stage == "dpo" and longest - start > limit:
+            what = "of them had an answer too long without its prompt: its end was cut"
+            _count(tallies, what, where)
+        return [(ids[start:][:limit], mask[start:][:limit]) for ids, mask in documents]
 
 
 def _is_empty(answer: dict) -> bool:
     return not answer["content"].strip() and not answer.get("tool_calls")
 
 
-def _shared_prompt(chosen, rejected) -> int:
-    """Tokens with which both rows begin, none of them learned. The token at the border may belong to one answer alone."""
-    size = min(len(ids) for ids, _ in (chosen, rejected))
-    differ = (chosen[0][:size] != rejected[0][:size]) | (
-        chosen[1][:size] | rejected[1][:size]
-    ).astype(bool)
+def _shared_prompt(chosen: tuple, rejected: tuple) -> int:
+    """Tokens with which both (ids, mask) begin, none of them learned."""
+    size = min(len(chosen[0]), len(rejected[0]))
+    # The token at the border may belong to one answer alone.
+    learned = (chosen[1][:size] | rejected[1][:size]).astype(bool)
+    differ = (chosen[0][:size] != rejected[0][:size]) | learned
     return int(differ.argmax()) if differ.any() else size
 
 

@@ -1,317 +1,23 @@
-"""From files to documents and conversations: where the files are, readers, record formats.
+"""Record formats: from a record to a document, a conversation, or a pair of conversations, in OpenAI's form.
 
-A place in the user's data is "file:line" throughout (parquet: file:row), so that every error can name it.
+A new format is one row of FORMATS with its functions: `fits` says whether a record has this format, `prompt` reads the
+turns that come before the answer, `answer` the answer itself (nothing where `prompt` reads it too), and `sft` and `dpo`
+name the columns in error messages. A stage without columns does not try the row. Rows are tried in their order, on the
+first record of a file; in stage dpo the answers are the columns chosen and rejected, whatever the format.
 """
 
-import difflib
-import importlib.util
-import json
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
-SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
+from .data_files import SIDES, TAGS, DatasetSpec, parse_json
 
-
-@dataclass
-class Source:
-    """One dataset: its files, and how dataset_info.json declares it (None, {}: detect it)."""
-
-    name: str
-    files: list[str]
-    formatting: str | None = None
-    columns: dict = field(default_factory=dict)
-    tags: dict = field(default_factory=dict)
-    num_samples: int | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-# ------------------------------------------------------------------------------------------------ where the files are
-
-_HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-_UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
-_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
-_PAIR_COLUMNS = ("chosen", "rejected")
-_OTHER_COLUMNS = ("images", "videos", "audios", *_PAIR_COLUMNS, "kto_tag")
-_TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
-
-
-def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[Source]:
-    """Names in dataset_dir/dataset_info.json, else files or folders (as given, or in dataset_dir), as Sources.
-
-    Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
-    """
-    folder = Path(dataset_dir or ".")
-    info_file = folder / "dataset_info.json"
-    info = _read_info(info_file) if info_file.is_file() else {}
-    sources = []
-    for entry in entries:
-        if entry in info:
-            sources.append(_declared(entry, info[entry], info_file, stage))
-            continue
-        path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
-        if path is None:
-            near = difflib.get_close_matches(entry, info, n=1)
-            raise ValueError(
-                f"dataset {entry!r}: expected a file, a folder, or a name in {info_file}"
-                + (f" (it has {', '.join(sorted(info))})" if info else " (which is not there)")
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        sources.append(Source(str(entry), _files_of(path)))
-    return sources
-
-
-def _files_of(path: Path) -> list[str]:
-    """The file, or the files of a folder in the order of their names."""
-    files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
-    files = [str(p) for p in files if p.name != "dataset_info.json"]
-    if not files or Path(files[0]).suffix not in SUFFIXES:
-        raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
-    return files
-
-
-def _read_info(path: Path) -> dict:
-    try:
-        info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
-    if not isinstance(info, dict):
-        raise ValueError(
-            f"{path}: expected an object that maps names to datasets, got {type(info).__name__}"
-        )
-    return info
-
-
-def _declared(name: str, entry: dict, info_file: Path, stage: str) -> Source:
-    here = f"{info_file}: dataset {name!r}"
-    if not isinstance(entry, dict):
-        raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
-    hub = [key for key in _HUB_KEYS if key in entry]
-    if hub or "file_name" not in entry:
-        raise ValueError(
-            f"{here}: datasets are read from local files: download it and set file_name"
-            + (f" instead of {', '.join(hub)}" if hub else "")
-        )
-    if entry.get("ranking") and stage != "dpo":
-        raise ValueError(
-            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
-        )
-    known = ("file_name", "formatting", "columns", "tags", "num_samples", "ranking", *_UNUSED_KEYS)
-    columns, tags, formatting = (
-        entry.get("columns", {}),
-        entry.get("tags", {}),
-        entry.get("formatting"),
-    )
-    for kind, given, allowed in (
-        ("key", entry, known),
-        ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
-        ("tag", tags, tuple(_TAGS)),
-    ):
-        for key in given:
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
-                raise ValueError(
-                    f"{here}: unknown {kind} {key!r}"
-                    + (f", did you mean {near[0]!r}?" if near else "")
-                )
-    for_stage = _PAIR_COLUMNS if stage == "dpo" else ()
-    if other := [
-        column for column in columns if column in _OTHER_COLUMNS and column not in for_stage
-    ]:
-        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
-    if formatting not in (None, "alpaca", "sharegpt", "openai"):
-        raise ValueError(f"{here}: formatting {formatting!r}: expected alpaca, sharegpt or openai")
-    path = info_file.parent / entry["file_name"]
-    if not path.exists():
-        raise ValueError(f"{here}: there is no file {path}")
-    notes = [
-        f"{key} of dataset_info.json has no meaning for a local file"
-        for key in _UNUSED_KEYS
-        if key in entry
-    ]
-    return Source(name, _files_of(path), formatting, columns, tags, entry.get("num_samples"), notes)
-
-
-# ------------------------------------------------------------------------------------------------------------ readers
-
-
-def read_records(file: str) -> Iterator[tuple[str, object]]:
-    """Yields (place, record) in the file's order. A .txt file has one document a line; blank lines are no records.
-
-    Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without pyarrow.
-    """
-    suffix = Path(file).suffix
-    if suffix == ".parquet":
-        yield from _read_parquet(file)
-    elif suffix == ".json":
-        yield from _read_json(file)
-    else:
-        with open(file, "rb") as lines:  # only "\n" ends a line; text mode would also break at "\r"
-            for number, line in enumerate(lines, 1):
-                if text := _decode(line, f"{file}:{number}").strip():
-                    yield (
-                        f"{file}:{number}",
-                        text if suffix == ".txt" else _parse(text, f"{file}:{number}"),
-                    )
-
-
-def _decode(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: expected UTF-8 text: {error}") from None
-
-
-def _parse(text: str, where: str):
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: expected one JSON value: {error.msg} (character {error.pos + 1})"
-        ) from None
-
-
-def _read_json(file: str) -> Iterator[tuple[str, object]]:
-    """A list of records, or objects one after another. Elements are decoded one by one to know their lines."""
-    text = _decode(Path(file).read_bytes(), file)
-    decoder, space = json.JSONDecoder(), re.compile(r"\s*")
-    at = space.match(text).end()
-    is_list = text[at : at + 1] == "["
-    at = space.match(text, at + is_list).end()
-    line, counted = 1, 0
-    while at < len(text) and not (is_list and text[at] == "]"):
-        line, counted = line + text.count("\n", counted, at), at
-        try:
-            record, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
-        yield f"{file}:{line}", record
-        at = space.match(text, at).end()
-        if is_list and text[at : at + 1] not in (",", "]"):
-            line += text.count("\n", counted, at)
-            got = repr(text[at : at + 20]) if at < len(text) else "the end of the file"
-            raise ValueError(
-                f"{file}:{line}: not valid JSON: expected ',' or ']' after a record, got {got}"
-            )
-        if is_list and text[at] == ",":
-            at = space.match(text, at + 1).end()
-    if is_list and text[at + 1 :].strip():
-        raise ValueError(f"{file}: not valid JSON: there is more text after the list of records")
-    if is_list and at >= len(text):
-        raise ValueError(
-            f"{file}:{text.count(chr(10)) + 1}: not valid JSON: the list does not end with ']'"
-        )
-
-
-def _read_parquet(file: str) -> Iterator[tuple[str, object]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
-    import pyarrow.parquet
-
-    row = 0
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
-        for record in batch.to_pylist():
-            row += 1
-            yield f"{file}:{row}", record
-
-
-# ------------------------------------------------------------------------------------------------------------ formats
-
-_EXPECTED = "alpaca (instruction, input, output), sharegpt (conversations), OpenAI (messages) or prompt and completion columns"
-
-
-def detect_format(record, source: Source, stage: str, where: str) -> str:
-    """The format of a file, from its first record: text (pt), alpaca, sharegpt, openai, prompt-completion (sft)."""
-    if stage == "pt":
-        return _detect_text(record, source, where)
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{where}: stage sft expects {_EXPECTED}, got {kind_of(record)}; plain text is for stage: pt"
-        )
-    columns = source.columns
-    key = next(
-        (k for k in (columns.get("messages"), "messages", "conversations") if k and k in record),
-        None,
-    )
-    if all(column in record for column in _PAIR_COLUMNS) and not _holds_an_answer(
-        record, source, key
-    ):
-        raise ValueError(
-            f"{where}: chosen and rejected answers are for stage dpo: stage sft expects {_EXPECTED}"
-        )
-    if source.formatting:
-        return source.formatting
-    if "prompt" in columns or "response" in columns:
-        return "alpaca"
-    if key:
-        turns = record[key]
-        is_openai = (
-            isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]
-        )
-        return "openai" if is_openai and not source.tags else "sharegpt"
-    if "instruction" in record:
-        return "alpaca"
-    if "prompt" in record and ("completion" in record or "response" in record):
-        return "prompt-completion"
-    hint = (
-        "; a text column is for stage: pt"
-        if "text" in record
-        else "; other names: columns in dataset_info.json"
-    )
-    raise ValueError(
-        f"{where}: stage sft expects {_EXPECTED}, got the columns {sorted(record)}{hint}"
-    )
-
-
-def _holds_an_answer(record: dict, source: Source, turns_column: str | None) -> bool:
-    """Whether one conversation can be read from a record that has chosen and rejected answers too."""
-    if any(
-        column in record
-        for column in (source.columns.get("response", "output"), "completion", "response")
-    ):
-        return True
-    turns, tags = record.get(turns_column), _TAGS | source.tags
-    last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
-    return last.get(tags["role_tag"], last.get("role")) in (
-        tags["assistant_tag"],
-        "gpt",
-        "assistant",
-    )
-
-
-def _detect_text(record, source: Source, where: str) -> str:
-    if isinstance(record, str) or (isinstance(record, dict) and _text_column(source) in record):
-        return "text"
-    got = f"the columns {sorted(record)}" if isinstance(record, dict) else kind_of(record)
-    raise ValueError(
-        f"{where}: stage pt expects the column {_text_column(source)!r} or plain text, got {got}: set columns: "
-        "{prompt: <name>} in dataset_info.json, or stage: sft for conversations"
-    )
-
-
-def _text_column(source: Source) -> str:
-    return source.columns.get("text") or source.columns.get("prompt") or "text"
-
-
-def kind_of(value) -> str:
-    return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(
-        type(value), repr(value)
-    )
+# -- what all formats share ----------------------------------------------------------------------
 
 
 def get_column(record, column: str, where: str, kind=str, required=True):
-    """A column of the right type; null and absent are the same."""
+    """A column of the right type; null and absent are the same. Raises: ValueError with the place."""
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object, got {kind_of(record)}")
+        raise ValueError(f"{where}: expected an object, got {_kind_of(record)}")
     value = record.get(column)
     if value is None:
         if required:
@@ -321,107 +27,124 @@ def get_column(record, column: str, where: str, kind=str, required=True):
     elif not isinstance(value, kind):
         expected = {str: "a text", list: "a list"}.get(kind, "a list or a text")
         raise ValueError(
-            f"{where}: the column {column!r}: expected {expected}, got {kind_of(value)}"
+            f"{where}: the column {column!r}: expected {expected}, got {_kind_of(value)}"
         )
     return value
 
 
-def document(record, source: Source, where: str) -> str:
-    """The text of a pt record (prompt, and query below it where dataset_info.json declares both)."""
-    if isinstance(record, str):
-        return record
-    text = get_column(record, _text_column(source), where)
-    query = (
-        get_column(record, source.columns["query"], where, required=False)
-        if "query" in source.columns
-        else None
-    )
-    return "\n".join(part for part in (text, query) if part)
+def _kind_of(value) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
+    return names.get(type(value), repr(value))
 
 
-def conversation(
-    record, source: Source, form: str, default_system: str | None, where: str
-) -> tuple[list, list | None]:
-    """(messages, tools) in OpenAI's form, checked: an optional system, then user and assistant in turn, ending with the
-    assistant; tool messages follow an assistant's tool calls. Raises: ValueError with the place."""
-    messages = with_system(
-        _READERS[form](record, source, where), record, source, default_system, where
-    )
-    check_turns(messages, where)
-    return messages, tools_of(record, source, where)
+def _columns_of(record) -> str:
+    return f"the columns {sorted(record)}" if isinstance(record, dict) else _kind_of(record)
 
 
-def with_system(
-    messages: list[dict], record, source: Source, default_system: str | None, where: str
-) -> list[dict]:
-    """The messages behind the system message of the record's column, or the default one, if they begin with none."""
-    system = (
-        get_column(record, source.columns.get("system", "system"), where, required=False)
-        or default_system
-    )
-    if system and messages and messages[0]["role"] not in ("system", "developer"):
-        return [new_message("system", system), *messages]
-    return messages
+def _first_turn(turns) -> dict:
+    """The first of a list of turns; {} where there is none."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return first if isinstance(first, dict) else {}
 
 
-def read_alpaca(record, source: Source, where: str) -> list[dict]:
-    columns = source.columns
-    prompt = get_column(record, columns.get("prompt", "instruction"), where)
-    query = get_column(record, columns.get("query", "input"), where, required=False)
-    answer = get_column(record, columns.get("response", "output"), where)
-    pairs = get_column(record, columns.get("history", "history"), where, list, required=False) or []
-    if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
-        for pair in pairs
-    ):
-        raise ValueError(f"{where}: history: expected a list of [question, answer] pairs of texts")
-    pairs = [*pairs, ["\n".join(part for part in (prompt, query) if part), answer]]
-    return [
-        new_message(role, text)
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+def _turns_column(record: dict, spec: DatasetSpec) -> str | None:
+    """The column that holds a list of turns."""
+    for column in (spec.columns.get("messages"), "messages", "conversations"):
+        if column and column in record:
+            return column
+    return None
 
 
-def new_message(role: str, content: str) -> dict:
+def _message(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
 
-def read_sharegpt(record, source: Source, where: str) -> list[dict]:
-    tags = _TAGS | source.tags
-    default = (
-        "messages"
-        if isinstance(record, dict) and "conversations" not in record
-        else "conversations"
-    )
-    roles = {} if source.tags else {"user": "user", "assistant": "assistant", "tool": "tool"}
+def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
+    return []
+
+
+# -- alpaca --------------------------------------------------------------------------------------
+
+
+def _is_alpaca(record: dict, spec: DatasetSpec, stage: str) -> bool:
+    columns = spec.columns
+    if stage == "sft" and ("prompt" in columns or "response" in columns):
+        return True
+    if _turns_column(record, spec):
+        return False
+    declared = "prompt" in columns and isinstance(record.get(columns["prompt"]), str)
+    return "instruction" in record or declared
+
+
+def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
+    columns = spec.columns
+    prompt = get_column(record, columns.get("prompt", "instruction"), where)
+    query = get_column(record, columns.get("query", "input"), where, required=False)
+    history = get_column(record, columns.get("history", "history"), where, list, required=False)
+    messages = []
+    for turn in history or []:
+        if (
+            not isinstance(turn, list)
+            or len(turn) != 2
+            or not all(isinstance(text, str) for text in turn)
+        ):
+            raise ValueError(
+                f"{where}: history: expected a list of [question, answer] pairs of texts"
+            )
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+    return [*messages, _message("user", "\n".join(part for part in (prompt, query) if part))]
+
+
+def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
+    answer = get_column(record, spec.columns.get("response", "output"), where)
+    return [_message("assistant", answer)]
+
+
+# -- sharegpt ------------------------------------------------------------------------------------
+
+
+def _is_sharegpt(record: dict, spec: DatasetSpec, stage: str) -> bool:
+    return _turns_column(record, spec) is not None and not _is_openai(record, spec, stage)
+
+
+def _sharegpt(record, spec: DatasetSpec, where: str) -> list[dict]:
+    default = "conversations"
+    if isinstance(record, dict) and "conversations" not in record:
+        default = "messages"
+    turns = get_column(record, spec.columns.get("messages", default), where, list)
+    return _sharegpt_turns(turns, spec, where)
+
+
+def _sharegpt_turns(turns: list, spec: DatasetSpec, where: str) -> list[dict]:
+    tags = TAGS | spec.tags
+    roles = {} if spec.tags else {"user": "user", "assistant": "assistant", "tool": "tool"}
     roles |= {
         tags["user_tag"]: "user",
         tags["assistant_tag"]: "assistant",
         tags["system_tag"]: "system",
+        tags["observation_tag"]: "tool",
+        tags["function_tag"]: "function_call",
     }
-    roles |= {tags["observation_tag"]: "tool", tags["function_tag"]: "function_call"}
     messages = []
-    for turn in get_column(record, source.columns.get("messages", default), where, list):
-        role, text = (get_column(turn, tags[tag], where) for tag in ("role_tag", "content_tag"))
+    for turn in turns:
+        role = get_column(turn, tags["role_tag"], where)
+        text = get_column(turn, tags["content_tag"], where)
         if role not in roles:
             raise ValueError(
                 f"{where}: unknown {tags['role_tag']} {role!r}: expected one of {', '.join(roles)}"
             )
-        is_call = roles[role] == "function_call"
-        messages.append(_function_call(text, where) if is_call else new_message(roles[role], text))
+        if roles[role] == "function_call":
+            messages.append(_function_call(text, where))
+        else:
+            messages.append(_message(roles[role], text))
     return messages
 
 
 def _function_call(text: str, where: str) -> dict:
     """{"name", "arguments"} or a list of them as JSON text -> an assistant message with tool calls."""
-    calls = _parse(text, f"{where}: function_call")
+    calls = parse_json(text, f"{where}: function_call")
     calls = calls if isinstance(calls, list) else [calls]
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [_tool_call(call, where) for call in calls],
-    }
+    return {**_message("assistant", ""), "tool_calls": [_tool_call(call, where) for call in calls]}
 
 
 def _tool_call(call, where: str) -> dict:
@@ -431,41 +154,46 @@ def _tool_call(call, where: str) -> dict:
             f"{where}: a tool call: expected an object with name and arguments, got {call!r:.80}"
         )
     arguments = function.get("arguments", {})
-    if isinstance(
-        arguments, str
-    ):  # OpenAI's own files hold JSON text; chat templates want the object
-        arguments = _parse(arguments or "{}", f"{where}: arguments of a tool call")
+    if isinstance(arguments, str):
+        # OpenAI's own files hold JSON text; chat templates want the object
+        arguments = parse_json(arguments or "{}", f"{where}: arguments of a tool call")
     outer = call if "function" in call else {"type": "function"}
     return {**outer, "function": {**function, "arguments": arguments}}
 
 
-def read_openai(record, source: Source, where: str) -> list[dict]:
-    turns = get_column(record, source.columns.get("messages", "messages"), where, list)
-    return [read_openai_message(turn, source.tags, where) for turn in turns]
+# -- OpenAI --------------------------------------------------------------------------------------
 
 
-def read_openai_message(turn, tags: dict, where: str) -> dict:
+def _is_openai(record: dict, spec: DatasetSpec, stage: str) -> bool:
+    column = _turns_column(record, spec)
+    return column is not None and "role" in _first_turn(record[column]) and not spec.tags
+
+
+def _openai(record, spec: DatasetSpec, where: str) -> list[dict]:
+    turns = get_column(record, spec.columns.get("messages", "messages"), where, list)
+    return [_openai_message(turn, spec.tags, where) for turn in turns]
+
+
+def _openai_message(turn, tags: dict, where: str) -> dict:
     role = get_column(turn, tags.get("role_tag", "role"), where)
     content_tag = tags.get("content_tag", "content")
     content = get_column(turn, content_tag, where, (str, list), required=False)
     if isinstance(content, list):  # blocks
         if not all(
-            isinstance(block, dict) and isinstance(block.get("text"), str) for block in content
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
         ):
             raise ValueError(
-                f"{where}: content: expected a text or a list of text blocks; only text can be trained on"
+                f"{where}: content: expected a text or a list of text blocks; only text can be "
+                "trained on"
             )
-        content = "".join(block["text"] for block in content)
-    renamed = {
-        tags[f"{name}_tag"]: name
-        for name in ("user", "assistant", "system")
-        if f"{name}_tag" in tags
-    }
-    renamed |= {tags["observation_tag"]: "tool"} if "observation_tag" in tags else {}
+        content = "".join(part["text"] for part in content)
+    renamed = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
+    renamed["observation_tag"] = "tool"
+    roles = {tags[tag]: name for tag, name in renamed.items() if tag in tags}
     message = {key: value for key, value in turn.items() if value is not None}
     for key in (tags.get("role_tag"), content_tag):
         message.pop(key, None)
-    message |= {"role": renamed.get(role, role), "content": content or ""}
+    message |= _message(roles.get(role, role), content or "")
     if calls := get_column(turn, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     elif content is None:
@@ -473,37 +201,199 @@ def read_openai_message(turn, tags: dict, where: str) -> dict:
     return message
 
 
-def _prompt_completion(record, source: Source, where: str) -> list[dict]:
-    prompt = get_column(record, "prompt", where, (str, list))
-    answer = get_column(
-        record, "completion" if "completion" in record else "response", where, (str, list)
-    )
-    parts = ((prompt, "user"), (answer, "assistant"))
-    turns = [[new_message(role, part)] if isinstance(part, str) else part for part, role in parts]
-    return [read_openai_message(turn, {}, where) for part in turns for turn in part]
+# -- prompt and completion -----------------------------------------------------------------------
 
 
-_READERS = {
-    "alpaca": read_alpaca,
-    "sharegpt": read_sharegpt,
-    "openai": read_openai,
-    "prompt-completion": _prompt_completion,
+def _has_prompt_and_completion(record: dict, spec: DatasetSpec, stage: str) -> bool:
+    return "prompt" in record and ("completion" in record or "response" in record)
+
+
+def _has_prompt(record: dict, spec: DatasetSpec, stage: str) -> bool:
+    return record.get(spec.columns.get("prompt", "prompt")) is not None
+
+
+def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
+    return _text_or_messages(record, spec.columns.get("prompt", "prompt"), "user", where)
+
+
+def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
+    column = "completion" if "completion" in record else "response"
+    return _text_or_messages(record, column, "assistant", where)
+
+
+def _text_or_messages(record, column: str, role: str, where: str) -> list[dict]:
+    value = get_column(record, column, where, (str, list))
+    turns = [_message(role, value)] if isinstance(value, str) else value
+    return [_openai_message(turn, {}, where) for turn in turns]
+
+
+# -- pairs of whole conversations ----------------------------------------------------------------
+
+
+def _has_whole_conversations(record: dict, spec: DatasetSpec, stage: str) -> bool:
+    """Whether an answer begins with the prompt: its first turn is not the assistant's."""
+    first = _first_turn(record[spec.columns.get("chosen", "chosen")])
+    return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """How conversations stand in a record; the module's docstring says what each function does.
+
+    fits: (record, spec, stage) -> bool. prompt, answer: (record, spec, place) -> messages, or ValueError with the place.
+    sft, dpo: the columns of a record in that stage; None: the format has no meaning there.
+    """
+
+    fits: Callable
+    prompt: Callable
+    answer: Callable = _no_turns
+    sft: str | None = None
+    dpo: str | None = None
+
+
+FORMATS = {
+    "conversations": Format(_has_whole_conversations, _no_turns, dpo="the prompt in both answers"),
+    "alpaca": Format(
+        _is_alpaca,
+        _alpaca_prompt,
+        _alpaca_answer,
+        sft="instruction, input, output",
+        dpo="instruction, input",
+    ),
+    "openai": Format(_is_openai, _openai, sft="messages", dpo="messages"),
+    "sharegpt": Format(_is_sharegpt, _sharegpt, sft="conversations", dpo="conversations"),
+    "prompt-completion": Format(
+        _has_prompt_and_completion, _prompt, _completion, sft="prompt, completion"
+    ),
+    "prompt": Format(_has_prompt, _prompt, dpo="prompt"),
 }
 
 
-def tools_of(record: dict, source: Source, where: str) -> list[dict] | None:
-    """The tool descriptions of a record in OpenAI's form."""
-    column = source.columns.get("tools", "tools")
-    tools = get_column(record, column, where, (list, str), required=False)
-    if isinstance(tools, str):
-        tools = _parse(tools, f"{where}: {column}") if tools.strip() else None
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where}: {column}: expected a list of tool descriptions")
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-    ]
+def _expected(stage: str) -> str:
+    columns = {name: getattr(row, stage) for name, row in FORMATS.items()}
+    names = ", ".join(f"{name} ({text})" for name, text in columns.items() if text)
+    if stage == "dpo":
+        return f"stage dpo expects pairs: the columns chosen and rejected, and {names}"
+    return f"stage sft expects {names}"
+
+
+def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
+    """The format of a file, from its first record: "text" in stage pt, else a name in FORMATS.
+
+    Raises: ValueError with the place for a record that the stage cannot use.
+    """
+    if stage == "pt":
+        return _detect_text(record, spec, where)
+    if stage == "sft" and not isinstance(record, dict):
+        got = f"got {_kind_of(record)}; plain text is for stage: pt"
+        raise ValueError(f"{where}: {_expected(stage)}, {got}")
+    has_pair = isinstance(record, dict) and all(
+        spec.columns.get(side, side) in record for side in SIDES
+    )
+    if stage == "dpo" and not has_pair:
+        raise ValueError(
+            f"{where}: {_expected(stage)}, got {_columns_of(record)}; other names: columns in "
+            "dataset_info.json"
+        )
+    if stage == "sft" and has_pair and not _holds_an_answer(record, spec):
+        raise ValueError(
+            f"{where}: chosen and rejected answers are for stage dpo: {_expected(stage)}"
+        )
+    if spec.formatting:
+        return spec.formatting
+    for name, row in FORMATS.items():
+        if getattr(row, stage) and row.fits(record, spec, stage):
+            return name
+    if stage == "dpo":
+        raise ValueError(
+            f"{where}: {_expected(stage)}, got texts without a prompt in {sorted(record)}"
+        )
+    hint = "other names: columns in dataset_info.json"
+    if "text" in record:
+        hint = "a text column is for stage: pt"
+    raise ValueError(f"{where}: {_expected(stage)}, got {_columns_of(record)}; {hint}")
+
+
+def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
+    """Whether one conversation can be read from a record that has chosen and rejected answers too."""
+    answers = (spec.columns.get("response", "output"), "completion", "response")
+    if any(column in record for column in answers):
+        return True
+    tags = TAGS | spec.tags
+    turns = record.get(_turns_column(record, spec))
+    last = _first_turn(turns[-1:] if isinstance(turns, list) else None)
+    role = last.get(tags["role_tag"], last.get("role"))
+    return role in (tags["assistant_tag"], "gpt", "assistant")
+
+
+# -- documents of stage pt -----------------------------------------------------------------------
+
+
+def _text_column(spec: DatasetSpec) -> str:
+    return spec.columns.get("text") or spec.columns.get("prompt") or "text"
+
+
+def _detect_text(record, spec: DatasetSpec, where: str) -> str:
+    if isinstance(record, str) or (isinstance(record, dict) and _text_column(spec) in record):
+        return "text"
+    raise ValueError(
+        f"{where}: stage pt expects the column {_text_column(spec)!r} or plain text, got "
+        f"{_columns_of(record)}: set columns: {{prompt: <name>}} in dataset_info.json, or stage: "
+        "sft for conversations"
+    )
+
+
+def document(record, spec: DatasetSpec, where: str) -> str:
+    """The text of a pt record (prompt, and query below it where dataset_info.json declares both)."""
+    if isinstance(record, str):
+        return record
+    parts = [get_column(record, _text_column(spec), where)]
+    if "query" in spec.columns:
+        parts.append(get_column(record, spec.columns["query"], where, required=False))
+    return "\n".join(part for part in parts if part)
+
+
+# -- conversations of stages sft and dpo ---------------------------------------------------------
+
+
+def conversations(
+    record, spec: DatasetSpec, form: str, stage: str, default_system: str | None, where: str
+) -> tuple[list[list[dict]], list[dict] | None]:
+    """(conversations, tools) of a record in OpenAI's form: one conversation in stage sft; in stage dpo chosen and rejected,
+    which differ at most in their last message.
+
+    Each is an optional system message, then user and assistant in turn, ending with the assistant; tool messages follow an
+    assistant's tool calls. form: a name in FORMATS. default_system: where a record has no system message.
+    Raises: ValueError with the place for a record that is not so.
+    """
+    row = FORMATS[form]
+    prompt = row.prompt(record, spec, where)
+    if stage == "sft":
+        answers = {where: row.answer(record, spec, where)}
+    else:
+        answers = {
+            f"{where}: {side}": _pair_answer(
+                record, spec.columns.get(side, side), spec, form, where
+            )
+            for side in SIDES
+        }
+    system = get_column(record, spec.columns.get("system", "system"), where, required=False)
+    found = []
+    for place, answer in answers.items():
+        messages = [*prompt, *answer]
+        begins_with_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+        if (system or default_system) and messages and not begins_with_system:
+            messages = [_message("system", system or default_system), *messages]
+        _check_turns(messages, place)
+        found.append(messages)
+    if stage == "dpo":
+        _check_shared_prompt(*found, where)
+        if form == "conversations":
+            _check_prompt_column(record, spec, found[0][:-1], where)
+    return found, _tools(record, spec, where)
 
 
 _MAY_FOLLOW = {
@@ -514,24 +404,84 @@ _MAY_FOLLOW = {
 }
 
 
-def check_turns(messages: list[dict], where: str) -> None:
+def _check_turns(messages: list[dict], where: str) -> None:
     if not messages:
         raise ValueError(f"{where}: the conversation has no messages")
     before = None
     for number, message in enumerate(messages, 1):
         role = {"developer": "system"}.get(message["role"], message["role"])
         if role not in _MAY_FOLLOW:
-            raise ValueError(
-                f"{where}: message {number}: unknown role {role!r}: expected {', '.join(_MAY_FOLLOW)}"
-            )
+            known = ", ".join(_MAY_FOLLOW)
+            raise ValueError(f"{where}: message {number}: unknown role {role!r}: expected {known}")
         if before not in _MAY_FOLLOW[role]:
             allowed = " or ".join(other or "the beginning" for other in _MAY_FOLLOW[role])
-            after = before or "the beginning"
             raise ValueError(
-                f"{where}: message {number} ({role}) follows {after}: expected it to follow {allowed}"
+                f"{where}: message {number} ({role}) follows {before or 'the beginning'}: expected "
+                f"it to follow {allowed}"
             )
         before = role
     if before != "assistant":
         raise ValueError(
-            f"{where}: the conversation ends with {before}: expected the assistant to have the last word"
+            f"{where}: the conversation ends with {before}: expected the assistant to have the "
+            "last word"
+        )
+
+
+def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
+    """The tool descriptions of a record in OpenAI's form."""
+    column = spec.columns.get("tools", "tools")
+    tools = get_column(record, column, where, (list, str), required=False)
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{where}: {column}") if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where}: {column}: expected a list of tool descriptions")
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
+
+
+# -- the answers of a pair -----------------------------------------------------------------------
+
+
+def _pair_answer(record, column: str, spec: DatasetSpec, form: str, where: str) -> list[dict]:
+    """A text, a message or a list of messages, as messages."""
+    answer = get_column(record, column, where, (str, dict, list))
+    if isinstance(answer, str):
+        return [_message("assistant", answer)]
+    turns = answer if isinstance(answer, list) else [answer]
+    first, tag = _first_turn(turns), spec.tags.get("role_tag", "from")
+    if form == "sharegpt" or (tag in first and "role" not in first):
+        return _sharegpt_turns(turns, spec, f"{where}: {column}")
+    return [_openai_message(turn, spec.tags, f"{where}: {column}") for turn in turns]
+
+
+def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -> None:
+    if chosen[:-1] == rejected[:-1]:
+        return
+    number = 1
+    for ours, theirs in zip(chosen, rejected, strict=False):
+        if ours != theirs:
+            break
+        number += 1
+    raise ValueError(
+        f"{where}: chosen and rejected differ from message {number} on, and have {len(chosen)} and "
+        f"{len(rejected)} messages: expected one prompt, and one answer of each, the last message"
+    )
+
+
+def _check_prompt_column(record, spec: DatasetSpec, before: list[dict], where: str) -> None:
+    """Many files repeat the prompt in a column of its own; where it says something else, nobody knows which is meant."""
+    column = spec.columns.get("prompt", "prompt")
+    prompt = get_column(record, column, where, (str, list), required=False)
+    if isinstance(prompt, list):
+        messages = [_openai_message(turn, {}, where) for turn in prompt]
+        same = messages in (before, [m for m in before if m["role"] != "system"])
+    else:
+        same = not prompt or any(prompt.strip() == m["content"].strip() for m in before)
+    if not same:
+        raise ValueError(
+            f"{where}: chosen and rejected begin with a prompt of their own, which is not that of "
+            f"the column {column!r}: expected the answers alone, or the same prompt"
         )

@@ -1,5 +1,5 @@
-"""Packed rows: masks, the cut of a row over context-parallel ranks, and the packer. Letters: b rows, s positions, t tokens
-of a packed row, cp the context-parallel size.
+"""Packed rows: masks, borders, and the cut of a row over context-parallel ranks. Letters: b rows, s positions, t tokens of a
+packed row, cp the context-parallel size.
 
 A packed row is a row of documents that do not see each other. `cu_seqlens` are the documents' borders, from 0 to t: what
 pads a row at its end is a document of its own. Under context parallelism every document is cut into 2 cp chunks, of which
@@ -15,7 +15,6 @@ import torch
 
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch.utils.data import Dataset
 
 from .constants import IGNORE_INDEX
 
@@ -129,18 +128,18 @@ class Targets(NamedTuple):
     @classmethod
     def ahead(cls, batch: dict, count: int) -> "Targets":
         """Of a whole batch, before context parallelism cuts it."""
-        ids, labels = batch["input_ids"], batch["labels"]
-        cu = torch.tensor(batch.get("cu_seqlens", (0, ids.shape[1])))
-        ends = cu[1:].repeat_interleave(cu.diff())
-        places = torch.arange(ids.shape[1]) + torch.arange(1, count + 1)[:, None]
-        beyond, places = (places >= ends)[:, None], places.clamp(max=ids.shape[1] - 1)
-        ahead = (x.cpu()[:, places].transpose(0, 1) for x in (ids, labels))
+        length = batch["input_ids"].shape[1]
+        cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
+        ends = cu[1:].repeat_interleave(cu.diff())  # of each place, where its document ends
+        places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
+        is_beyond = (places >= ends)[:, None]  # [k, 1, s]
+        places = places.clamp(max=length - 1)
+        next_ids = batch["input_ids"].cpu()[:, places].transpose(0, 1)  # [k, b, s]
+        next_labels = batch["labels"].cpu()[:, places].transpose(0, 1)
         return cls(
-            labels,
-            *(
-                x.masked_fill(beyond, fill)
-                for x, fill in zip(ahead, (0, IGNORE_INDEX), strict=True)
-            ),
+            batch["labels"],
+            next_ids.masked_fill(is_beyond, 0),
+            next_labels.masked_fill(is_beyond, IGNORE_INDEX),
         )
 
 
@@ -247,57 +246,3 @@ def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tens
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
     causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
     return ~(causal & (document[:, None] == document[None]))[None, None]
-
-
-# -- the packer ---------------------------------------------------------------------------------------------------------
-
-
-class Packs(Dataset):
-    """`dataset` in packs of at most `capacity` tokens, with the numbers of both.
-
-    lengths [n]: tokens of each sample. squares [n]: the squared lengths of its documents, summed: what attention costs.
-    """
-
-    def __init__(self, dataset, lengths: np.ndarray, squares: np.ndarray, capacity: int):
-        self.dataset, self.capacity, self.packs = dataset, capacity, best_fit(lengths, capacity)
-        self.costs = np.array([squares[pack].sum() for pack in self.packs])
-        self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
-        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
-        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-
-def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Sample numbers of each pack, in which the lengths sum to at most `capacity`; deterministic.
-
-    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens a new one. Open packs
-    are kept by their free space, so each sample costs a look at the next free space that suffices.
-    Raises: ValueError for a sample that is longer than capacity.
-    """
-    if len(lengths) and lengths.max() > capacity:
-        worst = int(lengths.argmax())
-        raise ValueError(
-            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: raise cutoff_len"
-        )
-    by_space: list[list[int]] = [
-        [] for _ in range(capacity + 1)
-    ]  # free space -> packs, the newest last
-    occupied = np.zeros(capacity + 1, dtype=bool)
-    packs: list[list[int]] = []
-    for i in np.argsort(-lengths, kind="stable"):
-        length = int(lengths[i])
-        space = length + int(
-            occupied[length:].argmax()
-        )  # the tightest that suffices, if there is any
-        if occupied[space]:
-            pack = by_space[space].pop()
-            occupied[space] = bool(by_space[space])
-        else:
-            space, pack = capacity, len(packs)
-            packs.append([])
-        packs[pack].append(int(i))
-        by_space[space - length].append(pack)
-        occupied[space - length] = True
-    return [np.array(sorted(pack)) for pack in packs]

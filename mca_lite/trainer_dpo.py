@@ -1,6 +1,6 @@
 """DPOTrainer: preference training as hooks over McaTrainer's loop, which it does not own.
 
-    _arrange                pairs -> a packed row of documents, or rows: chosen and rejected in turn (data_pairs.py)
+    _arrange                pairs -> a packed row of documents, or rows: chosen and rejected in turn (data_batches.py)
     _prepare_micro_batches  what the reference model says of them, where it is not known from before
     _pre_compute_loss, _post_compute_loss   token losses -> log-probabilities of the responses -> (loss, pairs, 8 metrics)
 
@@ -17,27 +17,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from . import ckpt_folder, lora, loss_preference, parallel
 from .args import FinetuningArguments
 from .ckpt_folder import CheckpointError
 from .constants import IGNORE_INDEX
-from .data_batches import FILLER, BatchPlan, make_loader
-from .data_pairs import (
-    PAIR_KEYS,
-    PackedPairs,
-    PairCollator,
-    PairSlice,
-    ReferencedPairs,
-    arrange_pairs,
-    pairs_of,
-)
+from .data_batches import FILLER, BatchPlan, documents_of, make_loader, split_documents
+from .data_files import SIDES
+from .data_packs import Packs, WithReference
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
+from .packed_rows import pack_batch
 from .trainer import McaTrainer
 from .trainer_reference import ReferenceStore, files_of_model
 from .trainer_signals import Interrupted
 
 SAY_EVERY_S = 10.0
+PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
 PART_PAIRS = 1024  # pairs of a part that a reference pass keeps: what is lost when it dies
 
 
@@ -96,7 +92,8 @@ class Documents(NamedTuple):
 
 
 class DPOTrainer(McaTrainer):
-    """Trains `model` on pairs {"chosen": {"input_ids", "labels"}, "rejected": {...}}, shifted, or on packs (lists) of them.
+    """Trains `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen and rejected, as a list or as
+    {"chosen", "rejected"}, or on packs (lists) of pairs.
 
     train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference: model; it may share
     nothing with `model`. The other arguments are McaTrainer's; per_device_train_batch_size counts pairs, or packs.
@@ -123,19 +120,12 @@ class DPOTrainer(McaTrainer):
             )
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             if dataset is not None and len(dataset):
-                pairs_of(dataset[0])
-                if isinstance(dataset[0], (list, tuple)) and not args.sequence_packing:
-                    # as rows, micro-batches would differ in their number of rows, which pipeline stages have to know
-                    raise ValueError(
-                        "the data set has packs of pairs, and sequence_packing is false: set it to true"
-                    )
+                _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
         if self.backend.predicts_ahead:
             raise ValueError(
                 "a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0"
             )
-        if kwargs.get("data_collator") is None:
-            self.data_collator = PairCollator(self._pad_token_id)
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
         self._was_trained = self._start_is_checked = False
 
@@ -242,9 +232,26 @@ class DPOTrainer(McaTrainer):
             raise ValueError(
                 "the data collator gave no attention_mask: expected one that numbers a row's documents from 1"
             )
-        return arrange_pairs(
-            batch, self.args.sequence_packing, self.backend.document_multiple, self._pad_token_id
-        )
+        counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
+        if (counts % 2).any():
+            raise ValueError(
+                f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
+                "rejected in turn, numbered from 1 by attention_mask"
+            )
+        known = batch.get("reference")  # [b, most documents of a row]
+        if self.args.sequence_packing:  # fillers are dropped
+            arranged = pack_batch(batch, self.backend.document_multiple, self._pad_token_id)
+            arranged["real"] = torch.ones(int(counts.sum()) // 2)
+            if known is not None:
+                known = torch.cat([row[:n] for row, n in zip(known, counts, strict=True)])
+        else:  # fillers are kept: all micro-batches of a pipeline have one shape
+            arranged = split_documents(batch, len(SIDES), self._pad_token_id)
+            arranged["real"] = (counts > 0).float()
+            if known is not None:
+                known = known * arranged["real"][:, None]
+        if known is not None:
+            arranged["reference"] = known.view(-1, len(SIDES))
+        return arranged
 
     def _to_length(self, batch: dict, at_least: int = 0) -> dict:
         of_pairs = {key: batch[key] for key in PAIR_KEYS if key in batch}
@@ -258,7 +265,7 @@ class DPOTrainer(McaTrainer):
                 "reference" not in batch for batch in micro_batches
             ):
                 raise ValueError(
-                    'the data collator dropped "reference", the log-probabilities [b, pairs, 2] that the samples bring: hand '
+                    'the data collator dropped "reference", the log-probabilities [b, documents] that the samples bring: hand '
                     "them on, or use ref_model: model"
                 )
             return micro_batches
@@ -313,16 +320,16 @@ class DPOTrainer(McaTrainer):
         """The dataset, its pairs with the log-probabilities of a cached reference. Collective."""
         if dataset is None or self.reference != "cached":
             return dataset
-        view = dataset.dataset if isinstance(dataset, PackedPairs) else dataset
-        if isinstance(view, ReferencedPairs):
+        view = dataset.dataset if isinstance(dataset, Packs) else dataset
+        if isinstance(view, WithReference):
             return dataset
         if self._was_trained:
             raise ValueError(
                 "a cached reference is computed by the model before it is trained: give this dataset to DPOTrainer as "
                 "train_dataset or eval_dataset"
             )
-        referenced = ReferencedPairs(view, self._reference_of(view))
-        return dataset.over(referenced) if isinstance(dataset, PackedPairs) else referenced
+        referenced = WithReference(view, self._reference_of(view))
+        return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
 
     def _reference_of(self, pairs) -> np.ndarray:
         """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now. Collective."""
@@ -341,7 +348,7 @@ class DPOTrainer(McaTrainer):
         part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
         while len(done) < num:
             start = len(done)
-            logps = self._score(PairSlice(pairs, start, min(start + part, num)))
+            logps = self._score(Subset(pairs, range(start, min(start + part, num))))
             done = np.concatenate([done, logps])
             if store:
                 parallel.on_main(functools.partial(store.add, start, logps), CheckpointError)
@@ -414,7 +421,7 @@ class DPOTrainer(McaTrainer):
     def _check_kept(self, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
         """CheckpointError where the model gives other log-probabilities to the first pairs than what was kept says."""
         count = min(len(kept), self.args.per_device_eval_batch_size * self.backend.dp_size)
-        now = self._score(PairSlice(pairs, 0, count))
+        now = self._score(Subset(pairs, range(count)))
         if not self._same_model(now, kept[:count]):
             raise CheckpointError(
                 f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} to the first pair, and this "
@@ -473,9 +480,9 @@ class DPOTrainer(McaTrainer):
 
     def objective_facts(self) -> dict:
         """The reference's log-probabilities of the first pairs: a run goes on with the reference that it began with."""
-        packed = isinstance(self.train_dataset, PackedPairs)
+        packed = isinstance(self.train_dataset, Packs)
         view = self.train_dataset.dataset if packed else self.train_dataset
-        return {"reference": view.logps[:4].tolist()} if isinstance(view, ReferencedPairs) else {}
+        return {"reference": view.logps[:4].tolist()} if isinstance(view, WithReference) else {}
 
     def check_objective(self, facts: dict, folder: Path) -> None:
         theirs, ours = facts.get("reference"), self.objective_facts().get("reference")
@@ -484,6 +491,23 @@ class DPOTrainer(McaTrainer):
                 f"{folder} was trained against another reference model, which gave {theirs[0]} to the first pair, and this one "
                 f"gives {ours[0]}: set model_name_or_path to the model that the run started from"
             )
+
+
+def _check_pairs(dataset, packs: bool) -> None:
+    """ValueError for a dataset of something else, and for packs where rows hold one pair."""
+    first, of_sample = dataset[0], getattr(dataset, "documents_per_sample", len(SIDES))
+    count = len(documents_of(first))
+    if of_sample != len(SIDES) or count % len(SIDES):
+        got = sorted(first) if isinstance(first, dict) else f"{count} documents"
+        raise ValueError(
+            'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of two '
+            f"documents, and this one has {got}: use a data set of pairs, or stage: sft"
+        )
+    if not packs and (isinstance(dataset, Packs) or count > len(SIDES)):
+        # as rows, micro-batches would differ in their number of rows, which pipeline stages have to know
+        raise ValueError(
+            "the data set has packs of pairs, and sequence_packing is false: set it to true"
+        )
 
 
 def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:

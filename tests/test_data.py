@@ -1,10 +1,14 @@
 """The token cache, datasets, mixing, collating, the order of micro-batches. Tokens are bytes, counted by hand."""
 
+import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +16,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite import data, data_build_once, data_cache
+from mca_lite import data, data_build_once, data_cache, data_shard
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
-from mca_lite.data import load_datasets, show_sample
+from mca_lite.data import load_datasets, show_document
 from mca_lite.data_batches import FILLER, BatchPlan, Collator, make_loader
+from mca_lite.data_build_once import build_once
 from mca_lite.data_encode import Encoder
 
 CHATML = (
@@ -68,7 +73,8 @@ def load(tokenizer, stage, *dataset, seed=42, **options):
 
 def texts(tokenizer, dataset) -> list[str]:
     """The trained text of each sample."""
-    return [tokenizer.decode(s["labels"][s["labels"] != IGNORE_INDEX].tolist()) for s in dataset]
+    labels = [document["labels"] for [document] in dataset]
+    return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
 # ------------------------------------------------------------------------------------------------------------- sft, pt
@@ -76,7 +82,7 @@ def texts(tokenizer, dataset) -> list[str]:
 
 def test_sft_samples_are_shifted_and_only_the_answer_has_labels(tokenizer, tmp_path):
     bundle = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "bc", "d"))
-    sample = bundle.train[0]
+    [sample] = bundle.train[0]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     b, c = tokenizer.convert_tokens_to_ids(["b", "c"])
     # inputs end with <|im_end|>, whose target, the newline, is not trained
@@ -111,7 +117,7 @@ def test_packed_documents_lose_no_target(tokenizer, tmp_path):
     bundle = load(tokenizer, "pt", str(tmp_path / "a.txt"), cutoff_len=4)
     pairs = [
         tuple(tokenizer.decode(sample[k].tolist()) for k in ("input_ids", "labels"))
-        for sample in bundle.train
+        for [sample] in bundle.train
     ]
     assert [(x.replace("</s>", "."), y.replace("</s>", ".")) for x, y in pairs] == [
         ("abc.", "bc.d"),
@@ -124,7 +130,7 @@ def test_packed_documents_lose_no_target(tokenizer, tmp_path):
 def test_unpacked_documents_keep_a_row_each(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n{"text": ""}\n{"text": "g"}\n')
     bundle = load(tokenizer, "pt", str(tmp_path / "a.jsonl"), cutoff_len=3, packing=False)
-    assert [tokenizer.decode(sample["input_ids"].tolist()) for sample in bundle.train] == [
+    assert [tokenizer.decode(document["input_ids"].tolist()) for [document] in bundle.train] == [
         "abc",
         "g",
     ]
@@ -209,7 +215,7 @@ def test_a_shown_sample_marks_what_is_trained(tokenizer):
     ids = tokenizer("abcd")["input_ids"]
     labels = [ids[1], IGNORE_INDEX, ids[3]]
     assert (
-        show_sample({"input_ids": np.array(ids[:3]), "labels": np.array(labels)}, tokenizer)
+        show_document({"input_ids": np.array(ids[:3]), "labels": np.array(labels)}, tokenizer)
         == "'a«b»c«d»'"
     )
 
@@ -259,7 +265,7 @@ def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monke
         **options | {"preprocessing_num_workers": 1},
     )
     assert one.report == two.report and len(two.train) == 8
-    for name in ("ids.bin", "mask.bin", "spans.npy", "learned.npy"):
+    for name in ("ids.bin", "mask.bin", "spans.bin", "learned.bin"):
         contents = [(bundle.train.shards[0].folder / name).read_bytes() for bundle in (one, two)]
         assert contents[0] == contents[1]
 
@@ -291,54 +297,181 @@ def test_one_builds_and_the_others_wait(tmp_path):
         time.sleep(0.2)
         temporary.write_text("done")
 
-    assert (
-        in_threads(
-            lambda: (data_build_once.build_once(target, build, "building"), target.read_text())[1]
-        )
-        == ["done"] * 4
-    )
+    def call():
+        build_once(target, build, "building")
+        return target.read_text()
+
+    assert in_threads(call) == ["done"] * 4
     assert built == [1]
-    assert os.listdir(target.parent) == ["target"]
+    assert names_in(target.parent) == ["target"]
+
+
+def names_in(folder) -> list[str]:
+    """What stands in a folder, without the locks' files, which stay."""
+    return sorted(name for name in os.listdir(folder) if not name.endswith(".lock"))
 
 
 def test_the_writer_s_error_reaches_all(tmp_path):
-    def build(temporary, progress):
-        temporary.mkdir()
-        time.sleep(0.2)
-        raise ValueError("a.jsonl:3: wrong")
-
-    results = in_threads(lambda: data_build_once.build_once(tmp_path / "target", build, "building"))
-    assert results == [(ValueError, "a.jsonl:3: wrong")] * 4
-    assert os.listdir(tmp_path) == ["target.error"]
-    data_build_once.build_once(
-        tmp_path / "target", lambda temporary, progress: temporary.write_text(""), "building"
-    )
-    assert os.listdir(tmp_path) == ["target"]  # a later run is not told of an old error
-
-
-@pytest.mark.parametrize("owner", [f"{socket.gethostname()}:999999999:x", "elsewhere:1:x"])
-def test_a_dead_writer_s_lock_is_taken_over(tmp_path, monkeypatch, owner):
-    monkeypatch.setattr(data_build_once, "STALE_S", 0.1)
-    (tmp_path / "target.lock").write_text(owner)
-    (tmp_path / "target.0123.tmp").mkdir()
-    data_build_once.build_once(
-        tmp_path / "target", lambda temporary, progress: temporary.write_text("mine"), "building"
-    )
-    assert os.listdir(tmp_path) == ["target"]
-
-
-def test_a_living_writer_s_lock_is_respected(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_build_once, "STALE_S", 0.3)
-    monkeypatch.setattr(data_build_once, "REFRESH_S", 0.05)
-    target, built = tmp_path / "target", []
+    built = []
 
     def build(temporary, progress):
         built.append(1)
-        time.sleep(0.8)
+        temporary.mkdir()
+        time.sleep(0.3)
+        raise ValueError("a.jsonl:3: wrong")
+
+    results = in_threads(lambda: build_once(tmp_path / "target", build, "building"))
+    assert results == [(ValueError, "a.jsonl:3: wrong")] * 4 and built == [1]
+    assert names_in(tmp_path) == ["target.error"]
+
+    def better(temporary, progress):
         temporary.write_text("")
 
-    in_threads(lambda: data_build_once.build_once(target, build, "building"), count=2)
-    assert built == [1]
+    build_once(tmp_path / "target", better, "building")
+    assert names_in(tmp_path) == ["target"]  # a later run is not told of an old error
+
+
+def hold_the_lock(target: str) -> None:
+    """Build for ever."""
+
+    def build(temporary, progress):
+        temporary.mkdir()
+        (temporary / "half").write_text("half")
+        progress("half way")
+        print("building", flush=True)
+        time.sleep(600)
+
+    build_once(Path(target), build, "building")
+
+
+@pytest.fixture
+def another_process(tmp_path):
+    """A process in the middle of building tmp_path/target."""
+    script = (
+        f"from tests.test_data import hold_the_lock; hold_the_lock({str(tmp_path / 'target')!r})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]
+    )
+    assert process.stdout.readline() == b"building\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_dead_writer_blocks_nobody_and_leaves_nothing(tmp_path, another_process):
+    another_process.kill()
+    another_process.wait()
+    # its number may be another's by now, but its temporary folder is known by it
+    left = [name for name in names_in(tmp_path) if name.endswith(".tmp")]
+    assert left == [f"target.{socket.gethostname()}-{another_process.pid}.tmp"]
+    build_once(
+        tmp_path / "target", lambda temporary, progress: temporary.write_text("mine"), "building"
+    )
+    assert names_in(tmp_path) == ["target"]
+
+
+def test_who_waits_says_for_whom_and_goes_on_when_it_dies(
+    tmp_path, monkeypatch, another_process, capsys
+):
+    monkeypatch.setattr(data_build_once, "SAY_EVERY_S", 0.2)
+    waiting = threading.Thread(
+        target=build_once,
+        args=(tmp_path / "target", lambda temporary, progress: temporary.mkdir(), "building"),
+    )
+    waiting.start()
+    time.sleep(0.7)
+    assert waiting.is_alive()
+    owner = f"{socket.gethostname()}:{another_process.pid}"
+    assert f"waiting for process {owner} (starting), building\n" in capsys.readouterr().err
+    another_process.kill()
+    waiting.join(timeout=10)
+    assert names_in(tmp_path) == ["target"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set(
+    tokenizer, tmp_path, monkeypatch
+):
+    file = write(tmp_path / "a.jsonl", "b")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(
+            ValueError, match=r"cannot be written \(Not a directory\): set cache_dir"
+        ):
+            load(tokenizer, "sft", file, cache_dir=str(folder))
+
+    def full(self, array):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(data_shard._File, "write", full)
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left.*set cache_dir"):
+        load(tokenizer, "sft", file)
+    # what cannot be read is no fault of the cache
+    with pytest.raises(FileNotFoundError, match="missing"):
+        build_once(tmp_path / "x", lambda *_: open(tmp_path.parent / "missing"), "building")
+
+
+# ----------------------------------------------------------------------------------------------------------- integrity
+
+
+def contents(dataset) -> list:
+    return [
+        [(d["input_ids"].tolist(), d["labels"].tolist()) for d in documents]
+        for documents in dataset
+    ]
+
+
+def flip(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "empty mask": ("mask.bin", lambda path: path.write_bytes(b""), "mask.bin has 0 bytes and had"),
+    "half a mask": (
+        "mask.bin",
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        "mask.bin has",
+    ),
+    "flipped mask": ("mask.bin", flip, "mask.bin has other content"),
+    "flipped ids": ("ids.bin", flip, "ids.bin has other content"),
+    "flipped spans": ("spans.bin", flip, "spans.bin has other content"),
+    "flipped counts": ("learned.bin", flip, "learned.bin has other content"),
+    "no ids": ("ids.bin", lambda path: path.unlink(), "cannot be read"),
+    "half of meta": ("meta.json", lambda path: path.write_text(path.read_text()[:40]), "cannot be"),
+    "other meta": ("meta.json", lambda path: path.write_text("{}"), "meta.json is not whole"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_shard_is_tokenised_anew_with_one_line(
+    tokenizer, tmp_path, monkeypatch, capsys, name
+):
+    file = write(tmp_path / "a.jsonl", "bc", "def", "g")
+    train = load(tokenizer, "sft", file).train
+    wanted, folder = contents(train), train.shards[0].folder
+    monkeypatch.setattr(data_shard, "_whole", set())  # another process
+    part, harm, line = DAMAGE[name]
+    harm(folder / part)
+    capsys.readouterr()
+    again = load(tokenizer, "sft", file)
+    assert contents(again.train) == wanted and again.train.num_trained_tokens == 9
+    said = [text for text in capsys.readouterr().err.splitlines() if str(folder) in text]
+    assert len(said) == 1 and line in said[0] and said[0].endswith(f"tokenising {file} anew")
+    load(tokenizer, "sft", file)
+    assert str(folder) not in capsys.readouterr().err
+
+
+def test_checksums_are_compared_once_in_a_process(tokenizer, tmp_path, monkeypatch):
+    file, read = write(tmp_path / "a.jsonl", "b"), []
+    crc_of = data_shard._crc_of
+    monkeypatch.setattr(
+        data_shard, "_crc_of", lambda path: (read.append(path.name), crc_of(path))[1]
+    )
+    for _ in range(3):
+        load(tokenizer, "sft", file)
+    assert sorted(read) == ["ids.bin", "learned.bin", "mask.bin", "spans.bin"]
 
 
 # ------------------------------------------------------------------------------------------------------- micro-batches
@@ -467,14 +600,12 @@ def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer)
     plain = load_datasets(DataArguments(**arguments), "sft", tokenizer).train
     packed = load_datasets(DataArguments(**arguments, packing=True), "sft", tokenizer)
     assert "packed into" in packed.report[-1] and "% padding" in packed.report[-1]
-    seen = []
-    for row in range(len(packed.train)):
-        sample = packed.train[row]
-        assert len(sample["input_ids"]) <= 64
-        for number in range(1, sample["attention_mask"].max() + 1):
-            inside = sample["attention_mask"] == number
-            seen.append((sample["input_ids"][inside].tolist(), sample["labels"][inside].tolist()))
-    assert sorted(seen) == sorted((s["input_ids"].tolist(), s["labels"].tolist()) for s in plain)
+    seen, alone = (
+        sorted((d["input_ids"].tolist(), d["labels"].tolist()) for row in rows for d in row)
+        for rows in (packed.train, plain)
+    )
+    assert seen == alone
+    assert all(sum(len(d["input_ids"]) for d in row) <= 64 for row in packed.train)
     lengths = plain.lengths
     assert packed.train.costs.tolist() == [
         float((lengths[pack] ** 2).sum()) for pack in packed.train.packs

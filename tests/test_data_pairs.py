@@ -7,17 +7,17 @@ import pytest
 
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
-from mca_lite.data import PairDataset, load_datasets
+from mca_lite.data import load_datasets
 from mca_lite.data_batches import BatchPlan
 from mca_lite.data_encode import Encoder
-from mca_lite.data_pair_records import detect_pair_format, pair
-from mca_lite.data_records import Source
+from mca_lite.data_files import DatasetSpec
+from mca_lite.data_records import conversations, detect_format
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 PROMPT = len(
     "SuserNaENSassistantN"
 )  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
-NONE = Source("t", [])
+NONE = DatasetSpec("t", [])
 
 
 def user(text: str) -> dict:
@@ -48,7 +48,7 @@ def shown(dataset, template=CHATML) -> list[tuple]:
     tokenizer, pairs = byte_tokenizer(template), []
     for sample in dataset:
         prompts, answers = [], []
-        for side in (sample["chosen"], sample["rejected"]):
+        for side in sample:
             trained = side["labels"] != IGNORE_INDEX
             prompts.append(tokenizer.decode(side["input_ids"][: trained.argmax() + 1]))
             answers.append(tokenizer.decode(side["labels"][trained]))
@@ -102,7 +102,7 @@ def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
     train = bundle.train
     b, a, d = byte_tokenizer().convert_tokens_to_ids(["b", "a", "d"])
     end = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
-    rejected = train[0]["rejected"]
+    rejected = train[0][1]
     assert (
         rejected["input_ids"][-4:].tolist() == [b, a, d, end]
         and rejected["input_ids"].dtype == np.int64
@@ -114,8 +114,8 @@ def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
         end,
         IGNORE_INDEX,
     ]
-    assert isinstance(train, PairDataset)
-    assert train.pair_lengths.tolist() == [[PROMPT + 5, PROMPT + 4], [PROMPT + 2, PROMPT + 4]]
+    assert train.documents_per_sample == 2
+    assert train.document_lengths.tolist() == [[PROMPT + 5, PROMPT + 4], [PROMPT + 2, PROMPT + 4]]
     assert train.costs.tolist() == train.lengths.tolist() == [2 * PROMPT + 9, 2 * PROMPT + 6]
     assert (train.num_tokens, train.num_trained_tokens) == (4 * PROMPT + 15, 5 + 4 + 2 + 4)
     report = "\n".join(bundle.report)
@@ -136,7 +136,7 @@ def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
     ]
     whole = load(tmp_path, *files)
     split = load(tmp_path, *files, val_size=3, mix_weights=[1, 1])
-    assert isinstance(split.train, PairDataset) and isinstance(split.eval, PairDataset)
+    assert split.train.documents_per_sample == split.eval.documents_per_sample == 2
     assert (len(split.train), len(split.eval)) == (7, 3)
     heldout = {chosen for _, chosen, _ in shown(split.eval)}
     assert heldout.isdisjoint(chosen for _, chosen, _ in shown(split.train))
@@ -145,9 +145,9 @@ def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
         == load(tmp_path, *files).train.fingerprint
         != split.train.fingerprint
     )
-    assert whole.train.pair_lengths.shape == (10, 2) and whole.train.subset(
+    assert whole.train.document_lengths.shape == (10, 2) and whole.train.subset(
         [3, 0]
-    ).pair_lengths.shape == (2, 2)
+    ).document_lengths.shape == (2, 2)
     with pytest.raises(IndexError):
         whole.train.shards[0][2]
 
@@ -207,7 +207,7 @@ def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(t
         "g" * (limit - 1),
         "b<|im_end|>",
     )  # one token of the prompt is left to predict from
-    assert bundle.train.pair_lengths.tolist() == [
+    assert bundle.train.document_lengths.tolist() == [
         [limit - 1, limit - 4],
         [limit - 1, limit - 4],
         [limit - 1, 3],
@@ -255,13 +255,9 @@ def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
     options = dict(dataset=[file], cache_dir=str(tmp_path / "cache"))
     short = load_datasets(DataArguments(**options, cutoff_len=3), "dpo", tokenizer).train[0]
     # the last token that both prompts have is the t of assistant: it stays, and nothing of an answer goes before it
-    assert [tokenizer.decode(short[side]["input_ids"]) for side in ("chosen", "rejected")] == [
-        "t\n\n\n",
-        "t\nab",
-    ]
+    assert [tokenizer.decode(side["input_ids"]) for side in short] == ["t\n\n\n", "t\nab"]
     options = DataArguments(**options, cutoff_len=PROMPT + 5)
-    sample = load_datasets(options, "dpo", tokenizer).train[0]
-    sides = sample["chosen"], sample["rejected"]
+    sides = load_datasets(options, "dpo", tokenizer).train[0]
     shared = (
         "ser\nppppp<|im_end|>\n<|im_start|>assistant\n"  # the same two tokens are gone from both
     )
@@ -389,7 +385,8 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
 )
 def test_a_bad_pair_is_an_error_with_its_place(record, message):
     with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
-        pair(record, NONE, detect_pair_format(record, NONE, "t.json:1"), None, "t.json:1")
+        form = detect_format(record, NONE, "dpo", "t.json:1")
+        conversations(record, NONE, form, "dpo", None, "t.json:1")
 
 
 def test_options_without_meaning_for_pairs_are_refused(tmp_path):

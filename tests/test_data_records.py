@@ -5,7 +5,8 @@ import json
 import pytest
 
 from mca_lite.data_encode import Encoder, mask_of_spans
-from mca_lite.data_records import Source, detect_format, read_records, resolve
+from mca_lite.data_files import DatasetSpec, read_records, resolve
+from mca_lite.data_records import detect_format
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if")]
@@ -44,10 +45,10 @@ DEEPSEEK = (
 )
 
 
-def encode(record, template: str, form: str = "openai", source: Source | None = None, **options):
+def encode(record, template: str, form: str = "openai", spec: DatasetSpec | None = None, **options):
     tokenizer = byte_tokenizer(template)
     encoder = Encoder(
-        tokenizer, source or Source("t", []), "sft", **{"cutoff_len": 4096, **options}
+        tokenizer, spec or DatasetSpec("t", []), "sft", **{"cutoff_len": 4096, **options}
     )
     return tokenizer, encoder.encode([("t.json:1", form, record)])
 
@@ -183,7 +184,7 @@ def test_train_on_prompt_trains_every_token():
 def test_token_borders_are_those_of_the_whole_text():
     merges = (("H", "i"), ("Ċ", "H"))  # "\nH" is never merged: "Hi" comes first
     tokenizer = byte_tokenizer(CHATML, merges)
-    part = Encoder(tokenizer, Source("t", []), "sft", cutoff_len=99).encode(
+    part = Encoder(tokenizer, DatasetSpec("t", []), "sft", cutoff_len=99).encode(
         [("t:1", "openai", chat("a", "Hi"))]
     )
     whole = tokenizer(tokenizer.apply_chat_template(chat("a", "Hi")["messages"], tokenize=False))[
@@ -229,7 +230,7 @@ def test_prompt_and_completion_may_be_texts_or_messages():
 
 
 def test_formats_are_detected_from_the_first_record():
-    none = Source("t", [])
+    none = DatasetSpec("t", [])
     assert detect_format({"instruction": "", "output": ""}, none, "sft", "t:1") == "alpaca"
     assert (
         detect_format({"conversations": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
@@ -248,7 +249,7 @@ def test_formats_are_detected_from_the_first_record():
     )
     assert detect_format({"text": ""}, none, "pt", "t:1") == "text"
     assert (
-        detect_format({"body": ""}, Source("t", [], columns={"prompt": "body"}), "pt", "t:1")
+        detect_format({"body": ""}, DatasetSpec("t", [], columns={"prompt": "body"}), "pt", "t:1")
         == "text"
     )
     with pytest.raises(
@@ -369,16 +370,16 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         "gone": {"file_name": "gone.json"},
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    [source] = resolve(["x"], str(tmp_path))
-    assert (source.files, source.columns, source.num_samples) == (
+    [spec] = resolve(["x"], str(tmp_path))
+    assert (spec.files, spec.columns, spec.num_samples) == (
         [str(tmp_path / "x.jsonl")],
         {"prompt": "text"},
         3,
     )
-    assert source.notes == ["split of dataset_info.json has no meaning for a local file"]
+    assert spec.notes == ["split of dataset_info.json has no meaning for a local file"]
     assert (
         resolve([str(tmp_path)], None)[0].files
-        == source.files
+        == spec.files
         == resolve(["x.jsonl"], str(tmp_path))[0].files
     )
     for name, message in [
@@ -403,8 +404,8 @@ def test_tags_of_dataset_info_rename_roles():
     }
     record = {"log": [{"who": "me", "says": "Hi"}, {"who": "it", "says": "Hello"}]}
     for form in ("sharegpt", "openai"):
-        source = Source("t", [], form, {"messages": "log"}, tags)
-        assert detect_format(record, source, "sft", "t:1") == form
-        tokenizer, part = encode(record, CHATML, form=form, source=source)
+        spec = DatasetSpec("t", [], form, {"messages": "log"}, tags)
+        assert detect_format(record, spec, "sft", "t:1") == form
+        tokenizer, part = encode(record, CHATML, form=form, spec=spec)
         text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         assert tokenizer.decode(part.ids) == text

@@ -106,9 +106,9 @@ def oracle_of_packs(path, objective, capacity) -> list:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mca_lite.data_pairs import PackedPairs
+    from mca_lite.data_packs import Packs
 
-    packs = [pack.tolist() for pack in PackedPairs(Pairs(), capacity).packs]
+    packs = [pack.tolist() for pack in Packs(Pairs(), capacity).packs]
     assert sorted(j for pack in packs for j in pack) == list(range(len(Pairs()))), (
         "every pair is in one pack"
     )

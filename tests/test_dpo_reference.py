@@ -306,16 +306,15 @@ def refusals(path, adapter, out) -> list[str]:
             return str(error)
         return "nothing was refused"
 
-    from mca_lite.data_pairs import PairCollator
+    from mca_lite.data_batches import Collator
 
     def one_sided(samples):
         return {
-            key: value[:, :5] * (value[:, :5] < 2)
-            for key, value in PairCollator(0)(samples).items()
+            key: value[:, :5] * (value[:, :5] < 2) for key, value in Collator(0)(samples).items()
         }
 
     def forgetful(samples):
-        return {key: value for key, value in PairCollator(0)(samples).items() if key != "reference"}
+        return {key: value for key, value in Collator(0)(samples).items() if key != "reference"}
 
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)

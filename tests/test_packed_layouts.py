@@ -178,8 +178,8 @@ def packs_of(path: str, out: str, **keys) -> list:
     import numpy as np
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.data_packs import best_fit
     from mca_lite.model import load_torch_model
-    from mca_lite.packed_rows import best_fit
 
     class Packs:
         def __init__(self):

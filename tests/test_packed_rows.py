@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from mca_lite.data_packs import best_fit
 from mca_lite.packed_rows import (
-    best_fit,
     block_diagonal_mask,
     check_pack_seq_aligned,
     get_ltor_masks_and_position_ids,

@@ -44,7 +44,7 @@ class Pairs:
         sizes = np.array(
             [[len(pair[side]["labels"]) for side in ("chosen", "rejected")] for pair in self.pairs]
         )
-        self.pair_lengths, self.lengths, self.costs = (
+        self.document_lengths, self.lengths, self.costs = (
             sizes,
             sizes.sum(1),
             sizes.sum(1).astype(np.float64),
@@ -76,7 +76,7 @@ def our_run(
     before: what is done with the trainer first.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
-    from mca_lite.data_pairs import PackedPairs
+    from mca_lite.data_packs import Packs
     from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
 
@@ -100,7 +100,7 @@ def our_run(
 
     model = load_adapter(load(), adapter) if adapter else load()
     if pack:
-        data = {name: dataset and PackedPairs(dataset, pack) for name, dataset in data.items()}
+        data = {name: dataset and Packs(dataset, pack) for name, dataset in data.items()}
     config = DPOConfig(**objective)
     data.update(ref_model=load() if ref else None, data_collator=collator)
     trainer = DPOTrainer(model, config, args=args, **data)

@@ -1,0 +1,226 @@
+"""Where the records of a dataset come from: files, folders, dataset_info.json, and the readers of each kind of file.
+
+A place in the user's data is "file:line" throughout (parquet: file:row), so that every error can name it.
+"""
+
+import difflib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
+SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
+
+# What dataset_info.json of LLaMA-Factory may hold
+_HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
+_KEYS = ("file_name", "formatting", "columns", "tags", "num_samples", "ranking", *_UNUSED_KEYS)
+_FORMATTINGS = ("alpaca", "sharegpt", "openai")
+_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
+_OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
+TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+@dataclass
+class DatasetSpec:
+    """One dataset: its files, and how dataset_info.json declares it (None, {}: found by the first record).
+
+    formatting: the name of a record format. columns: our name of a column -> the file's. tags: names within messages.
+    num_samples: only the first so many records. notes: lines for the report.
+    """
+
+    name: str
+    files: list[str]
+    formatting: str | None = None
+    columns: dict = field(default_factory=dict)
+    tags: dict = field(default_factory=dict)
+    num_samples: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+# -- which files ---------------------------------------------------------------------------------
+
+
+def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[DatasetSpec]:
+    """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder (as given, or in
+    dataset_dir).
+
+    Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
+    """
+    folder = Path(dataset_dir or ".")
+    info_file = folder / "dataset_info.json"
+    info = _read_info(info_file) if info_file.is_file() else {}
+    specs = []
+    for entry in entries:
+        if entry in info:
+            specs.append(_declared(entry, info[entry], info_file, stage))
+            continue
+        path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
+        if path is None:
+            names = f"it has {', '.join(sorted(info))}" if info else "which is not there"
+            raise ValueError(
+                f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} ({names})"
+                + _did_you_mean(entry, info, "; ")
+            )
+        specs.append(DatasetSpec(str(entry), _files_of(path)))
+    return specs
+
+
+def _did_you_mean(given: str, known, before: str) -> str:
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"{before}did you mean {near[0]!r}?" if near else ""
+
+
+def _files_of(path: Path) -> list[str]:
+    """The file, or the files of a folder in the order of their names."""
+    files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    files = [str(p) for p in files if p.name != "dataset_info.json"]
+    if not files or Path(files[0]).suffix not in SUFFIXES:
+        raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
+    return files
+
+
+def _read_info(path: Path) -> dict:
+    try:
+        info = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
+    if not isinstance(info, dict):
+        raise ValueError(
+            f"{path}: expected an object that maps names to datasets, got {type(info).__name__}"
+        )
+    return info
+
+
+def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpec:
+    here = f"{info_file}: dataset {name!r}"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
+    hub = [key for key in _HUB_KEYS if key in entry]
+    if hub or "file_name" not in entry:
+        instead = f" instead of {', '.join(hub)}" if hub else ""
+        raise ValueError(
+            f"{here}: datasets are read from local files: download it and set file_name{instead}"
+        )
+    if entry.get("ranking") and stage != "dpo":
+        raise ValueError(
+            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
+        )
+    columns, tags = entry.get("columns", {}), entry.get("tags", {})
+    for kind, given, known in (
+        ("key", entry, _KEYS),
+        ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
+        ("tag", tags, tuple(TAGS)),
+    ):
+        for key in given:
+            if key not in known:
+                raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
+    usable = _TEXT_COLUMNS + SIDES if stage == "dpo" else _TEXT_COLUMNS
+    if other := [column for column in columns if column not in usable]:
+        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
+    formatting = entry.get("formatting")
+    if formatting not in (None, *_FORMATTINGS):
+        raise ValueError(f"{here}: formatting {formatting!r}: expected alpaca, sharegpt or openai")
+    path = info_file.parent / entry["file_name"]
+    if not path.exists():
+        raise ValueError(f"{here}: there is no file {path}")
+    notes = [
+        f"{key} of dataset_info.json has no meaning for a local file"
+        for key in _UNUSED_KEYS
+        if key in entry
+    ]
+    return DatasetSpec(
+        name, _files_of(path), formatting, columns, tags, entry.get("num_samples"), notes
+    )
+
+
+# -- readers -------------------------------------------------------------------------------------
+
+
+def read_records(file: str) -> Iterator[tuple[str, object]]:
+    """Yield (place, record) in the file's order. A .txt file has one document a line; blank lines are no records.
+
+    Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without pyarrow.
+    """
+    suffix = Path(file).suffix
+    if suffix == ".parquet":
+        yield from _read_parquet(file)
+    elif suffix == ".json":
+        yield from _read_json(file)
+    else:
+        with open(file, "rb") as lines:  # only "\n" ends a line; text mode would also break at "\r"
+            for number, line in enumerate(lines, 1):
+                where = f"{file}:{number}"
+                if text := _decode(line, where).strip():
+                    yield where, text if suffix == ".txt" else parse_json(text, where)
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: expected UTF-8 text: {error}") from None
+
+
+def parse_json(text: str, where: str):
+    """The value of one JSON text. Raises: ValueError with the place."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: expected one JSON value: {error.msg} (character {error.pos + 1})"
+        ) from None
+
+
+def _read_json(file: str) -> Iterator[tuple[str, object]]:
+    """A list of records, or objects one after another. Elements are decoded one by one to know their lines."""
+    text = _decode(Path(file).read_bytes(), file)
+    decoder, space = json.JSONDecoder(), re.compile(r"\s*")
+    at = space.match(text).end()
+    is_list = text[at : at + 1] == "["
+    at = space.match(text, at + is_list).end()
+    line, counted = 1, 0
+    while at < len(text) and not (is_list and text[at] == "]"):
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
+        yield f"{file}:{line}", record
+        at = space.match(text, at).end()
+        if is_list and text[at : at + 1] not in (",", "]"):
+            line += text.count("\n", counted, at)
+            got = repr(text[at : at + 20]) if at < len(text) else "the end of the file"
+            raise ValueError(
+                f"{file}:{line}: not valid JSON: expected ',' or ']' after a record, got {got}"
+            )
+        if is_list and text[at] == ",":
+            at = space.match(text, at + 1).end()
+    if is_list and text[at + 1 :].strip():
+        raise ValueError(f"{file}: not valid JSON: there is more text after the list of records")
+    if is_list and at >= len(text):
+        lines = text.count("\n") + 1
+        raise ValueError(f"{file}:{lines}: not valid JSON: the list does not end with ']'")
+
+
+def _read_parquet(file: str) -> Iterator[tuple[str, object]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
+    import pyarrow.parquet  # an extra: only who reads parquet needs it
+
+    row = 0
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
+        for record in batch.to_pylist():
+            row += 1
+            yield f"{file}:{row}", record
