@@ -4,7 +4,6 @@ torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 """
 
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -316,9 +315,7 @@ def add_adapters(model, run: RunArguments):
     )  # of frozen weights; fp16 would lose too much of them
     if keys.adapter_name_or_path:
         return lora_files.load_adapter(model, keys.adapter_name_or_path, spec.dropout, dtype)
-    if run.backend.use_mca:
-        return lora.inject(model, spec, args.seed)
-    return lora.inject_torch(model, spec, args.seed, dtype)
+    return lora.inject(model, spec, args.seed, dtype)
 
 
 def check_adapters(run: RunArguments, config) -> None:
@@ -328,22 +325,16 @@ def check_adapters(run: RunArguments, config) -> None:
 
     from . import lora, lora_files
 
-    keys, spec = run.finetuning, lora_files.spec_of_keys(run.finetuning)
-    model = None
+    keys, spec, model = run.finetuning, lora_files.spec_of_keys(run.finetuning), config
     if not run.backend.use_mca:
         with torch.device("meta"):
             remote = run.model.trust_remote_code
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
-    found = lora.candidates(config) if model is None else lora.torch_candidates(model)
     if keys.adapter_name_or_path:
-        lora_files.check_modules(keys.adapter_name_or_path, spec, found)
-    if model is None:
-        spec = dataclasses.replace(spec, modules=lora.resolve_targets(spec.targets, found))
-        lora.saved_rows(config, spec)
-    else:
-        spec, _ = lora.plan_torch(model, spec)
+        lora_files.check_modules(keys.adapter_name_or_path, spec, lora.candidates(model))
+    spec = lora.plan(model, spec)
     if keys.save_merged_model:
-        lora_files.check_mergeable(spec, config)
+        lora_files.check_mergeable(spec, model)
 
 
 def _stage_words(run: RunArguments) -> str:

@@ -150,7 +150,7 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     source = lora_files.AdapterSource(adapter)
     with torch.no_grad():
-        for name in lora_files.whole_weights(source):
+        for name in source.whole_weights():
             model.get_parameter(name).copy_(source.read(name))
     model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
     tokens = _tokens(vocab_size)

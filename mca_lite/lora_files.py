@@ -2,7 +2,7 @@
 
 Every module has two matrices of its own under its Hugging Face name, whatever megatron fuses and whatever the layout:
 base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r], for an embedding .lora_embedding_A [r, V] and
-.lora_embedding_B [h, r]. What modules_to_save means stands there whole.
+.lora_embedding_B [h, r]. Modules in modules_to_save are stored in full.
 """
 
 import json
@@ -14,14 +14,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import lora, parallel, weights_convert
+from . import lora, parallel
 from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from .files import write_json
 from .lora_layers import LoraSpec
+from .lora_sites import Candidate, host_of, module_of
 from .weights_sources import SafetensorsSource
 from .weights_vocabulary import EMBEDDING_AND_HEAD
 
 PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+_VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 # What an adapter may ask for that is not built here: key of adapter_config.json -> the values without effect
 _PLAIN = {
     "peft_type": ("LORA",),
@@ -40,17 +43,11 @@ _PLAIN = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "use_bdlora": (None, False),
-    "init_lora_weights": (
-        True,
-        False,
-        None,
-        "gaussian",
-        "eva",
-        "orthogonal",
-    ),  # others change the base weights
+    # other ways to start change the base weights
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
-# -- in ----------------------------------------------------------------------------------------------------------------
+# -- in ------------------------------------------------------------------------------------------------------------
 
 
 class AdapterSource:
@@ -67,9 +64,8 @@ class AdapterSource:
             )
         self.folder, self._file = Path(folder), safe_open(path, "pt")
         # PEFT writes the frozen embedding of an adapted one beside it: the base has it
-        self._names = {
-            k.removeprefix(PREFIX): k for k in self._file.keys() if ".base_layer." not in k
-        }
+        keys = (key for key in self._file.keys() if ".base_layer." not in key)
+        self._names = {key.removeprefix(PREFIX): key for key in keys}
 
     def names(self) -> set[str]:
         return set(self._names)
@@ -78,6 +74,10 @@ class AdapterSource:
         """The adapted modules, sorted."""
         return sorted({n.removesuffix(s) for n in self._names for s in _SUFFIXES if n.endswith(s)})
 
+    def whole_weights(self) -> set[str]:
+        """The names that are no adapter's: modules_to_save, and what PEFT's save_embedding_layers adds."""
+        return {name for name in self._names if not name.endswith(_SUFFIXES)}
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(self._names[name]).get_shape())
 
@@ -85,7 +85,9 @@ class AdapterSource:
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> torch.Tensor:
         full = self._file.get_tensor(self._names[name])
-        return full[rows] if rows is not None else full[:, columns] if columns is not None else full
+        if rows is not None:
+            return full[rows]
+        return full[:, columns] if columns is not None else full
 
     def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A whole matrix, which must have the shape that the model gives it."""
@@ -144,13 +146,15 @@ def spec_of_keys(keys) -> LoraSpec:
     )
 
 
-def check_modules(folder: str | os.PathLike, spec: LoraSpec, found: list[lora.Candidate]) -> None:
+def check_modules(folder: str | os.PathLike, spec: LoraSpec, found: list[Candidate]) -> None:
     """ValueError where an adapter's modules are not among those of the model."""
-    unknown = [name for name in spec.targets if name not in {c.hf for c in found}]
+    known = {candidate.hf for candidate in found}
+    unknown = [name for name in spec.targets if name not in known]
     if unknown or not spec.targets:
+        example = f", such as {unknown[0]}" if unknown else ""
         raise ValueError(
             f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of which this model lacks "
-            f"{len(unknown)}{', such as ' + unknown[0] if unknown else ''}; set model_name_or_path to its base"
+            f"{len(unknown)}{example}; set model_name_or_path to its base"
         )
 
 
@@ -166,93 +170,42 @@ def load_adapter(
     ValueError, on every rank, for an adapter of another model.
     """
     spec, source = read_spec(folder), AdapterSource(folder)
-    spec = spec if dropout is None else replace(spec, dropout=dropout)
-    is_torch = isinstance(model, torch.nn.Module)
-    found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
-    check_modules(folder, spec, found)
+    if dropout is not None:
+        spec = replace(spec, dropout=dropout)
+    check_modules(folder, spec, lora.candidates(model))
     _refuse_other_weights(model, spec, source)
-    inject = lora.inject_torch if is_torch else lora.inject
-    inject(model, spec, **(dict(dtype=dtype) if is_torch else {}))
+    lora.inject(model, spec, dtype=dtype)
     problem = None
     try:
         lora.fill(model, source)
-        (_fill_saved_torch if is_torch else _fill_saved)(model, source)
+        host_of(model).fill(_saved_keys(model), source)
     except ValueError as error:
         problem = str(error)
-    _raise_together(problem)
+    if first := next(filter(None, parallel.gather(problem)), None):
+        raise ValueError(first)
     return model
 
 
-def whole_weights(source: AdapterSource) -> set[str]:
-    """The names in an adapter's file that are no adapter's: modules_to_save, and what PEFT's save_embedding_layers adds."""
-    return {name for name in source.names() if not name.endswith(_SUFFIXES)}
+def _saved_keys(model) -> set:
+    return {weight.key for weight in lora.saved_weights(model, lora.spec_of(model))}
 
 
 def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
     """ValueError for whole weights in an adapter's file that modules_to_save does not mean and the model does not have:
     PEFT writes embedding and head there once the vocabulary was resized, and an export from here would lose them."""
-    own = None
-    for name in sorted(whole_weights(source)):
-        if lora.is_saved(name.rsplit(".", 1)[0], spec):
+    host = host_of(model)
+    for name in sorted(source.whole_weights()):
+        if lora.is_saved(module_of(name), spec):
             continue
-        own = own or _base_weights(model)
-        weight = own(name)
-        if weight is None or not torch.equal(
-            weight.detach().cpu().float(), source.read(name).float()
-        ):
+        own, theirs = host.base_weight(name), source.read(name).float()
+        if own is None or not torch.equal(own.detach().cpu().float(), theirs):
             raise ValueError(
                 f"{source.folder} brings a {name} of its own, which is not among its modules_to_save and not the model's: it "
                 "would be lost in training; put the adapter into its base first, python -m mca_lite convert BASE DST --merge"
             )
 
 
-def _base_weights(model) -> Callable[[str], torch.Tensor | None]:
-    """A reader of the base's weights by Hugging Face name; None for what it has not. A tied head is the embedding."""
-    if isinstance(model, torch.nn.Module):
-        return dict(model.named_parameters(remove_duplicate=False)).get
-    try:
-        base = SafetensorsSource(model.config.name_or_path)
-    except (ValueError, TypeError):  # a checkpoint, or weights that were drawn
-        return lambda name: None
-    tied = {}
-    if model.config.tie_embeddings_and_output_weights:
-        names = weights_convert.vocabulary_names(model.config)
-        tied = dict.fromkeys(names, next(iter(names & base.names()), None))
-
-    def read(name: str) -> torch.Tensor | None:
-        name = name if name in base.names() else tied.get(name)
-        return None if name is None else base.read(name)
-
-    return read
-
-
-def _raise_together(problem: str | None) -> None:
-    """ValueError on every rank where one has a problem: none waits for another then."""
-    problems = [problem]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if first := next(filter(None, problems), None):
-        raise ValueError(first)
-
-
-def _fill_saved(models, source: AdapterSource) -> None:
-    rows = lora.saved_rows(models.config, models.lora)
-    with torch.no_grad():
-        for chunk in models:
-            for name, layer, parameter in chunk.global_parameter_names():
-                if row := rows.get((weights_convert.TE_ALIASES.get(name, name), layer)):
-                    weights_convert.copy_in(row, layer, parameter, source, models.config)
-
-
-def _fill_saved_torch(model, source: AdapterSource) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and ".lora." not in name:
-                parameter.copy_(source(name, tuple(parameter.shape)))
-
-
-# -- out ---------------------------------------------------------------------------------------------------------------
+# -- out -----------------------------------------------------------------------------------------------------------
 
 
 def gather_adapters(model) -> dict[str, torch.Tensor]:
@@ -260,114 +213,73 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
 
     Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
     """
-    mine = list(lora.pieces_of(model))
-    if isinstance(model, torch.nn.Module):
-        return {p.key: p.tensor.to("cpu", copy=True) for p in mine} if parallel.is_main() else {}
-    from megatron.core import parallel_state as mpu
-
-    # of the ranks that hold a piece, the first: it tells of it, and sends it
-    groups = mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
-    replicas = (
-        mpu.get_data_parallel_rank(with_context_parallel=True),
-        mpu.get_expert_data_parallel_rank(),
-    )
-    first = [group.rank() + replica == 0 for group, replica in zip(groups, replicas, strict=True)]
-    told = parallel.gather([(p.key, p.full_shape, p.expert) for p in mine if first[p.expert]])
-    held, out = {p.key: p for p in mine}, {}
-    for owner, theirs in enumerate(told):
-        for key, shape, expert in theirs:
-            group, full = groups[expert], None
-            if owner in dist.get_process_group_ranks(group):
-                part = held[key].tensor.contiguous()
-                parts = [torch.empty_like(part) for _ in range(group.size())]
-                dist.all_gather(parts, part, group=group)
-                full = held[key].join(parts)
-                if parallel.rank() == owner != 0:
+    host, here, out = host_of(model), parallel.rank(), {}
+    held = {piece.key: piece for piece in lora.pieces_of(model)}
+    told = parallel.gather([(p.key, p.full_shape) for p in held.values() if _is_first(p, host)])
+    for holder, theirs in enumerate(told):
+        for key, shape in theirs:
+            full = None
+            if key in held and holder in _ranks_of(held[key].group):
+                full = held[key].whole()
+                if here == holder != 0:
                     dist.send(full.contiguous(), 0)
             if parallel.is_main():
-                if owner != 0:
+                if holder != 0:
                     full = torch.empty(shape, device=parallel.device())
-                    dist.recv(full, owner)
+                    dist.recv(full, holder)
                 out[key] = full.to("cpu", copy=True).contiguous()
     return out
 
 
-def _gather_saved(model) -> dict[str, torch.Tensor]:
-    """The modules that are trained whole, likewise."""
-    if isinstance(model, torch.nn.Module):
-        trained = (
-            (n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora." not in n
-        )
-        return {n: p.detach().to("cpu", copy=True) for n, p in trained}
-    rows = lora.saved_rows(model.config, model.lora)
-    return dict(weights_convert.iter_hf_tensors(model, rows.keys())) if rows else {}
+def _is_first(piece, host) -> bool:
+    """Whether this rank is the first of those that hold the matrix or a part of it."""
+    in_group = piece.group.rank() if piece.group is not None else 0
+    return in_group + host.replica(piece.is_expert) == 0
+
+
+def _ranks_of(group) -> list[int]:
+    return [parallel.rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def save_adapter(model, folder: str | os.PathLike) -> list[str]:
     """Write the adapter as PEFT does -> the names of the files on global rank 0, which writes. All ranks must call it."""
     from safetensors.torch import save_file
 
-    spec, folder = lora.spec_of(model), Path(folder)
-    tensors = {**gather_adapters(model), **_gather_saved(model)}
+    spec, folder, tensors = lora.spec_of(model), Path(folder), gather_adapters(model)
+    if keys := _saved_keys(model):
+        tensors.update(host_of(model).read(keys))
     if parallel.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}
         save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-        values = peft_config(spec, target_modules(model))
-        (folder / ADAPTER_CONFIG_NAME).write_text(
-            json.dumps(values, indent=2, sort_keys=True) + "\n"
-        )
+        config = peft_config(spec, target_modules(model))
+        write_json(folder / ADAPTER_CONFIG_NAME, config, sort_keys=True)
     parallel.barrier()
     return [ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME] if parallel.is_main() else []
 
 
 def target_modules(model) -> list[str]:
     """The adapted modules as PEFT's target_modules: last names where they say it all, else whole names."""
-    is_torch = isinstance(model, torch.nn.Module)
-    found = lora.torch_candidates(model) if is_torch else lora.candidates(model.config)
-    spec, out = lora.spec_of(model), []
-    for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in spec.modules):
-        same = [c.hf for c in found if c.hf.rsplit(".", 1)[-1] == last]
-        out += (
-            [last]
-            if set(spec.modules).issuperset(same)
-            else [name for name in same if name in spec.modules]
-        )
+    modules, out = lora.spec_of(model).modules, []
+    found = [candidate.hf for candidate in lora.candidates(model)]
+    for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules):
+        same = [name for name in found if name.rsplit(".", 1)[-1] == last]
+        out += [last] if set(same) <= set(modules) else [name for name in same if name in modules]
     return out
 
 
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
-    """adapter_config.json: what PEFT 0.17 and later write for plain LoRA."""
-    whole = float(spec.alpha).is_integer()
+    """adapter_config.json: the keys that PEFT needs for plain LoRA; it has defaults for all others."""
+    is_whole = float(spec.alpha).is_integer()
     return {
-        "alpha_pattern": {},
-        "auto_mapping": None,
         "base_model_name_or_path": spec.base_model,
-        "bias": "none",
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layer_replication": None,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "loftq_config": {},
-        "lora_alpha": int(spec.alpha) if whole else spec.alpha,
-        "lora_bias": False,
+        "lora_alpha": int(spec.alpha) if is_whole else spec.alpha,
         "lora_dropout": spec.dropout,
-        "megatron_config": None,
-        "megatron_core": "megatron.core",
         "modules_to_save": list(spec.modules_to_save) or None,
         "peft_type": "LORA",
         "r": spec.rank,
-        "rank_pattern": {},
-        "revision": None,
         "target_modules": target_modules,
-        "target_parameters": None,
         "task_type": "CAUSAL_LM",
-        "trainable_token_indices": None,
-        "use_dora": False,
-        "use_qalora": False,
         "use_rslora": spec.use_rslora,
     }
 
@@ -378,8 +290,9 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
     if spec is None and not path.is_file():
         return
     if spec is None or not path.is_file():
-        has, lacks = ("adapters", "none") if spec is None else ("no adapters", "some")
-        kind = "lora" if spec is None else "full"
+        has, lacks, kind = "no adapters", "some", "full"
+        if spec is None:
+            has, lacks, kind = "adapters", "none", "lora"
         raise ValueError(
             f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or start anew with another "
             "output_dir"
@@ -396,22 +309,15 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
 # -- merged ------------------------------------------------------------------------------------------------------------
 
 
-def check_mergeable(spec: LoraSpec, config) -> None:
+def check_mergeable(spec: LoraSpec, model) -> None:
     """ValueError where the weights cannot take the adapters in: an adapter on one side of a tied embedding.
 
-    config: McaModelConfig, or a transformers config.
+    model: VirtualModels or their config, or a transformers model, which may be on the meta device.
     """
-    tied = getattr(
-        config, "tie_embeddings_and_output_weights", getattr(config, "tie_word_embeddings", False)
-    )
-    one_sided = [name for name in spec.modules if name.endswith(_VOCABULARY_MODULES)]
-    if tied and one_sided:
+    one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
+    if one_sided and host_of(model).is_tied:
         remedy = "take it out of lora_target, or set save_merged_model: false"
         raise ValueError(f"save_merged_model: {_one_sided_text(one_sided[0], remedy)}")
-
-
-_VOCABULARY_MODULES = EMBEDDING_AND_HEAD
-_VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 
 
 def _one_sided_text(name: str, remedy: str) -> str:
@@ -419,15 +325,17 @@ def _one_sided_text(name: str, remedy: str) -> str:
 
 
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """(HF name, CPU tensor) -> the tensor with its adapter in it: W + scale * B A in float32, then in W's dtype again. The
-    model's own weights stay as they are. All ranks must call it; it does its work on global rank 0."""
+    """A function (HF name, CPU tensor) -> the tensor with its adapter in it: W + scale * B A in float32, then W's dtype.
+
+    The model's own weights stay as they are. All ranks must call merger(); the function works on global rank 0.
+    """
     spec = lora.spec_of(model)
-    check_mergeable(spec, model.config)
+    check_mergeable(spec, model)
     return _merge_with(gather_adapters(model).get, spec.scale)
 
 
 def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
-    """What merger() gives, from matrix(key without prefix) of an adapter, None where it has none."""
+    """The function of merger(). matrix(key without prefix): a matrix of the adapter, None where it has none."""
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
         module = name.removesuffix(".weight")
@@ -443,19 +351,19 @@ def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
 
 
 def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
-    """The same from the files of an adapter, a matrix at a time, for the tensors of `base`; what modules_to_save means
-    takes the place of the base's -> (the function, rows of the vocabulary that the adapter brings or None). tied: the
-    base's embedding is its head.
+    """Merge an adapter's files into the tensors of `base`, a matrix at a time -> (function, rows of the vocabulary).
 
+    function(name, tensor of the base) gives the merged tensor; modules in modules_to_save replace the base's. The rows
+    are those of the merged model, None for a base without embedding. tied: the base's embedding is its head.
     ValueError for an adapter of another model, or one that cannot be merged.
     """
     spec, source = read_spec(folder), AdapterSource(folder)
-    one_sided = [name for name in source.modules() if name.endswith(_VOCABULARY_MODULES)]
+    one_sided = [name for name in source.modules() if name.endswith(EMBEDDING_AND_HEAD)]
     if tied and one_sided:
         raise ValueError(
             _one_sided_text(one_sided[0], "merge that adapter with PEFT, which cuts the tie")
         )
-    whole = whole_weights(source)
+    whole = source.whole_weights()
     embedding, head = (
         next((n for n in whole if n.endswith(end)), None) for end in _VOCABULARY_WEIGHTS
     )
@@ -492,10 +400,10 @@ def _merged_vocabulary(folder, source: AdapterSource, base: SafetensorsSource) -
 def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int, ...]) -> None:
     """ValueError where an adapter lacks a matrix for a weight of the model, or has one of another shape."""
     if name in source.names():
-        more = (
-            source.shape(name)[0] if name.endswith(_VOCABULARY_WEIGHTS) else 0
-        )  # it may bring new tokens
-        source.check(name, (max(more, shape[0]), *shape[1:]))
+        rows = shape[0]
+        if name.endswith(_VOCABULARY_WEIGHTS):  # it may bring new tokens
+            rows = max(rows, source.shape(name)[0])
+        source.check(name, (rows, *shape[1:]))
         return
     module, (out_size, in_size) = name.removesuffix(".weight"), shape
     if f"{module}.lora_embedding_A" in source.names():

@@ -1,31 +1,41 @@
-"""LoRA: low-rank adapters y = W x + scale * B A x beside frozen weights; the mathematics, names and file format of PEFT.
+"""LoRA layers: y = W x + scale * B A x with W frozen; the mathematics, names and file format of PEFT.
 
 An adapter belongs to a module of the Hugging Face model (q_proj, gate_proj, embed_tokens, ...), also where megatron holds
-several of them in one matrix: then one GEMM serves the A of all, and each has a B of its own. An adapter is a submodule
-"lora" of the linear that it belongs to; a forward hook adds what it gives. It must be there before DDP wraps the model.
+several of them in one matrix: one GEMM serves the A of all, and each has a B of its own. An adapter is the submodule "lora"
+of the module that it changes. It must be there before DDP wraps the model.
 
-Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch. Only activations r wide cross
-ranks. What each matrix of a cut linear is, for megatron's gradient reduction and norm:
+Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch; of experts, n on this
+rank, f columns of one on this rank, T tokens. Only activations r wide cross ranks. What each matrix of a cut linear
+is, for megatron's gradient reduction and norm:
 
     column        A whole, its gradient complete: copy_to sums that of the low-rank activation. B cut along its rows.
     column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
     not cut       A and B whole and complete; with SP both partial over the sequence, of which it sees a part.
+    experts       gate, up: A [n, r, h] whole, B [n, f, r] cut. down: A [n, r, f] cut, B [n, h, r] whole. The dispatcher
+                  sums activations over the expert-tensor-parallel ranks, so each of them has a part of the gradient of
+                  a whole matrix, and the parts are summed here.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+
+from .parallel import sum_gradients
+
+PROJECTIONS = ("gate", "up", "down")  # of an expert
+Names = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What adapters there are. `modules` are the adapted modules' Hugging Face names; filled in by the injection."""
+    """What adapters a model has. modules: the Hugging Face names of the adapted modules; lora.plan fills them in."""
 
     rank: int = 8
     alpha: float | None = None  # None: 2 * rank
@@ -48,159 +58,100 @@ class LoraSpec:
 
 
 class Piece(NamedTuple):
-    """One matrix of PEFT, under its key in a file, as this rank holds it: `rows` of `parameter`, cut along `axis` over
-    tensor-parallel ranks (None: whole). `real` is the whole's length there, where it is padded. An expert's is one of several
-    matrices in a parameter."""
+    """This rank's part of one matrix of PEFT.
+
+    key: the matrix's name in a file, without PEFT's prefix. part: where it is in `parameter` (a slice of rows, or an
+    expert's number). axis: where `group` cuts the matrix, None: whole. real: the length of the whole matrix
+    along axis, where the parameters are padded.
+    """
 
     key: str
     parameter: torch.nn.Parameter
-    rows: slice | int
+    part: slice | int
     axis: int | None
-    tp: int
-    rank: int
-    real: int | None
-    expert: bool = False  # cut over the expert tensor parallel ranks; others hold other experts
+    group: dist.ProcessGroup | None  # None: this rank alone
+    real: int | None = None
+    is_expert: bool = (
+        False  # its group is the expert-tensor-parallel one; other ranks have other experts
+    )
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self.parameter.detach()[self.rows]
+        return self.parameter.detach()[self.part]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         shape = list(self.tensor.shape)
         if self.axis is not None:
-            shape[self.axis] = self.real or shape[self.axis] * self.tp
+            shape[self.axis] = self.real or shape[self.axis] * self.group.size()
         return tuple(shape)
 
     def take(self, full: torch.Tensor) -> None:
         """Copy this rank's part of the whole matrix in."""
         if self.axis is not None:
             size = self.tensor.shape[self.axis]
-            missing = size * self.tp - full.shape[self.axis]
+            missing = size * self.group.size() - full.shape[self.axis]
             pad = (0, missing) if self.axis == 1 else (0, 0, 0, missing)
-            full = F.pad(full, pad).narrow(self.axis, self.rank * size, size)
+            full = F.pad(full, pad).narrow(self.axis, self.group.rank() * size, size)
         self.tensor.copy_(full)
 
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole matrix from the parts of all tensor-parallel ranks."""
+    def whole(self) -> torch.Tensor:
+        """The whole matrix. Collective: gathers over the group."""
+        if self.group is None or self.group.size() == 1:
+            return self.tensor
+        part = self.tensor.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.group.size())]
+        dist.all_gather(parts, part, group=self.group)
         if self.axis is None:
             return parts[0]
         return torch.cat(parts, self.axis).narrow(self.axis, 0, self.full_shape[self.axis])
 
 
 class Adapter(torch.nn.Module):
-    """What the adapters of linears and of embeddings share."""
+    """Base of all adapters.
 
-    def __init__(self, spec: LoraSpec, mca: str, group, sequence_parallel: bool, device):
-        super().__init__()
-        self.spec, self.mca, self.group, self.device = spec, mca, group, device
-        self.tp, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        self.sequence_parallel = sequence_parallel and self.tp > 1
-        self.enabled = True
-        self.axes: dict[str, int | None] = {}  # of each parameter, where tensor parallelism cuts it
-        self.padded: set[str] = set()  # parameters that a padded vocabulary makes longer
-
-    def _add(
-        self, name: str, shape: tuple[int, int], axis: int | None, partial: bool = False
-    ) -> None:
-        """A float32 parameter; `partial`: its gradient has to be summed over the ranks that share the sequence."""
-        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
-        parameter.tensor_model_parallel = axis is not None and self.tp > 1
-        parameter.partition_dim, parameter.partition_stride = (
-            (axis, 1) if parameter.tensor_model_parallel else (-1, 1)
-        )
-        parameter.sequence_parallel = partial and self.sequence_parallel
-        self.register_parameter(name, parameter)
-        self.axes[name] = axis if self.tp > 1 else None
-
-    def _piece(self, key: str, name: str, rows=slice(None), real: int | None = None) -> Piece:
-        return Piece(key, getattr(self, name), rows, self.axes[name], self.tp, self.rank, real)
-
-
-class LoraAdapter(Adapter):
-    """The adapters of one linear, which may hold several Hugging Face modules.
-
-    names: the HF module of each projection in the order of the linear's outputs, None for one without adapter. widths: its
-    outputs on this rank. cut: "column", "row" or None. groups: query groups of this rank, where the outputs are interleaved
-    by them. vocab_size: the real V of an output layer that is padded.
+    mca: megatron's name of the adapted module in the whole model. names: for each projection the Hugging Face modules
+    that it consists of (one; of experts, that of each local expert), () for a projection without adapter. group: the
+    ranks that cut the module, None on plain torch.
     """
 
+    num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
+
     def __init__(
-        self, spec, mca, names, in_size, widths, cut=None, group=None, sequence_parallel=False, groups=None,
-        vocab_size=None, device=None,
+        self, spec: LoraSpec, mca: str, names: Names, group=None, sequence_parallel=False, device=None
     ):  # fmt: skip
-        super().__init__(spec, mca, group, sequence_parallel, device)
-        self.names, self.widths, self.cut, self.groups, self.vocab_size = (
-            names,
-            widths,
-            cut,
-            groups,
-            vocab_size,
-        )
-        count = sum(name is not None for name in names)
-        column, row = cut == "column", cut == "row"
-        self._add("lora_A", (count * spec.rank, in_size), 1 if row else None, partial=not row)
-        for i, (name, width) in enumerate(zip(names, widths, strict=True)):
-            if name is not None:
-                self._add(
-                    f"lora_B_{i}", (width, spec.rank), 0 if column else None, partial=not column
-                )
-        if vocab_size is not None:
-            self.padded.add("lora_B_0")
+        super().__init__()
+        self.spec, self.mca, self.names = spec, mca, names
+        self.group, self.device = group, device
+        self.tp = group.size() if group is not None else 1
+        self.rank = group.rank() if group is not None else 0
+        self.sequence_parallel = sequence_parallel and self.tp > 1
+        self.enabled = True
+        self.axes: dict[str, int | None] = {}  # parameter -> the matrix's axis that the group cuts
+        self.padded: set[str] = set()  # parameters that a padded vocabulary makes longer
+
+    def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
+        """Add a float32 parameter. partial: its gradient has to be summed over the ranks that share the sequence."""
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
+        cut = axis is not None and self.tp > 1
+        parameter.tensor_model_parallel = cut
+        parameter.partition_dim, parameter.partition_stride = (axis if cut else -1), 1
+        parameter.sequence_parallel = partial and self.sequence_parallel
+        self.register_parameter(name, parameter)
+        self.axes[name] = axis if cut else None
 
     def pieces(self) -> Iterator[Piece]:
-        r, place = self.spec.rank, 0
-        for i, name in enumerate(self.names):
-            if name is not None:
-                yield self._piece(
-                    f"{name}.lora_A.weight", "lora_A", slice(place * r, (place + 1) * r)
-                )
-                yield self._piece(f"{name}.lora_B.weight", f"lora_B_{i}", real=self.vocab_size)
-                place += 1
+        raise NotImplementedError
 
-    def forward(self, x, only_low: bool = False):
-        """x as the linear gets it -> scale * B A x as the linear gives it, float32.
+    def _piece(self, key: str, name: str, part=slice(None), real: int | None = None) -> Piece:
+        is_expert = self.num_stack_axes > 0
+        return Piece(key, getattr(self, name), part, self.axes[name], self.group, real, is_expert)
 
-        only_low: (scale * A x of the whole sequence, B) of a single column-cut projection instead.
-        """
-        low = (
-            self._across_ranks(F.linear(self._dropped(x.to(self.lora_A.dtype)), self.lora_A))
-            * self.spec.scale
-        )
-        if only_low:
-            return low, self.lora_B_0
-        outs, lows = [], iter(low.split(self.spec.rank, -1))
-        for i, (name, width) in enumerate(zip(self.names, self.widths, strict=True)):
-            if name is None:
-                outs.append(low.new_zeros(*low.shape[:-1], width))
-            else:
-                outs.append(F.linear(next(lows), getattr(self, f"lora_B_{i}")))
-        if self.groups is not None:
-            return torch.cat([out.unflatten(-1, (self.groups, -1)) for out in outs], -1).flatten(-2)
-        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-
-    def _across_ranks(self, low):
-        if self.tp == 1 or self.cut is None:
-            return low
-        from megatron.core.tensor_parallel import mappings
-
-        sp = self.sequence_parallel
-        if self.cut == "row":
-            reduce = mappings.reduce_scatter_to_sequence_parallel_region if sp else None
-            return (reduce or mappings.reduce_from_tensor_model_parallel_region)(
-                low, group=self.group
-            )
-        if sp:
-            return mappings.gather_from_sequence_parallel_region(
-                low, tensor_parallel_output_grad=True, group=self.group
-            )
-        return mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
-
-    def _dropped(self, x):
+    def _dropped(self, x: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
+        """x after dropout. is_shared: every rank of the group has the same x, and must drop the same of it."""
         if not self.training or self.spec.dropout == 0.0:
             return x
-        shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
-        if shared:  # every rank has the same x, and must drop the same of it
+        if is_shared:
             return F.dropout(x, self.spec.dropout)
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -208,26 +159,95 @@ class LoraAdapter(Adapter):
             return F.dropout(x, self.spec.dropout)
 
 
-class LoraEmbedding(Adapter):
-    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, B [h, r] does not, as in PEFT."""
+class LoraAdapter(Adapter):
+    """The adapters of one linear, which may hold several projections.
+
+    widths: outputs of each projection on this rank. cut: "column", "row" or None. groups: query groups of this rank,
+    if the outputs are interleaved by them. vocab_size: the real V of an output layer that is padded.
+    """
 
     def __init__(
-        self, spec, mca, name, rows, hidden_size, vocab_size, group=None, sequence_parallel=False, scatters=False,
-        device=None,
-    ):  # fmt: skip
-        super().__init__(spec, mca, group, sequence_parallel, device)
-        self.names, self.vocab_size, self.scatters = [name], vocab_size, scatters
+        self, spec, mca, names, in_size, widths, cut=None, groups=None, vocab_size=None, **shared
+    ):
+        super().__init__(spec, mca, names, **shared)
+        self.widths, self.cut, self.groups, self.vocab_size = widths, cut, groups, vocab_size
+        count, is_row, is_column = sum(map(bool, names)), cut == "row", cut == "column"
+        self._add("lora_A", (count * spec.rank, in_size), 1 if is_row else None, partial=not is_row)
+        for i, (of_projection, width) in enumerate(zip(names, widths, strict=True)):
+            if of_projection:
+                axis = 0 if is_column else None
+                self._add(f"lora_B_{i}", (width, spec.rank), axis, partial=not is_column)
+        if vocab_size is not None:
+            self.padded.add("lora_B_0")
+
+    def pieces(self) -> Iterator[Piece]:
+        r, first = self.spec.rank, 0
+        for i, of_projection in enumerate(self.names):
+            for name in of_projection:
+                yield self._piece(f"{name}.lora_A.weight", "lora_A", slice(first, first + r))
+                yield self._piece(f"{name}.lora_B.weight", f"lora_B_{i}", real=self.vocab_size)
+                first += r
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the linear gets it -> scale * B A x as the linear gives it, float32."""
+        low = self.low(x)
+        outs, lows = [], iter(low.split(self.spec.rank, -1))
+        for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
+            if of_projection:
+                outs.append(F.linear(next(lows), getattr(self, f"lora_B_{i}")))
+            else:
+                outs.append(low.new_zeros(*low.shape[:-1], width))
+        if self.groups is not None:
+            return torch.cat([out.unflatten(-1, (self.groups, -1)) for out in outs], -1).flatten(-2)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def low(self, x: torch.Tensor) -> torch.Tensor:
+        """scale * A x, float32; of the whole sequence where the linear is cut by columns, summed where by rows."""
+        # without sequence parallelism every rank of a group sees the same x, but for row-cut linears
+        is_shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
+        low = F.linear(self._dropped(x.to(self.lora_A.dtype), is_shared), self.lora_A)
+        return self._across_ranks(low) * self.spec.scale
+
+    def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:
+        if self.tp == 1 or self.cut is None:
+            return low
+        from megatron.core.tensor_parallel import mappings
+
+        if self.cut == "row" and self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        if self.cut == "row":
+            return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
+        if self.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(
+                low, tensor_parallel_output_grad=True, group=self.group
+            )
+        return mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
+
+    def delta(self) -> torch.Tensor:
+        """scale * B A [out, in] of a single projection that nothing cuts."""
+        return self.spec.scale * self.lora_B_0 @ self.lora_A
+
+
+class LoraEmbedding(Adapter):
+    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, B [h, r] does not, as in PEFT.
+
+    rows: V / tp, padding included. scatters: the embedding gives each rank a part of the sequence.
+    """
+
+    def __init__(self, spec, mca, names, rows, hidden_size, vocab_size, scatters=False, **shared):
+        super().__init__(spec, mca, names, **shared)
+        self.vocab_size, self.scatters = vocab_size, scatters
         self._add("lora_embedding_A", (spec.rank, rows), 1)
         self._add("lora_embedding_B", (hidden_size, spec.rank), None, partial=True)
         self.padded.add("lora_embedding_A")
 
     def pieces(self) -> Iterator[Piece]:
-        yield self._piece(
-            f"{self.names[0]}.lora_embedding_A", "lora_embedding_A", real=self.vocab_size
-        )
-        yield self._piece(f"{self.names[0]}.lora_embedding_B", "lora_embedding_B")
+        [[name]] = self.names
+        a, b = "lora_embedding_A", "lora_embedding_B"
+        yield self._piece(f"{name}.{a}", a, real=self.vocab_size)
+        yield self._piece(f"{name}.{b}", b)
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [b, s] -> [b, s, h], or [s / tp, b, h] where the embedding scatters the sequence; float32."""
         table = self.lora_embedding_A.t()
         if self.tp == 1:
@@ -237,9 +257,8 @@ class LoraEmbedding(Adapter):
 
             local = tokens - self.rank * table.shape[0]
             elsewhere = (local < 0) | (local >= table.shape[0])
-            low = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill(
-                elsewhere[..., None], 0.0
-            )
+            low = F.embedding(local.masked_fill(elsewhere, 0), table)
+            low = low.masked_fill(elsewhere[..., None], 0.0)
             if self.scatters:
                 low = low.transpose(0, 1).contiguous()
                 low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
@@ -248,12 +267,138 @@ class LoraEmbedding(Adapter):
         return F.linear(low * self.spec.scale, self.lora_embedding_B)
 
 
-def _hook(module, args, output):
-    """Adds the adapter's part to a linear's output, in float32, and gives it back in the base's dtype."""
+class LoraExperts(Adapter):
+    """The adapters of a layer's experts, their matrices side by side as the experts' own are.
+
+    names: of gate, up and down, the module of each local expert. columns: f. ep: the expert-parallel group; group:
+    the expert-tensor-parallel one.
+    """
+
+    num_stack_axes = 1
+
+    def __init__(self, spec, mca, names, hidden_size, columns, ep=None, **shared):
+        super().__init__(spec, mca, names, **shared)
+        self.ep = ep
+        self.adapted = {
+            p: modules for p, modules in zip(PROJECTIONS, names, strict=True) if modules
+        }
+        for projection, modules in self.adapted.items():
+            n, inputs, outputs, cut_a, cut_b = len(modules), hidden_size, columns, None, 0
+            if projection == "down":
+                inputs, outputs, cut_a, cut_b = columns, hidden_size, 1, None
+            self._add(f"{projection}_A", (n, spec.rank, inputs), cut_a)
+            self._add(f"{projection}_B", (n, outputs, spec.rank), cut_b)
+
+    def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
+        super()._add(name, shape, axis, partial)
+        parameter = getattr(self, name)
+        parameter.allreduce = False  # reduced over the ranks that hold the same experts
+        # a whole expert is no duplicate of another rank's; a matrix that all ranks of the group hold is
+        parameter.tensor_model_parallel = axis is not None or self.tp == 1
+        parameter.partition_dim = 1 if axis is None else 1 + axis
+
+    def pieces(self) -> Iterator[Piece]:
+        for projection, modules in self.adapted.items():
+            for expert, module in enumerate(modules):
+                yield self._piece(f"{module}.lora_A.weight", f"{projection}_A", expert)
+                yield self._piece(f"{module}.lora_B.weight", f"{projection}_B", expert)
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        parameter = getattr(self, name)
+        if self.tp == 1 or self.axes[name] is not None:
+            return parameter
+        return sum_gradients(parameter, self.group)
+
+    def _one(self, projection: str, x: torch.Tensor, multiply: Callable) -> torch.Tensor:
+        low = multiply(self._dropped(x.float()), self._matrix(f"{projection}_A"))
+        return multiply(low, self._matrix(f"{projection}_B")) * self.spec.scale
+
+    def gate_up(self, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
+        """x [T, h] -> [T, 2 f], float32. multiply(x, w): each expert's tokens times the transpose of its matrix in w."""
+        parts = {p: self._one(p, x, multiply) for p in ("gate", "up") if p in self.adapted}
+        if not parts:
+            return None
+        zeros = torch.zeros_like(next(iter(parts.values()))) if len(parts) == 1 else None
+        return torch.cat([parts.get("gate", zeros), parts.get("up", zeros)], -1)
+
+    def down(self, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
+        """x [T, f] -> [T, h], float32."""
+        return self._one("down", x, multiply) if "down" in self.adapted else None
+
+    def delta(self, projection: str) -> torch.Tensor | float:
+        """scale * B A of each expert [n, outputs, inputs], 0 without an adapter."""
+        if projection not in self.adapted:
+            return 0.0
+        a, b = getattr(self, f"{projection}_A"), getattr(self, f"{projection}_B")
+        return self.spec.scale * torch.bmm(b, a)
+
+
+# -- how a module gets its adapter ---------------------------------------------------------------------------------
+
+
+def attach(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Put an adapter on a module that asks for it in its own forward pass: model_moe.py's router and experts."""
+    adapter.train(module.training)
+    module.add_module("lora", adapter)
+
+
+def attach_beside(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Put an adapter on a linear or an embedding: a forward hook adds its output."""
+    attach(module, adapter)
+    module.register_forward_hook(_add_output)
+
+
+def attach_merged(
+    module: torch.nn.Module,
+    adapter: Adapter,
+    merged: Callable[[torch.nn.Module, Adapter], dict[str, torch.Tensor]],
+) -> None:
+    """Put an adapter on a module that has no linear of its own, transformers' experts and routers.
+
+    Its forward pass runs with the tensors of merged(module, adapter), by name, in place of its parameters. That takes
+    their memory once more, and allows no dropout.
+    """
+    attach(module, adapter)
+    own = _OwnForward(module)  # not a submodule: the module would contain itself
+
+    def forward(*args, **kwargs):
+        tensors = merged(module, adapter) if adapter.enabled else {}
+        tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        return torch.func.functional_call(own, tensors, args, kwargs)
+
+    module.forward = forward
+
+
+class _OwnForward(torch.nn.Module):
+    """Calls the forward pass of a module's class without its hooks, which the call of the module runs."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def merged_experts(experts: torch.nn.Module, adapter: LoraExperts) -> dict[str, torch.Tensor]:
+    """The parameters of transformers' experts with their adapters in them."""
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate, up = gate_up.float().chunk(2, 1)
+    both = torch.cat([gate + adapter.delta("gate"), up + adapter.delta("up")], 1)
+    down_with = (down.float() + adapter.delta("down")).to(down.dtype)
+    return {"gate_up_proj": both.to(gate_up.dtype), "down_proj": down_with}
+
+
+def merged_router(router: torch.nn.Module, adapter: LoraAdapter) -> dict[str, torch.Tensor]:
+    """The weight of transformers' router with its adapter in it."""
+    return {"weight": (router.weight.float() + adapter.delta()).to(router.weight.dtype)}
+
+
+def _add_output(module, args, output):
+    """Forward hook: add the adapter's output to the module's in float32, and return it in the base's dtype."""
     adapter = module.lora
-    if not adapter.enabled or getattr(
-        module, "passes_hidden", False
-    ):  # the chunked loss asks for its factors itself
+    # the chunked loss takes the adapter's factors itself (lora.extra_factors)
+    if not adapter.enabled or getattr(module, "passes_hidden", False):
         return output
     base, *rest = output if isinstance(output, tuple) else (output,)
     summed = (base + adapter(_normed(module, args[0]))).to(base.dtype)
@@ -261,7 +406,7 @@ def _hook(module, args, output):
 
 
 def _normed(module, x):
-    """What the matrix itself sees: Transformer Engine's fused linears put a norm in front of it."""
+    """The input of the matrix itself: Transformer Engine's fused linears apply a norm before it."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -270,11 +415,3 @@ def _normed(module, x):
         return F.rms_norm(x.float(), (x.shape[-1],), scale, module.eps).to(x.dtype)
     bias = module.layer_norm_bias.float()
     return F.layer_norm(x.float(), (x.shape[-1],), scale, bias, module.eps).to(x.dtype)
-
-
-def attach(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Put an adapter beside a module; a router asks it by itself, others have a hook."""
-    adapter.train(module.training)
-    module.add_module("lora", adapter)
-    if not hasattr(module, "gating"):
-        module.register_forward_hook(_hook)

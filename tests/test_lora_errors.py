@@ -27,9 +27,9 @@ def specified(path: str, output_dir: str, backend="megatron", then=None, **spec)
 
     model, _ = make(path, output_dir, backend)
     try:
-        (lora.inject_torch if backend == "torch" else lora.inject)(model, lora.LoraSpec(**spec))
+        lora.inject(model, lora.LoraSpec(**spec))
         if then == "merge":
-            lora_files.check_mergeable(lora.spec_of(model), model.config)
+            lora_files.check_mergeable(lora.spec_of(model), model)
     except ValueError as error:
         return str(error)
     return lora.spec_of(model).modules, lora_files.target_modules(model)

@@ -121,8 +121,7 @@ def fresh(path: str, output_dir: str, targets, **changes) -> None:
     from mca_lite import lora
 
     model, backend = make(path, output_dir, **changes)
-    put = lora.inject_torch if changes.get("backend") == "torch" else lora.inject
-    backend(put(model, lora.LoraSpec(rank=RANK, targets=targets), seed=5)).export_hf(
+    backend(lora.inject(model, lora.LoraSpec(rank=RANK, targets=targets), seed=5)).export_hf(
         output_dir, "20KB"
     )
 

@@ -132,7 +132,7 @@ def save_start(path: str, folder: str, targets: tuple) -> None:
     from mca_lite.lora_layers import LoraSpec
     from mca_lite.model import load_torch_model
 
-    model = lora.inject_torch(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
+    model = lora.inject(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
     generator = torch.Generator().manual_seed(3)
     lora.fill(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
     lora_files.save_adapter(model, folder)

@@ -1,0 +1,428 @@
+"""Where a model can have adapters: what each backend tells of its model. lora.py and lora_files.py do the rest, once.
+
+A host stands for a model: MegatronHost for VirtualModels, or for their config before they are built; TorchHost for a
+transformers model, which may be on the meta device. Both answer the same methods.
+"""
+
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from . import parallel
+from .lora_layers import (
+    PROJECTIONS,
+    Adapter,
+    LoraAdapter,
+    LoraEmbedding,
+    LoraExperts,
+    LoraSpec,
+    Names,
+    attach,
+    attach_beside,
+    attach_merged,
+    merged_experts,
+    merged_router,
+)
+from .model_config import McaModelConfig
+from .model_families import FAMILIES, rows_of
+from .model_family_rows import TE_ALIASES, Row
+from .weights_convert import (
+    VOCABULARY,
+    copy_in,
+    in_layer_order,
+    iter_hf_tensors,
+    qkv_sizes,
+    vocabulary_names,
+)
+from .weights_sources import SafetensorsSource
+
+
+class Candidate(NamedTuple):
+    """A Hugging Face module that can have an adapter, anywhere in the model."""
+
+    hf: str
+    mca: str  # megatron's name of the module that holds it, "" if the family is not in the table
+    in_all: bool  # whether lora_target: all means it
+
+
+class Weight(NamedTuple):
+    """A tensor of the model, or the tensors of a module: what modules_to_save may mean."""
+
+    key: Any  # the host's own
+    modules: tuple[str, ...]  # Hugging Face's, which are trained together
+    is_expert: bool = False
+    is_tied: bool = False  # the embedding of a model whose embedding is its head, or that head
+
+
+class Site(NamedTuple):
+    """A module of this rank that can have an adapter: kind(spec, mca, names, device=device, **sizes)."""
+
+    module: torch.nn.Module
+    mca: str  # megatron's name of it in the whole model
+    names: Names  # of each projection, the Hugging Face modules that it consists of here
+    kind: type[Adapter]
+    sizes: dict[str, Any]
+    device: torch.device
+    attach: Callable[[torch.nn.Module, Adapter], None] = attach_beside
+
+
+def host_of(model) -> "MegatronHost | TorchHost":
+    """The host that stands for a model: VirtualModels, McaModelConfig or a transformers model."""
+    return TorchHost(model) if isinstance(model, torch.nn.Module) else MegatronHost(model)
+
+
+def module_of(name: str) -> str:
+    """The module of a weight, by its name."""
+    return name.rsplit(".", 1)[0]
+
+
+def _is_router(row: Row) -> bool:
+    return row.mca.endswith(".mlp.router.weight")
+
+
+def _candidates(config) -> Iterator[Candidate]:
+    """Of a model of the table. config: as weights_convert.in_layer_order takes it."""
+    for row, layer in in_layer_order(config):
+        if row.is_linear:
+            in_all = row.mca not in VOCABULARY and not _is_router(row)
+            for name in row.hf:
+                yield Candidate(
+                    module_of(name.format(layer)), module_of(row.mca.format(layer)), in_all
+                )
+
+
+def _expert_names(rows: Iterable[Row], layer: int) -> Names:
+    """Of gate, up and down, the module of each expert of a layer."""
+    found: dict[str, list[str]] = {projection: [] for projection in PROJECTIONS}
+    for row in rows:
+        if row.expert is not None:
+            projections = ("gate", "up") if row.kind == "gated" else ("down",)
+            for projection, name in zip(projections, row.hf, strict=True):
+                found[projection].append(module_of(name.format(layer)))
+    return tuple(map(tuple, found.values()))
+
+
+class MegatronHost:
+    """What adapters need to know of VirtualModels, or of a model that is not built yet, from its McaModelConfig."""
+
+    def __init__(self, model):
+        is_config = isinstance(model, McaModelConfig)
+        self.config = model if is_config else model.config
+        self.models = None if is_config else model
+        self.chunks = [] if is_config else list(model)
+
+    @property
+    def base_model(self) -> str | None:
+        return self.config.name_or_path
+
+    @property
+    def is_tied(self) -> bool:
+        return self.config.tie_embeddings_and_output_weights
+
+    def candidates(self) -> list[Candidate]:
+        """All modules that can have an adapter, in the model's order."""
+        return list(_candidates(self.config))
+
+    def weights(self) -> Iterator[Weight]:
+        """All weights, in the model's order."""
+        for row, layer in in_layer_order(self.config):
+            modules = tuple(module_of(name.format(layer)) for name in row.hf)
+            is_tied = self.is_tied and row.mca in VOCABULARY
+            yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
+
+    def check(self, spec: LoraSpec) -> None:
+        """ValueError for adapters that are not built here."""
+        config = self.config
+        if config.mtp_num_layers:
+            raise ValueError(
+                "adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0"
+            )
+        self._refuse_fused(spec)
+        if config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
+            self._refuse_overlapped(spec)
+        of_experts = (w for w in self.weights() if w.is_expert)
+        cut = (config.expert_tensor_parallel_size or 1) > 1
+        if spec.dropout and cut and any(set(spec.modules) & set(w.modules) for w in of_experts):
+            raise ValueError(
+                f"lora_dropout {spec.dropout}: ranks that share an expert's columns would drop different inputs: set "
+                "expert_tensor_parallel_size: 1 or lora_dropout: 0"
+            )
+
+    def _refuse_fused(self, spec: LoraSpec) -> None:
+        # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts these one by one
+        rows = rows_of(self.config.hf_model_type, self.config)
+        fused = {module_of(name).rsplit(".", 1)[-1] for row in rows if row.fused for name in row.hf}
+        if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
+            others = {c.hf.rsplit(".", 1)[-1] for c in self.candidates() if c.in_all} - fused
+            raise ValueError(
+                f"lora_target: adapters on {', '.join(meant)} of {self.config.hf_model_type}, which holds several "
+                f"projections in one tensor, are not built: set lora_target: {', '.join(sorted(others))}, or use_mca: false"
+            )
+
+    def _refuse_overlapped(self, spec: LoraSpec) -> None:
+        # beside the dispatch the linears of shared experts leave their communication to others, which adapters would miss
+        shared = {c.hf for c in self.candidates() if ".shared_experts." in c.mca}
+        if meant := sorted(shared.intersection(spec.modules)):
+            raise ValueError(
+                f"lora_target: adapters on shared experts ({meant[0]}) that run beside the dispatch are not built under "
+                "tensor parallelism: set moe_shared_expert_overlap: false"
+            )
+
+    def freeze(self, trained: Container, dtype: torch.dtype) -> None:
+        """Leave only the weights with these keys trainable. dtype: without effect, the model has its own."""
+        self.models.requires_grad_(False)
+        for _, parameter in self._parameters(trained):
+            parameter.requires_grad_(True)
+        for chunk in self.chunks:
+            if chunk.pre_process and self.config.recompute_granularity is not None:
+                chunk.embedding.register_forward_hook(_needs_grad)
+
+    def _parameters(
+        self, keys: Container
+    ) -> Iterator[tuple[tuple[str, int | None], torch.nn.Parameter]]:
+        for chunk in self.chunks:
+            for name, layer, parameter in list(chunk.global_parameter_names()):
+                if (key := (TE_ALIASES.get(name, name), layer)) in keys:
+                    yield key, parameter
+
+    def read(self, keys: Container) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, CPU tensor) of these weights on global rank 0. Collective, see weights_convert.iter_hf_tensors."""
+        return iter_hf_tensors(self.models, keys)
+
+    def fill(self, keys: Container, source) -> None:
+        """Fill this rank's parameters of these weights from a source. ValueError for other shapes."""
+        rows = {row.mca: row for row in rows_of(self.config.hf_model_type, self.config)}
+        with torch.no_grad():
+            for (name, layer), parameter in self._parameters(keys):
+                copy_in(rows[name], layer, parameter, source, self.config)
+
+    def base_weight(self, name: str) -> torch.Tensor | None:
+        """A weight of the checkpoint that the model was loaded from, None if there is none. A tied head is the embedding."""
+        source, names = self._base
+        if name not in names and self.is_tied and name in vocabulary_names(self.config):
+            name = next(iter(vocabulary_names(self.config) & names), name)
+        return source.read(name) if name in names else None
+
+    @functools.cached_property
+    def _base(self) -> tuple[SafetensorsSource | None, set[str]]:
+        try:
+            source = SafetensorsSource(self.config.name_or_path)
+        except (ValueError, TypeError):  # a checkpoint of ours, or weights that were drawn
+            return None, set()
+        return source, source.names()
+
+    def replica(self, is_expert: bool) -> int:
+        """Which copy of its weights this rank holds, 0 for the first."""
+        from megatron.core import parallel_state as mpu
+
+        if is_expert:
+            return mpu.get_expert_data_parallel_rank()
+        return mpu.get_data_parallel_rank(with_context_parallel=True)
+
+    def sites(self) -> Iterator[Site]:
+        """The modules of this rank that can have an adapter."""
+        rows = {row.mca: row for row in rows_of(self.config.hf_model_type, self.config)}
+        for chunk in self.chunks:
+            local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
+            for name, layer, _ in list(chunk.global_parameter_names()):
+                row = rows.get(name)
+                if row and row.is_linear and row.expert is None and name not in VOCABULARY:
+                    path = module_of(name.format(local.get(layer)))
+                    yield self._linear(chunk.get_submodule(path), row, layer)
+            if chunk.pre_process:
+                yield self._embedding(chunk.embedding.word_embeddings, rows[VOCABULARY[0]])
+            if chunk.post_process:  # if it is tied, it may hold no weight of its own
+                yield self._head(chunk.output_layer, rows[VOCABULARY[1]])
+            for layer in chunk.decoder.layers:
+                if self.config.is_moe_layer(layer.layer_number - 1):
+                    yield self._experts(layer.mlp.experts, layer.layer_number - 1, rows.values())
+
+    def _linear(self, module, row: Row, layer: int | None) -> Site:
+        config, names = self.config, tuple((module_of(n.format(layer)),) for n in row.hf)
+        out_size, in_size = module.weight.shape
+        sizes = dict(in_size=in_size, widths=[out_size // len(names)] * len(names))
+        if row.kind != "copy":
+            sizes["cut"] = "row" if row.kind == "row" else "column"
+        if row.kind == "qkv":
+            groups = config.num_query_groups // config.tensor_model_parallel_size
+            sizes |= dict(groups=groups, widths=[groups * size for size in qkv_sizes(config)])
+        how = attach if _is_router(row) else attach_beside
+        return self._site(module, module_of(row.mca.format(layer)), names, LoraAdapter, sizes, how)
+
+    def _embedding(self, module, row: Row) -> Site:
+        config, names = self.config, ((module_of(row.hf[0]),),)
+        sizes = dict(rows=module.weight.shape[0], hidden_size=config.hidden_size)
+        sizes |= dict(vocab_size=config.vocab_size, scatters=module.reduce_scatter_embeddings)
+        return self._site(module, module_of(row.mca), names, LoraEmbedding, sizes)
+
+    def _head(self, module, row: Row) -> Site:
+        config, names = self.config, ((module_of(row.hf[0]),),)
+        width = config.padded_vocab_size // config.tensor_model_parallel_size
+        sizes = dict(in_size=config.hidden_size, widths=[width], cut="column")
+        sizes["vocab_size"] = config.vocab_size
+        return self._site(module, module_of(row.mca), names, LoraAdapter, sizes)
+
+    def _site(self, module, mca: str, names: Names, kind, sizes: dict, how=attach_beside) -> Site:
+        from megatron.core import parallel_state as mpu
+
+        sizes |= dict(group=mpu.get_tensor_model_parallel_group())
+        sizes |= dict(sequence_parallel=self.config.sequence_parallel)
+        return Site(module, mca, names, kind, sizes, parallel.device(), how)
+
+    def _experts(self, module, layer: int, rows: Iterable[Row]) -> Site:
+        n, mca = module.fc1.shape[0], f"decoder.layers.{layer}.mlp.experts"
+        first = n * module.ep_group.rank()
+        names = tuple(modules[first : first + n] for modules in _expert_names(rows, layer))
+        sizes = dict(hidden_size=self.config.hidden_size, columns=module.fc2.shape[-1])
+        sizes |= dict(ep=module.ep_group, group=module.etp_group)
+        return Site(module, mca, names, LoraExperts, sizes, parallel.device(), attach)
+
+
+def _needs_grad(module, args, output):
+    # recomputation gives no gradient at all to a unit without an input that needs one, and a frozen embedding's
+    # output is none (tensor_parallel/random.py, CheckpointFunction)
+    return output.requires_grad_(True) if torch.is_grad_enabled() else output
+
+
+class _Fields(SimpleNamespace):
+    """The fields of McaModelConfig that the rows of a family ask for, for a transformers model."""
+
+    mtp_num_layers = None
+    moe_layer_freq = None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return bool(self.moe_layer_freq and self.moe_layer_freq[layer])
+
+
+class TorchHost:
+    """What adapters need to know of a transformers model. Of families outside the table, linears and embeddings alone."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.chunks = model, [model]
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        return dict(self.model.named_modules())
+
+    @functools.cached_property
+    def _fields(self) -> _Fields | None:
+        kind = self.model.config.model_type
+        if kind not in FAMILIES:
+            return None
+        return _Fields(hf_model_type=kind, **FAMILIES[kind].values(self.model.config))
+
+    @property
+    def base_model(self) -> str | None:
+        return self.model.name_or_path or None
+
+    @property
+    def is_tied(self) -> bool:
+        return self._embedding.weight is self._head.weight
+
+    @property
+    def _embedding(self) -> torch.nn.Module:
+        return self.model.get_input_embeddings()
+
+    @property
+    def _head(self) -> torch.nn.Module:
+        return self.model.get_output_embeddings()
+
+    def _linears(self) -> dict[str, torch.nn.Module]:
+        kinds = (torch.nn.Linear, torch.nn.Embedding)
+        return {name: module for name, module in self._modules.items() if isinstance(module, kinds)}
+
+    def candidates(self) -> list[Candidate]:
+        """All modules that can have an adapter, in the model's order; then experts and routers, which are no linears."""
+        of_table = {c.hf: c for c in _candidates(self._fields)} if self._fields else {}
+        linears, found = self._linears(), []
+        for name, module in linears.items():
+            known = of_table.get(name)
+            # what megatron-core does not hold as a linear, the gate of a shared expert, is not meant by all
+            in_all = isinstance(module, torch.nn.Linear) and module is not self._head
+            in_all = in_all and (known is not None or self._fields is None)
+            found.append(Candidate(name, known.mca if known else "", in_all))
+        return found + [c for name, c in of_table.items() if name not in linears]
+
+    def weights(self) -> Iterator[Weight]:
+        """The modules with parameters of their own, in the model's order."""
+        tied = (self._embedding, self._head) if self.is_tied else ()
+        for name, module in self._modules.items():
+            if not isinstance(module, Adapter) and any(True for _ in module.parameters(False)):
+                yield Weight(name, (name,), is_tied=module in tied)
+
+    def check(self, spec: LoraSpec) -> None:
+        """ValueError for adapters that are not built here."""
+        if spec.dropout and not self._linears().keys() >= set(spec.modules):
+            raise ValueError(
+                f"lora_dropout {spec.dropout}: adapters of experts and routers have none on plain torch: set lora_dropout: 0 "
+                "or use_mca: true"
+            )
+
+    def freeze(self, trained: Container, dtype: torch.dtype) -> None:
+        """Make the weights `dtype` and frozen; those of the modules `trained` float32 and trainable."""
+        # not the buffers: rotary frequencies stay exact
+        for parameter in self.model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(dtype)
+        for _, parameter in self._parameters(trained):
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+
+    def _parameters(self, modules: Container) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for module in self._modules:
+            if module in modules:
+                for name, parameter in self._modules[module].named_parameters(recurse=False):
+                    yield f"{module}.{name}", parameter
+
+    def read(self, keys: Container) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, CPU tensor) of the weights of these modules, on global rank 0."""
+        if parallel.is_main():
+            for name, parameter in self._parameters(keys):
+                yield name, parameter.detach().to("cpu", copy=True)
+
+    def fill(self, keys: Container, source) -> None:
+        """Fill the weights of these modules from a source. ValueError for other shapes."""
+        with torch.no_grad():
+            for name, parameter in self._parameters(keys):
+                parameter.copy_(source(name, tuple(parameter.shape)))
+
+    def base_weight(self, name: str) -> torch.Tensor | None:
+        """A weight of the model by its name, None if it has none. A tied head is the embedding."""
+        return dict(self.model.named_parameters(remove_duplicate=False)).get(name)
+
+    def replica(self, is_expert: bool) -> int:
+        """Which copy of the weights this rank holds, 0 for the first."""
+        return parallel.rank()
+
+    def sites(self) -> Iterator[Site]:
+        """The modules that can have an adapter; experts and routers for families of the table."""
+        mca = {c.hf: c.mca for c in self.candidates()}
+        for name, module in self._linears().items():
+            (out_size, in_size), kind = module.weight.shape, LoraAdapter
+            sizes = dict(in_size=in_size, widths=[out_size])
+            if isinstance(module, torch.nn.Embedding):
+                kind = LoraEmbedding
+                sizes = dict(rows=out_size, hidden_size=in_size, vocab_size=out_size)
+            yield Site(module, mca[name], ((name,),), kind, sizes, module.weight.device)
+        fields = self._fields
+        for layer in range(fields.num_layers if fields else 0):
+            if fields.is_moe_layer(layer):
+                yield from self._mixture(self._modules[f"model.layers.{layer}.mlp"], layer)
+
+    def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
+        """The experts and the router of a layer, which transformers holds as modules of its own kinds."""
+        rows = rows_of(self._fields.hf_model_type, self._fields)
+        _, hidden_size, columns = block.experts.down_proj.shape
+        sizes = dict(hidden_size=hidden_size, columns=columns)
+        mca, device = f"decoder.layers.{layer}.mlp.experts", block.experts.down_proj.device
+        how = functools.partial(attach_merged, merged=merged_experts)
+        names = _expert_names(rows, layer)
+        yield Site(block.experts, mca, names, LoraExperts, sizes, device, how)
+        router = next(row for row in rows if _is_router(row))
+        out_size, in_size = block.gate.weight.shape
+        sizes, mca = dict(in_size=in_size, widths=[out_size]), module_of(router.mca.format(layer))
+        how = functools.partial(attach_merged, merged=merged_router)
+        names = ((module_of(router.hf[0].format(layer)),),)
+        yield Site(block.gate, mca, names, LoraAdapter, sizes, device, how)
