@@ -1,15 +1,11 @@
-"""What a run says about itself: start summary, progress, trainer_log.jsonl, TensorBoard, W&B, loss plot, speed."""
+"""What a run says about itself: start summary, progress, trainer_log.jsonl, trackers, loss plot."""
 
 import importlib.util
 import json
 import os
-import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-
-import torch
 
 from .constants import LOSS_PLOT_NAME, TRAINER_LOG_NAME
 from .trainer_callbacks import TrainerCallback
@@ -34,23 +30,6 @@ _NOT_IN_LINE = {
     "step_time_s",
     "peak_memory_gib",
 }
-
-# Dense bf16 and fp16 peaks in FLOP/s from NVIDIA's data sheets (without sparsity). Each row: words that the device's
-# name must hold, words that it must not hold, the peak. The first row that fits counts.
-_PEAK_FLOPS = (
-    ({"A100"}, set(), 312e12),
-    ({"A800"}, set(), 312e12),
-    ({"H100", "PCIE"}, set(), 756e12),
-    ({"H800", "PCIE"}, set(), 756e12),
-    ({"H100", "NVL"}, set(), 835e12),
-    ({"H200", "NVL"}, set(), 835e12),
-    ({"H100"}, set(), 989e12),
-    ({"H800"}, set(), 989e12),
-    ({"H200"}, set(), 989e12),
-    ({"B200"}, set(), 2250e12),
-    ({"L40S"}, set(), 362e12),
-    ({"4090"}, {"D", "LAPTOP"}, 165e12),
-)
 
 
 def format_summary(sections: Mapping[str, Mapping]) -> str:
@@ -374,130 +353,65 @@ def _require(package: str, extra: str, key: str) -> None:
         )
 
 
-class Throughput:
-    """Times steps between two lines of the log and turns their token counts into rates.
+def run_summary(trainer, plan) -> dict[str, dict]:
+    """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by itself."""
+    from . import (
+        parallel,  # here: it brings torch and megatron, which a refused key need not wait for
+    )
 
-    Counts are of the whole step, over all ranks. world_size: number of devices; peak_flops: FLOP/s of one device, None
-    where unknown. Nothing here waits for the GPU: a step whose work is still queued shifts its time to the next one,
-    and the sums between two lines are right as long as the loop reads a number (loss, grad norm) off each step.
-    total_samples, total_tokens, total_time_s: over all steps since the construction.
-    """
+    args, state = trainer.args, trainer.state
+    config = getattr(trainer.model, "config", None)
+    total, trained = trainer.backend.num_parameters()
+    megatron = hasattr(config, "tensor_model_parallel_size")
+    degrees = [
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    ]
+    degrees.append(trainer.backend.dp_size)
+    shared = [
+        text
+        for text, on in (
+            ("sequence parallel", args.sequence_parallel),
+            ("packed rows", args.sequence_packing),
+        )
+        if on
+    ]
+    sections = {
+        "model": {
+            "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
+            "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
+            "parameters on this rank": f"{total:,} ({trained:,} trained)",
+            "weights": getattr(trainer.model, "weights_from", None) or "as given",
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        },
+        "layout": {
+            "backend": f"megatron-core, {config.transformer_impl} layers"
+            if megatron
+            else "plain torch DDP",
+            "world": f"{args.world_size} ranks on {parallel.device().type}",
+            "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
+            **_experts(config, args),
+            "activations": ", ".join(shared) or "whole on every rank",
+        },
+        "steps": {
+            "global batch": f"{plan.global_batch_size} samples = micro-batch {plan.micro_batch_size} x accumulation "
+            f"{args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
+            "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} samples)",
+            "from step": state.global_step,
+        },
+    }
+    if args.notes:
+        sections["chosen"] = {str(i + 1): note for i, note in enumerate(args.notes)}
+    return {**sections, **trainer.extra_summary}
 
-    def __init__(
-        self,
-        world_size: int = 1,
-        peak_flops: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+
+def _experts(config, args) -> dict[str, str]:
+    """How experts are spread, for a model that has them on megatron-core."""
+    if not getattr(config, "num_moe_experts", None) or not hasattr(
+        config, "expert_tensor_parallel_size"
     ):
-        self.world_size = world_size
-        self.peak_flops = peak_flops
-        self._clock = clock
-        self._started: float | None = None
-        self.total_samples = self.total_tokens = 0
-        self.total_time_s = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._steps = self._tokens = self._padded_tokens = 0
-        self._time_s = self._flops = 0.0
-
-    def start(self) -> None:
-        """A step begins."""
-        self._started = self._clock()
-
-    def stop(
-        self, tokens: int, padded_tokens: int, samples: int = 0, model_flops: float = 0.0
-    ) -> None:
-        """A step ends. tokens: real ones, no padding; padded_tokens: all positions computed, padding included;
-        model_flops: FLOPs of the step's model, forward and backward (0 where not counted)."""
-        assert self._started is not None, "Throughput.stop() without start()"
-        time_s = self._clock() - self._started
-        self._started = None
-        self._steps += 1
-        self._time_s += time_s
-        self._tokens += tokens
-        self._padded_tokens += padded_tokens
-        self._flops += model_flops
-        self.total_time_s += time_s
-        self.total_tokens += tokens
-        self.total_samples += samples
-
-    def take(self) -> dict[str, float]:
-        """Returns the rates over the steps since the last call, and starts anew; {} where there was no step.
-
-        Keys: step_time_s (mean), tokens_per_second, tokens_per_second_per_device, padding_fraction (of all positions),
-        tflops_per_device where FLOPs were counted, mfu (of 1) where the peak is known too.
-        """
-        if not self._steps:
-            return {}
-        time_s = max(self._time_s, 1e-9)  # a clock may not have ticked
-        rates = {
-            "step_time_s": self._time_s / self._steps,
-            "tokens_per_second": self._tokens / time_s,
-            "tokens_per_second_per_device": self._tokens / time_s / self.world_size,
-            "padding_fraction": 1.0 - self._tokens / self._padded_tokens
-            if self._padded_tokens
-            else 0.0,
-        }
-        if self._flops:
-            flops_per_device = self._flops / time_s / self.world_size
-            rates["tflops_per_device"] = flops_per_device / 1e12
-            if self.peak_flops:
-                rates["mfu"] = flops_per_device / self.peak_flops
-        self._reset()
-        return rates
-
-
-def model_flops_per_token(
-    *,
-    hidden_size: int,
-    num_layers: int,
-    num_attention_heads: int,
-    num_query_groups: int,
-    head_dim: int,
-    ffn_hidden_size: int,
-    vocab_size: int,
-    seq_length: float,
-    gated_mlp: bool = True,
-    attention_weights: float | None = None,
-    num_prediction_layers: int = 0,
-) -> float:
-    """Returns the FLOPs, forward and backward, that a token of a full fine-tune costs a dense model (megatron's count).
-
-    seq_length: sum(L_i^2) / sum(L_i) over the documents i of a batch, which is L where all are L long. A weight costs 2
-    FLOPs forward and 4 backward; the causal half of the attention core 6 L heads head_dim; the logits 6 h V; the
-    embedding look-up nothing. Recomputation is not counted: it is work that the model does not ask for. attention_weights: of a
-    layer, where they do not follow from heads; head_dim is then the mean of a query's and a value's. Layers for multi-token
-    prediction are layers with a projection of 2 h and the logits again.
-    """
-    attention = (
-        hidden_size * head_dim * (2 * num_attention_heads + 2 * num_query_groups)
-    )  # q and output, k and v
-    attention = attention if attention_weights is None else attention_weights
-    mlp = hidden_size * ffn_hidden_size * (3 if gated_mlp else 2)
-    core = seq_length * num_attention_heads * head_dim
-    ahead = num_prediction_layers
-    layers = (num_layers + ahead) * (attention + mlp + core) + ahead * 2 * hidden_size**2
-    return 6.0 * (layers + (1 + ahead) * hidden_size * vocab_size)
-
-
-def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> float | None:
-    """Returns the dense peak of a device in FLOP/s by the name that torch.cuda.get_device_name() gives.
-
-    None for a device that is not in the table and for dtypes other than bf16 and fp16: better no mfu than a wrong one.
-    """
-    if str(dtype).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16"):
-        return None
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    for needed, forbidden, flops in _PEAK_FLOPS:
-        if needed <= words and not forbidden & words:
-            return flops
-    return None
-
-
-def peak_memory_gib() -> float:
-    """Returns the most memory this process has held so far, in GiB: CUDA's allocator, or the resident set on CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        return {}
+    ep, etp = args.expert_model_parallel_size, config.expert_tensor_parallel_size
+    experts = config.num_moe_experts
+    return {"expert x expert tensor": f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"}

@@ -66,7 +66,7 @@ class Family:
         return values
 
 
-_DENSE_CONFIG = {
+DENSE_CONFIG = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",
@@ -142,7 +142,7 @@ _CAPS = {
 _QKV_BIAS = {"attention_bias": "add_qkv_bias"}
 
 _LATENT_CONFIG = {
-    **_DENSE_CONFIG,
+    **DENSE_CONFIG,
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
@@ -170,7 +170,7 @@ _MOE = dict(
     moe_router_pre_softmax=True,  # our router reads moe_router_norm_topk_prob; megatron's check wants this one for top-1
 )
 _MOE_CONFIG = {
-    **_DENSE_CONFIG,
+    **DENSE_CONFIG,
     "num_experts": "num_moe_experts",
     "num_experts_per_tok": "moe_router_topk",
     "norm_topk_prob": "moe_router_norm_topk_prob",
@@ -263,19 +263,19 @@ _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)
+        dense_rows(), DENSE_CONFIG, _DENSE, (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)
     ),
-    "mistral": Family(dense_rows(), _DENSE_CONFIG, _DENSE, (_ONLY_SILU,), _window_of_all),
+    "mistral": Family(dense_rows(), DENSE_CONFIG, _DENSE, (_ONLY_SILU,), _window_of_all),
     "qwen2": Family(
         dense_rows(bias=True),
-        _DENSE_CONFIG,
+        DENSE_CONFIG,
         {**_DENSE, "add_qkv_bias": True},
         (_ONLY_SILU,),
         _window_of_layers,
     ),
     "qwen3": Family(
         dense_rows(norm=True),
-        _DENSE_CONFIG,
+        DENSE_CONFIG,
         {**_DENSE, "qk_layernorm": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
         _window_of_layers,
@@ -336,7 +336,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         dense_rows(norms=GEMMA_NORMS),
-        {**_DENSE_CONFIG, **_CAPS},
+        {**DENSE_CONFIG, **_CAPS},
         _GEMMA,
         (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
         _window_of_layers,
@@ -344,7 +344,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         dense_rows(norm=True, norms=GEMMA_NORMS),
-        {**_DENSE_CONFIG, **_CAPS},
+        {**DENSE_CONFIG, **_CAPS},
         {**_GEMMA, "qk_layernorm": True},
         (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL),
         _window_of_layers,
@@ -352,7 +352,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4": Family(
         decoder_rows(attention(bias="add_qkv_bias"), mlp_rows(fused=True), GLM4_NORMS),
-        {**_DENSE_CONFIG, **_QKV_BIAS},
+        {**DENSE_CONFIG, **_QKV_BIAS},
         {**_DENSE, "post_norms": True, "rope_interleave": True},
         (_ONLY_SILU,),
         partial_rotary=True,
@@ -360,7 +360,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(
         dense_rows(),
         {
-            **_DENSE_CONFIG,
+            **DENSE_CONFIG,
             "embedding_multiplier": "embedding_multiplier",
             "attention_multiplier": "softmax_scale",
             "residual_multiplier": "residual_multiplier",
@@ -371,13 +371,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         dense_rows(norm=True, norm_kind="column", norms=POST_NORMS),
-        _DENSE_CONFIG,
+        DENSE_CONFIG,
         {**_DENSE, "pre_norms": False, "post_norms": True, "qk_norm_over_heads": True},
         (_ONLY_SILU, _NO_ATTENTION_BIAS),
     ),
     "phi3": Family(
         decoder_rows(attention(fused=True), mlp_rows(fused=True)),
-        {**_DENSE_CONFIG, "resid_pdrop": "hidden_dropout"},
+        {**DENSE_CONFIG, "resid_pdrop": "hidden_dropout"},
         {**_DENSE, "drop_embeddings": False},
         (_ONLY_SILU,),
         _window_of_all,
@@ -413,7 +413,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(
         dense_rows(bias="add_qkv_bias"),
-        {**_DENSE_CONFIG, **_QKV_BIAS, "residual_dropout": "hidden_dropout"},
+        {**DENSE_CONFIG, **_QKV_BIAS, "residual_dropout": "hidden_dropout"},
         {**_DENSE, "drop_embeddings": False},
         (_ONLY_SILU, _NO_OUT_BIAS, _NO_MLP_BIAS),
     ),

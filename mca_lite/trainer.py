@@ -29,8 +29,8 @@ from .data_batches import (
     pad_batch,
     steps_of_run,
 )
-from .log import Report, Throughput, peak_flops, peak_memory_gib
-from .log_summary import run_summary, step_flops
+from .log import Report, run_summary
+from .log_speed import Throughput, model_work, peak_flops, peak_memory_gib
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler
 from .packed_rows import (
@@ -362,6 +362,7 @@ class McaTrainer:
         dtype = (
             torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         )
+        self._work = model_work(self.model)
         return Throughput(self.args.world_size, peak_flops(name, dtype))
 
     # -- around a step
@@ -399,12 +400,10 @@ class McaTrainer:
         state.consumed_samples += samples
         state.consumed_tokens += int(tokens)
         state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
-        throughput.stop(
-            int(tokens),
-            int(positions),
-            samples,
-            step_flops(self.model, tokens, squares / max(tokens, 1)),
-        )
+        flops = 0.0
+        if self._work is not None:
+            flops = self._work.flops(tokens, squares)
+        throughput.stop(int(tokens), int(positions), samples, flops)
 
     def _after_step(self, window, throughput, extra, end_of_epoch: bool) -> torch.Tensor:
         """Log, evaluate and save where it is time -> the window of the next log."""

@@ -1,4 +1,4 @@
-"""The log, the progress line, the callbacks, the rates, the embedded example and the shipped configurations."""
+"""The log, the progress line, the callbacks, the embedded example and the shipped configurations."""
 
 import importlib.util
 import json
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -18,18 +17,7 @@ from transformers import TrainerState as HFTrainerState
 
 from mca_lite import log as report_module
 from mca_lite.args import parse_args
-from mca_lite.log import (
-    Report,
-    Throughput,
-    format_duration,
-    format_progress,
-    format_summary,
-    model_flops_per_token,
-    peak_flops,
-    peak_memory_gib,
-    read_log,
-    smooth,
-)
+from mca_lite.log import Report, format_duration, format_progress, format_summary, read_log, smooth
 from mca_lite.trainer_callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -369,89 +357,6 @@ def test_plot_is_a_picture_of_the_whole_log(tmp_path):
     report.log({"step": 3, "eval_loss": 0.5})
     report.on_train_end(ARGS, state, TrainerControl())
     assert (tmp_path / "training_loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-# speed
-
-
-def test_throughput_is_tokens_over_time_since_the_last_line():
-    clock = Clock()
-    throughput = Throughput(world_size=4, peak_flops=1e12, clock=clock)
-    assert throughput.take() == {}
-    for seconds, tokens, positions in ((1.0, 300, 400), (3.0, 500, 600)):
-        throughput.start()
-        clock.now += seconds
-        throughput.stop(tokens, positions, samples=2, model_flops=4e12)
-        clock.now += 100.0  # between steps (saving, evaluation) no time is counted
-    rates = throughput.take()
-    assert rates == pytest.approx({
-        "step_time_s": 2.0,
-        "tokens_per_second": 200.0,  # 800 tokens in 4 s
-        "tokens_per_second_per_device": 50.0,
-        "padding_fraction": 0.2,  # 200 of 1000
-        "tflops_per_device": 0.5,  # 8e12 in 4 s on 4 devices
-        "mfu": 0.5,
-    })  # fmt: skip
-    assert throughput.take() == {}
-    assert (throughput.total_samples, throughput.total_tokens, throughput.total_time_s) == (
-        4,
-        800,
-        4.0,
-    )
-
-
-def test_throughput_without_a_known_peak_or_count_leaves_those_keys_out():
-    throughput = Throughput()
-    throughput.start()
-    throughput.stop(1, 1)
-    assert not {"mfu", "tflops_per_device"} & set(throughput.take())
-    throughput.start()
-    throughput.stop(1, 1, model_flops=1.0)
-    assert "mfu" not in throughput.take()
-
-
-def test_flops_of_a_model_counted_by_hand():
-    # h=4, 2 heads of 3, 1 group, ffn 5, V 7. Weights of a layer: q 4*6, k and v 2*4*3, output 6*4, MLP 3*4*5: 132.
-    # Core of a token at L=10, causal: half of 2 matrices * 2 FLOPs * 10 positions * 6 = 120 forward, three times that
-    # with the backward pass = 360. Logits 4*7 weights.
-    sizes = dict(hidden_size=4, num_layers=2, num_attention_heads=2, num_query_groups=1, head_dim=3, ffn_hidden_size=5,
-                 vocab_size=7, seq_length=10)  # fmt: skip
-    assert model_flops_per_token(**sizes) == 2 * (6 * 132 + 360) + 6 * 28
-    assert model_flops_per_token(**sizes, gated_mlp=False) == 2 * (6 * (132 - 20) + 360) + 6 * 28
-
-
-def test_flops_of_qwen3_8b_are_six_per_weight_and_the_core():
-    sizes = dict(hidden_size=4096, num_layers=36, num_attention_heads=32, num_query_groups=8, head_dim=128,
-                 ffn_hidden_size=12288, vocab_size=151936)  # fmt: skip
-    weights = 8_190_735_360 - 151936 * 4096  # the model's parameters without the embedding table
-    norms = 36 * (2 * 4096 + 2 * 128) + 4096
-    assert model_flops_per_token(**sizes, seq_length=0) == 6 * (weights - norms)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA H20", None),
-        ("NVIDIA GB200", None),
-        ("", None),
-    ],
-)
-def test_peak_is_known_by_name_or_not_at_all(name, peak):
-    assert peak_flops(name, torch.bfloat16) == peak_flops(name, "fp16") == peak
-    assert peak_flops(name, torch.float32) is None
-
-
-def test_peak_memory_is_in_gib():
-    assert psutil.Process().memory_info().rss / 2**30 * 0.9 < peak_memory_gib() < 64
 
 
 # the embedded example and the shipped configurations

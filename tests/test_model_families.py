@@ -4,7 +4,6 @@ import functools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -290,7 +289,7 @@ def test_what_only_local_layers_have_is_refused_with_transformer_engine():
 @pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
 def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     from mca_lite.args import TrainingArguments
-    from mca_lite.log_summary import step_flops
+    from mca_lite.log_speed import model_sizes
     from mca_lite.model_config import from_hf_config
 
     hf = tiny.hf_config(name)
@@ -300,17 +299,14 @@ def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     )
     ours = from_hf_config(hf, TrainingArguments(output_dir="unused"))
     for config in (hf, ours):
-        at = functools.partial(step_flops, SimpleNamespace(config=config), 1)
-        assert at(0) == 6 * weights
-        # in 2 layers half of the scores of 4 heads: queries and keys of 6 + 4 channels, values of 7, forward and twice backward
-        assert at(10) - at(0) == 2 * (3 * 2 * 10 * 4 * (6 + 4 + 7) / 2)
+        assert model_sizes(config).weights == weights
+        # 2 layers of 4 heads: queries and keys of 6 + 4 channels, values of 7
+        assert model_sizes(config).core == 2 * 4 * (6 + 4 + 7) / 2
     config = tiny_moe.hf_config("deepseek_v3", first_k_dense_replace=4, num_nextn_predict_layers=1)
     layer, vocabulary = (weights - 61 * 32) / 2, 61 * 32
     if name == "deepseek_v3":
         ahead = from_hf_config(config, TrainingArguments(output_dir="unused", mtp_num_layers=1))
-        assert step_flops(SimpleNamespace(config=ahead), 1, 0) == 6 * (
-            5 * layer + 2 * 32**2 + 2 * vocabulary
-        )
+        assert model_sizes(ahead).weights == 5 * layer + 2 * 32**2 + 2 * vocabulary
 
 
 def test_readme_names_the_families_that_there_are_and_why_others_are_not():

@@ -2,14 +2,13 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mca_lite.args import TrainingArguments, parse_args
 from mca_lite.args_values import ConfigError
-from mca_lite.log_summary import step_flops
+from mca_lite.log_speed import model_sizes
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, BIAS, EP2, ETP1, TP2_SP
@@ -192,4 +191,4 @@ def test_flops_are_six_per_active_weight(name):
     if hf.tie_word_embeddings:
         active += hf.vocab_size * hf.hidden_size
     for config in (hf, from_hf_config(hf)):
-        assert step_flops(SimpleNamespace(config=config), 10, 0) == pytest.approx(60 * active)
+        assert model_sizes(config).weights == pytest.approx(active)

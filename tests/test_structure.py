@@ -19,7 +19,7 @@ ORDER = """
     args_parser args packed_rows data_build_once data_files data_records data_chat data_encode data_shard data_cache data_batches data_packs data parallel
     model_moe model_latent model_layers model_mtp model_config optim trainer_callbacks log weights_files weights_sources weights_vocabulary weights_convert lora_layers lora_sites lora
     lora_files ckpt_folder trainer_reference ckpt_index ckpt_megatron ckpt trainer_signals model backend_megatron backend_torch_moe
-    backend_torch log_summary trainer trainer_dpo cli cli_convert __main__ __init__
+    backend_torch log_speed trainer trainer_dpo cli cli_convert __main__ __init__
 """.split()
 # The products of other people, and ours only in tests
 FOREIGN = {"accelerate", "peft", "datasets", "trl", "deepspeed", "llamafactory"}

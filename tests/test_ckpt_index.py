@@ -1,4 +1,4 @@
-"""A crafted checkpoint runs nothing: its index names no code, holds no bytes and leaves its folder never."""
+"""A crafted checkpoint runs nothing: no code, no bytes, no path out of its folder."""
 
 import io
 import json
@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 from mca_lite import ckpt_folder
 from mca_lite.ckpt_folder import CheckpointError
 from mca_lite.ckpt_index import IndexedReader, read_index
-from tests import tiny, world
-from tests.test_checkpoint_safety import SAVE, attempt, train
+from tests.shared import tiny, world
+from tests.shared.training import train
+from tests.test_ckpt_safety import SAVE, attempt
 
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
