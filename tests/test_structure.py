@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -198,7 +199,38 @@ def test_the_folder_works_under_another_name(tmp_path):
     assert "step 2/2" in result.stdout
 
 
-def test_the_readmes_tree_names_every_module():
-    readme = (ROOT / "README.md").read_text()
-    missing = [name for name in ORDER if f"{name}.py" not in readme]
-    assert not missing, f"README.md's tree lacks {missing}"
+def test_the_packages_readme_lists_every_module_below_what_it_imports():
+    tree = re.findall(r"^\| `(\w+)\.py` \|", readme_tree(), re.MULTILINE)
+    assert sorted(tree) == sorted(ORDER)
+    for place, name in enumerate(tree):
+        above = set(tree[:place])
+        for node in ast.walk(modules()[name]):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                imported = {node.module} if node.module else {alias.name for alias in node.names}
+                assert imported <= above, f"{name} imports {imported - above}, listed below it"
+
+
+def readme_tree() -> str:
+    """The section of mca_lite/README.md that lists the modules."""
+    _, tree = (PACKAGE / "README.md").read_text().split("\n## The tree\n")
+    return tree.split("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "mca_lite/README.md", "tests/README.md", "configs/README.md"],
+)
+def test_a_page_names_only_files_tests_and_targets_that_exist(page):
+    text = (ROOT / page).read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    gone = [x for x in links if "://" not in x and not (ROOT / page).parent.joinpath(x).exists()]
+    gone += [x for x in re.findall(r"(?:configs|tests)/[\w/.]+\w", text) if not (ROOT / x).exists()]
+    if page == "tests/README.md":
+        gone += [
+            x for x in re.findall(r"\btest_\w+", text) if not (ROOT / f"tests/{x}.py").exists()
+        ]
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
+        if not re.search(rf"^[\w ]*\b{target}\b[\w ]*:", makefile, re.MULTILINE):
+            gone.append(f"make {target}")
+    assert not gone, f"{page} names {gone}"
