@@ -53,7 +53,7 @@ chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kil
 gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there
 	$(BIN)/python -m tests.tools.gpu
 
-families: $(STAMP)  ## measure every family against transformers, and write README's table of them
+families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md
 	$(BIN)/python -m tests.tools.family_table
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -12,15 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
 
-# each module may import from those before it
-ORDER = """
-    constants files cpu before_megatron loss_tokens model_routing model_family_rows model_families
-    args_pipeline args_values loss_preference objectives optimizers args_keys args_rules_experts args_rules
-    args_parser args packed_rows data_build_once data_files data_records data_chat data_encode data_shard data_cache data_batches data_packs data parallel
-    model_moe model_latent model_layers model_mtp model_config optim trainer_callbacks log weights_files weights_sources weights_vocabulary weights_convert lora_layers lora_sites lora
-    lora_files ckpt_folder trainer_reference ckpt_index ckpt_megatron ckpt trainer_signals model backend_megatron backend_torch_moe
-    backend_torch log_speed trainer trainer_dpo cli cli_convert __main__ __init__
-""".split()
+# Each module may import from those above it in the tree of mca_lite/README.md.
+TREE = (PACKAGE / "README.md").read_text().split("\n## The tree\n")[1].split("\n## ")[0]
+ORDER = re.findall(r"^\| `(\w+)\.py` \|", TREE, re.MULTILINE)
 # The products of other people, and ours only in tests
 FOREIGN = {"accelerate", "peft", "datasets", "trl", "deepspeed", "llamafactory"}
 
@@ -198,7 +193,21 @@ def test_the_folder_works_under_another_name(tmp_path):
     assert "step 2/2" in result.stdout
 
 
-def test_the_readmes_tree_names_every_module():
-    readme = (ROOT / "README.md").read_text()
-    missing = [name for name in ORDER if f"{name}.py" not in readme]
-    assert not missing, f"README.md's tree lacks {missing}"
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "mca_lite/README.md", "tests/README.md", "configs/README.md"],
+)
+def test_a_page_names_only_files_tests_and_targets_that_exist(page):
+    text = (ROOT / page).read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    gone = [x for x in links if "://" not in x and not (ROOT / page).parent.joinpath(x).exists()]
+    gone += [x for x in re.findall(r"(?:configs|tests)/[\w/.]+\w", text) if not (ROOT / x).exists()]
+    if page == "tests/README.md":
+        gone += [
+            x for x in re.findall(r"\btest_\w+", text) if not (ROOT / f"tests/{x}.py").exists()
+        ]
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
+        if not re.search(rf"^[\w ]*\b{target}\b[\w ]*:", makefile, re.MULTILINE):
+            gone.append(f"make {target}")
+    assert not gone, f"{page} names {gone}"

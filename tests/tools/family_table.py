@@ -1,4 +1,4 @@
-"""`make families`: measures every family against transformers and writes README.md's table of families.
+"""`make families`: measures every family against transformers and writes the table in tests/README.md.
 
 Each family's tiny models (tiny.py, tiny_moe.py) are trained for three steps in each layout and compared with the torch backend
 on one rank, read and written, and asked for logits. A number in the table is the worst of all its models and layouts.
@@ -18,7 +18,7 @@ from tests.shared.cells import train_all
 from tests.shared.files import TOKENS, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2_SP
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- families: written by make families -->", "<!-- families: end -->"
 
 # What people ask for and this does not have, and why
