@@ -5,7 +5,7 @@ transformers model, which may be on the meta device. Both answer the same method
 """
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,12 +28,13 @@ from .lora_layers import (
 )
 from .model_config import McaModelConfig
 from .model_families import FAMILIES, rows_of
-from .model_family_rows import TE_ALIASES, Row
+from .model_family_rows import Row
 from .weights_convert import (
     VOCABULARY,
     copy_in,
     in_layer_order,
     iter_hf_tensors,
+    own_parameters,
     qkv_sizes,
     vocabulary_names,
 )
@@ -113,14 +114,9 @@ class MegatronHost:
         self.config = model if is_config else model.config
         self.models = None if is_config else model
         self.chunks = [] if is_config else list(model)
-
-    @property
-    def base_model(self) -> str | None:
-        return self.config.name_or_path
-
-    @property
-    def is_tied(self) -> bool:
-        return self.config.tie_embeddings_and_output_weights
+        self.base_model = self.config.name_or_path
+        self.is_tied = self.config.tie_embeddings_and_output_weights
+        self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def candidates(self) -> list[Candidate]:
         """All modules that can have an adapter, in the model's order."""
@@ -153,8 +149,9 @@ class MegatronHost:
 
     def _refuse_fused(self, spec: LoraSpec) -> None:
         # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts these one by one
-        rows = rows_of(self.config.hf_model_type, self.config)
-        fused = {module_of(name).rsplit(".", 1)[-1] for row in rows if row.fused for name in row.hf}
+        fused = {
+            module_of(name).rsplit(".", 1)[-1] for row in self.rows if row.fused for name in row.hf
+        }
         if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
             others = {c.hf.rsplit(".", 1)[-1] for c in self.candidates() if c.in_all} - fused
             raise ValueError(
@@ -171,33 +168,26 @@ class MegatronHost:
                 "tensor parallelism: set moe_shared_expert_overlap: false"
             )
 
-    def freeze(self, trained: Container, dtype: torch.dtype) -> None:
+    def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Leave only the weights with these keys trainable. dtype: without effect, the model has its own."""
         self.models.requires_grad_(False)
-        for _, parameter in self._parameters(trained):
-            parameter.requires_grad_(True)
+        for key, parameter in own_parameters(self.models).items():
+            if key in trained:
+                parameter.requires_grad_(True)
         for chunk in self.chunks:
             if chunk.pre_process and self.config.recompute_granularity is not None:
                 chunk.embedding.register_forward_hook(_needs_grad)
 
-    def _parameters(
-        self, keys: Container
-    ) -> Iterator[tuple[tuple[str, int | None], torch.nn.Parameter]]:
-        for chunk in self.chunks:
-            for name, layer, parameter in list(chunk.global_parameter_names()):
-                if (key := (TE_ALIASES.get(name, name), layer)) in keys:
-                    yield key, parameter
-
-    def read(self, keys: Container) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, CPU tensor) of these weights on global rank 0. Collective, see weights_convert.iter_hf_tensors."""
         return iter_hf_tensors(self.models, keys)
 
-    def fill(self, keys: Container, source) -> None:
+    def fill(self, keys: Collection, source) -> None:
         """Fill this rank's parameters of these weights from a source. ValueError for other shapes."""
-        rows = {row.mca: row for row in rows_of(self.config.hf_model_type, self.config)}
+        rows, held = {row.mca: row for row in self.rows}, own_parameters(self.models)
         with torch.no_grad():
-            for (name, layer), parameter in self._parameters(keys):
-                copy_in(rows[name], layer, parameter, source, self.config)
+            for name, layer in held.keys() & set(keys):
+                copy_in(rows[name], layer, held[name, layer], source, self.config)
 
     def base_weight(self, name: str) -> torch.Tensor | None:
         """A weight of the checkpoint that the model was loaded from, None if there is none. A tied head is the embedding."""
@@ -224,58 +214,58 @@ class MegatronHost:
 
     def sites(self) -> Iterator[Site]:
         """The modules of this rank that can have an adapter."""
-        rows = {row.mca: row for row in rows_of(self.config.hf_model_type, self.config)}
-        for chunk in self.chunks:
-            local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
-            for name, layer, _ in list(chunk.global_parameter_names()):
-                row = rows.get(name)
-                if row and row.is_linear and row.expert is None and name not in VOCABULARY:
-                    path = module_of(name.format(local.get(layer)))
-                    yield self._linear(chunk.get_submodule(path), row, layer)
-            if chunk.pre_process:
-                yield self._embedding(chunk.embedding.word_embeddings, rows[VOCABULARY[0]])
-            if chunk.post_process:  # if it is tied, it may hold no weight of its own
-                yield self._head(chunk.output_layer, rows[VOCABULARY[1]])
-            for layer in chunk.decoder.layers:
-                if self.config.is_moe_layer(layer.layer_number - 1):
-                    yield self._experts(layer.mlp.experts, layer.layer_number - 1, rows.values())
-
-    def _linear(self, module, row: Row, layer: int | None) -> Site:
-        config, names = self.config, tuple((module_of(n.format(layer)),) for n in row.hf)
-        out_size, in_size = module.weight.shape
-        sizes = dict(in_size=in_size, widths=[out_size // len(names)] * len(names))
-        if row.kind != "copy":
-            sizes["cut"] = "row" if row.kind == "row" else "column"
-        if row.kind == "qkv":
-            groups = config.num_query_groups // config.tensor_model_parallel_size
-            sizes |= dict(groups=groups, widths=[groups * size for size in qkv_sizes(config)])
-        how = attach if _is_router(row) else attach_beside
-        return self._site(module, module_of(row.mca.format(layer)), names, LoraAdapter, sizes, how)
-
-    def _embedding(self, module, row: Row) -> Site:
-        config, names = self.config, ((module_of(row.hf[0]),),)
-        sizes = dict(rows=module.weight.shape[0], hidden_size=config.hidden_size)
-        sizes |= dict(vocab_size=config.vocab_size, scatters=module.reduce_scatter_embeddings)
-        return self._site(module, module_of(row.mca), names, LoraEmbedding, sizes)
-
-    def _head(self, module, row: Row) -> Site:
-        config, names = self.config, ((module_of(row.hf[0]),),)
-        width = config.padded_vocab_size // config.tensor_model_parallel_size
-        sizes = dict(in_size=config.hidden_size, widths=[width], cut="column")
-        sizes["vocab_size"] = config.vocab_size
-        return self._site(module, module_of(row.mca), names, LoraAdapter, sizes)
-
-    def _site(self, module, mca: str, names: Names, kind, sizes: dict, how=attach_beside) -> Site:
         from megatron.core import parallel_state as mpu
 
-        sizes |= dict(group=mpu.get_tensor_model_parallel_group())
-        sizes |= dict(sequence_parallel=self.config.sequence_parallel)
-        return Site(module, mca, names, kind, sizes, parallel.device(), how)
+        group = mpu.get_tensor_model_parallel_group()
+        shared = dict(group=group, sequence_parallel=self.config.sequence_parallel)
+        for chunk in self.chunks:
+            for module, row, layer in self._linears(chunk):
+                how = attach if _is_router(row) else attach_beside
+                kind = LoraEmbedding if row.mca == VOCABULARY[0] else LoraAdapter
+                names = tuple((module_of(name.format(layer)),) for name in row.hf)
+                sizes = {**self._sizes(module, row), **shared}
+                mca = module_of(row.mca.format(layer))
+                yield Site(module, mca, names, kind, sizes, parallel.device(), how)
+            for layer in chunk.decoder.layers:
+                if self.config.is_moe_layer(layer.layer_number - 1):
+                    yield self._experts(layer.mlp.experts, layer.layer_number - 1)
 
-    def _experts(self, module, layer: int, rows: Iterable[Row]) -> Site:
+    def _linears(self, chunk) -> Iterator[tuple[torch.nn.Module, Row, int | None]]:
+        """(module, row, layer in the whole model) of a chunk's linears and embedding."""
+        rows = {row.mca: row for row in self.rows}
+        local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
+        for name, layer, _ in list(chunk.global_parameter_names()):
+            row = rows.get(name)
+            if row and row.is_linear and row.expert is None and name not in VOCABULARY:
+                yield chunk.get_submodule(module_of(name.format(local.get(layer)))), row, layer
+        if chunk.pre_process:
+            yield chunk.embedding.word_embeddings, rows[VOCABULARY[0]], None
+        if chunk.post_process:  # if it is tied, it may hold no weight of its own
+            yield chunk.output_layer, rows[VOCABULARY[1]], None
+
+    def _sizes(self, module, row: Row) -> dict[str, Any]:
+        """What LoraAdapter or LoraEmbedding are told of a module."""
+        config, tp = self.config, self.config.tensor_model_parallel_size
+        of_vocabulary = dict(vocab_size=config.vocab_size)
+        if row.mca == VOCABULARY[0]:
+            sizes = dict(rows=module.weight.shape[0], hidden_size=config.hidden_size)
+            return {**sizes, **of_vocabulary, "scatters": module.reduce_scatter_embeddings}
+        if row.mca == VOCABULARY[1]:
+            widths = [config.padded_vocab_size // tp]
+            return dict(in_size=config.hidden_size, widths=widths, cut="column", **of_vocabulary)
+        out_size, in_size = module.weight.shape
+        cut = {"copy": None, "row": "row"}.get(row.kind, "column")
+        if row.kind == "qkv":
+            groups = config.num_query_groups // tp
+            widths = [groups * size for size in qkv_sizes(config)]
+            return dict(in_size=in_size, widths=widths, cut=cut, groups=groups)
+        widths = [out_size // len(row.hf)] * len(row.hf)
+        return dict(in_size=in_size, widths=widths, cut=cut)
+
+    def _experts(self, module, layer: int) -> Site:
         n, mca = module.fc1.shape[0], f"decoder.layers.{layer}.mlp.experts"
         first = n * module.ep_group.rank()
-        names = tuple(modules[first : first + n] for modules in _expert_names(rows, layer))
+        names = tuple(modules[first : first + n] for modules in _expert_names(self.rows, layer))
         sizes = dict(hidden_size=self.config.hidden_size, columns=module.fc2.shape[-1])
         sizes |= dict(ep=module.ep_group, group=module.etp_group)
         return Site(module, mca, names, LoraExperts, sizes, parallel.device(), attach)
@@ -301,55 +291,34 @@ class TorchHost:
     """What adapters need to know of a transformers model. Of families outside the table, linears and embeddings alone."""
 
     def __init__(self, model: torch.nn.Module):
-        self.model, self.chunks = model, [model]
-
-    @functools.cached_property
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        return dict(self.model.named_modules())
-
-    @functools.cached_property
-    def _fields(self) -> _Fields | None:
-        kind = self.model.config.model_type
-        if kind not in FAMILIES:
-            return None
-        return _Fields(hf_model_type=kind, **FAMILIES[kind].values(self.model.config))
-
-    @property
-    def base_model(self) -> str | None:
-        return self.model.name_or_path or None
-
-    @property
-    def is_tied(self) -> bool:
-        return self._embedding.weight is self._head.weight
-
-    @property
-    def _embedding(self) -> torch.nn.Module:
-        return self.model.get_input_embeddings()
-
-    @property
-    def _head(self) -> torch.nn.Module:
-        return self.model.get_output_embeddings()
+        self.model, self.chunks, self.modules = model, [model], dict(model.named_modules())
+        self.base_model = model.name_or_path or None
+        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.is_tied = self.embedding.weight is self.head.weight
+        self.fields, kind = None, model.config.model_type
+        if kind in FAMILIES:
+            self.fields = _Fields(hf_model_type=kind, **FAMILIES[kind].values(model.config))
 
     def _linears(self) -> dict[str, torch.nn.Module]:
         kinds = (torch.nn.Linear, torch.nn.Embedding)
-        return {name: module for name, module in self._modules.items() if isinstance(module, kinds)}
+        return {name: module for name, module in self.modules.items() if isinstance(module, kinds)}
 
     def candidates(self) -> list[Candidate]:
         """All modules that can have an adapter, in the model's order; then experts and routers, which are no linears."""
-        of_table = {c.hf: c for c in _candidates(self._fields)} if self._fields else {}
+        of_table = {c.hf: c for c in _candidates(self.fields)} if self.fields else {}
         linears, found = self._linears(), []
         for name, module in linears.items():
             known = of_table.get(name)
             # what megatron-core does not hold as a linear, the gate of a shared expert, is not meant by all
-            in_all = isinstance(module, torch.nn.Linear) and module is not self._head
-            in_all = in_all and (known is not None or self._fields is None)
+            in_all = isinstance(module, torch.nn.Linear) and module is not self.head
+            in_all = in_all and (known is not None or self.fields is None)
             found.append(Candidate(name, known.mca if known else "", in_all))
         return found + [c for name, c in of_table.items() if name not in linears]
 
     def weights(self) -> Iterator[Weight]:
         """The modules with parameters of their own, in the model's order."""
-        tied = (self._embedding, self._head) if self.is_tied else ()
-        for name, module in self._modules.items():
+        tied = (self.embedding, self.head) if self.is_tied else ()
+        for name, module in self.modules.items():
             if not isinstance(module, Adapter) and any(True for _ in module.parameters(False)):
                 yield Weight(name, (name,), is_tied=module in tied)
 
@@ -361,7 +330,7 @@ class TorchHost:
                 "or use_mca: true"
             )
 
-    def freeze(self, trained: Container, dtype: torch.dtype) -> None:
+    def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Make the weights `dtype` and frozen; those of the modules `trained` float32 and trainable."""
         # not the buffers: rotary frequencies stay exact
         for parameter in self.model.requires_grad_(False).parameters():
@@ -370,19 +339,18 @@ class TorchHost:
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
 
-    def _parameters(self, modules: Container) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for module in self._modules:
-            if module in modules:
-                for name, parameter in self._modules[module].named_parameters(recurse=False):
-                    yield f"{module}.{name}", parameter
+    def _parameters(self, modules: Collection) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for module in self.modules.keys() & set(modules):
+            for name, parameter in self.modules[module].named_parameters(recurse=False):
+                yield f"{module}.{name}", parameter
 
-    def read(self, keys: Container) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, CPU tensor) of the weights of these modules, on global rank 0."""
         if parallel.is_main():
             for name, parameter in self._parameters(keys):
                 yield name, parameter.detach().to("cpu", copy=True)
 
-    def fill(self, keys: Container, source) -> None:
+    def fill(self, keys: Collection, source) -> None:
         """Fill the weights of these modules from a source. ValueError for other shapes."""
         with torch.no_grad():
             for name, parameter in self._parameters(keys):
@@ -397,7 +365,7 @@ class TorchHost:
         return parallel.rank()
 
     def sites(self) -> Iterator[Site]:
-        """The modules that can have an adapter; experts and routers for families of the table."""
+        """The modules that can have an adapter; experts and routers of families in the table."""
         mca = {c.hf: c.mca for c in self.candidates()}
         for name, module in self._linears().items():
             (out_size, in_size), kind = module.weight.shape, LoraAdapter
@@ -406,14 +374,13 @@ class TorchHost:
                 kind = LoraEmbedding
                 sizes = dict(rows=out_size, hidden_size=in_size, vocab_size=out_size)
             yield Site(module, mca[name], ((name,),), kind, sizes, module.weight.device)
-        fields = self._fields
-        for layer in range(fields.num_layers if fields else 0):
-            if fields.is_moe_layer(layer):
-                yield from self._mixture(self._modules[f"model.layers.{layer}.mlp"], layer)
+        for layer in range(self.fields.num_layers if self.fields else 0):
+            if self.fields.is_moe_layer(layer):
+                yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
         """The experts and the router of a layer, which transformers holds as modules of its own kinds."""
-        rows = rows_of(self._fields.hf_model_type, self._fields)
+        rows = rows_of(self.fields.hf_model_type, self.fields)
         _, hidden_size, columns = block.experts.down_proj.shape
         sizes = dict(hidden_size=hidden_size, columns=columns)
         mca, device = f"decoder.layers.{layer}.mlp.experts", block.experts.down_proj.device

@@ -263,7 +263,7 @@ def iter_hf_tensors(
     All ranks must iterate to the end. only: the (megatron name, layer) that are wanted. A tied head does not
     come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
     """
-    mine = _own_parameters(models)
+    mine = own_parameters(models)
     return _written_here(models.config, mine, _locate(mine), None, only)
 
 
@@ -318,7 +318,7 @@ def _share_out(config, located: dict) -> dict:
     }
 
 
-def _own_parameters(models) -> dict:
+def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
     named = (item for chunk in models for item in chunk.global_parameter_names())
     return {(TE_ALIASES.get(name, name), layer): parameter for name, layer, parameter in named}
@@ -407,7 +407,7 @@ def export_hf(
     copied. Host memory of a writer: one shard. All ranks must call it. Collectives: those of
     iter_hf_tensors. OSError, on every rank, if any rank cannot write.
     """
-    folder, config, mine = Path(save_directory), models.config, _own_parameters(models)
+    folder, config, mine = Path(save_directory), models.config, own_parameters(models)
     located, writers = _locate(mine), None
     if change is None and _needs_many_writers(config, located, max_shard_size):
         writers = _share_out(config, located)
