@@ -280,7 +280,7 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
         size = 1
         for length in piece.full_shape:
             size *= length
-        if piece.expert:
+        if piece.is_expert:
             size *= expert_share * expert_parallel
         adapters += size / tellers
     chunks = model if is_megatron else [model]
