@@ -1,6 +1,8 @@
-"""Files that one process makes while the others wait: the operating system's lock, a temporary folder, one rename.
+"""Files that one process makes while the others wait: the operating system's lock, a temporary
+folder, one rename.
 
-Nothing here is collective: whoever sees the same file system takes part, from this machine or another.
+Nothing here is collective: whoever sees the same file system takes part, from this machine or
+another.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ POLL_S, SAY_EVERY_S = 0.2, 10.0
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last: a machine that dies after this has them again when it starts."""
+    """Make the names in a folder last: a machine that dies after this has them again when it
+    starts."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -47,12 +50,14 @@ def _read(path: Path) -> str:
 
 
 def build_once(target: Path, build, what: str, ready=None) -> None:
-    """Make `target` exist: one process runs build(temporary path, progress), the others wait until it is renamed.
+    """Make `target` exist: one process runs build(temporary path, progress), the others wait until
+    it is renamed.
 
-    The operating system frees the lock when its owner dies, and the next process builds. what: told to those who wait.
-    ready: says whether target is good as it is (default: where it exists); if not, it is replaced.
-    Raises: what build raises, in the process that builds and (ValueError or RuntimeError, the same text) in those who wait
-    for it; ValueError where the folder cannot be written.
+    The operating system frees the lock when its owner dies, and the next process builds. what: told
+    to those who wait. ready: says whether target is good as it is (default: where it exists); if
+    not, it is replaced.
+    Raises: what build raises, in the process that builds and (ValueError or RuntimeError, the same
+    text) in those who wait for it; ValueError where the folder cannot be written.
     """
     ready = ready or target.exists
     if ready():

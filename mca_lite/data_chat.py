@@ -1,7 +1,8 @@
-"""Conversations as text: the tokenizer's own chat template, and which characters of it the assistant says.
+"""Conversations as text: the tokenizer's own chat template, and which characters of it the
+assistant says.
 
-A template says what it writes, not where the answers are. Its {% generation %} marks tell it; without them it is found
-by rendering parts of the conversation and comparing.
+A template says what it writes, not where the answers are. Its {% generation %} marks tell it;
+without them it is found by rendering parts of the conversation and comparing.
 """
 
 import os
@@ -20,10 +21,12 @@ _QUESTION, _ANSWER = (
 
 @dataclass
 class _Style:
-    """How a chat template writes a turn of the assistant, found by rendering one question and one answer.
+    """How a chat template writes a turn of the assistant, found by rendering one question and one
+    answer.
 
-    prompted: the prompt is rendered with add_generation_prompt; lead: what stands between that prompt and the answer (a
-    header that the assistant does not say); closing: the end-of-turn token; tail: all that follows the answer.
+    prompted: the prompt is rendered with add_generation_prompt; lead: what stands between that
+    prompt and the answer (a header that the assistant does not say); closing: the end-of-turn
+    token; tail: all that follows the answer.
     """
 
     prompted: bool
@@ -33,9 +36,11 @@ class _Style:
 
 
 class ChatRenderer:
-    """Renders conversations with the tokenizer's own chat template and finds what the assistant says in them.
+    """Renders conversations with the tokenizer's own chat template and finds what the assistant
+    says in them.
 
-    Raises: ValueError for a tokenizer without a chat template or without character offsets (not a fast one).
+    Raises: ValueError for a tokenizer without a chat template or without character offsets (not a
+    fast one).
     """
 
     def __init__(self, tokenizer):
@@ -55,8 +60,9 @@ class ChatRenderer:
     def render(
         self, messages: list[dict], tools: list | None, last_only: bool, where: str
     ) -> tuple[str, list]:
-        """(text, spans): the whole conversation, and [start, end) in characters of what the assistant says in each turn
-        (last_only: in the last one), with the end-of-turn token. Raises: ValueError with the place."""
+        """(text, spans): the whole conversation, and [start, end) in characters of what the
+        assistant says in each turn (last_only: in the last one), with the end-of-turn token.
+        Raises: ValueError with the place."""
         template = self.tokenizer.get_chat_template(tools=tools)
         for name, used in (
             ("tools", tools),
@@ -117,7 +123,8 @@ class ChatRenderer:
         return self._styles[template]
 
     def _end_of_turn(self, tail: str) -> str:
-        """tail up to and with its first special token; without one, tail without the white space at its end."""
+        """tail up to and with its first special token; without one, tail without the white space at
+        its end."""
         tokens = [
             *map(str, self.tokenizer.added_tokens_decoder.values()),
             *self.tokenizer.all_special_tokens,
@@ -155,7 +162,8 @@ class ChatRenderer:
         return text, spans
 
     def _by_difference(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
-        """Renders the conversation up to each turn, and up to and with it. [] where the whole begins otherwise."""
+        """Renders the conversation up to each turn, and up to and with it. [] where the whole
+        begins otherwise."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or (last_only and number < len(messages) - 1):
@@ -196,8 +204,9 @@ class ChatRenderer:
         return spans
 
     def _by_markers(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
-        """Renders the conversation with a marker for each answer: what stands between the markers must be what stands
-        between the answers in the real text, from its first character to its last. [] where it is not."""
+        """Renders the conversation with a marker for each answer: what stands between the markers
+        must be what stands between the answers in the real text, from its first character to its
+        last. [] where it is not."""
         answers = [message.get("content") for message in messages if message["role"] == "assistant"]
         if not all(answers) or any("tool_calls" in message for message in messages):
             return []
@@ -245,6 +254,7 @@ class ChatRenderer:
 
 
 def _parts_said(message: dict) -> list[str]:
-    """Texts that must be found in a rendered turn: the answer without its thinking, the names of called functions."""
+    """Texts that must be found in a rendered turn: the answer without its thinking, the names of
+    called functions."""
     answer = message.get("content", "").rpartition("</think>")[2].strip()
     return [answer, *(call["function"]["name"] for call in message.get("tool_calls", ()))]

@@ -386,7 +386,7 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
 def test_a_bad_pair_is_an_error_with_its_place(record, message):
     with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
         form = detect_format(record, NONE, "dpo", "t.json:1")
-        conversations(record, NONE, form, "dpo", None, "t.json:1")
+        conversations(record, NONE, form, True, None, "t.json:1")
 
 
 def test_options_without_meaning_for_pairs_are_refused(tmp_path):
