@@ -275,8 +275,8 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     """
     if objective_of(stage).has_pairs and data_args.train_on_prompt:
         raise ValueError(
-            f"train_on_prompt: true trains on prompts, which stage: {stage} compares answers to: leave "
-            "it out"
+            f"train_on_prompt: true trains on prompts, which stage: {stage} compares answers to: "
+            "leave it out"
         )
     if not data_args.dataset and not data_args.eval_dataset:
         raise ValueError(
@@ -296,7 +296,8 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         found["eval"] = loader.load(data_args.eval_dataset)
     for name, dataset in found.items():
         loader.report.append(
-            f"{name}: {len(dataset):,} {loader.objective.unit}s, {dataset.num_tokens:,} tokens an epoch"
+            f"{name}: {len(dataset):,} {loader.objective.unit}s, {dataset.num_tokens:,} tokens an "
+            "epoch"
         )
     if data_args_pack(data_args, stage):
         for name, dataset in found.items():

@@ -50,8 +50,8 @@ def _row(sample) -> dict[str, torch.Tensor]:
     # an empty document among others would be lost from their numbers
     if lengths != [len(part) for part in labels] or (len(lengths) > 1 and min(lengths) == 0):
         raise ValueError(
-            f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} labels: "
-            "expected as many, at least one"
+            f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} "
+            "labels: expected as many, at least one"
         )
     if len(documents) == 1:
         mask = torch.as_tensor(documents[0].get("attention_mask", torch.ones(lengths[0])))
@@ -85,7 +85,8 @@ class Collator:
         longest = max(len(row["input_ids"]) for row in rows)
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
-                f"a sample of {longest} tokens is over max_length {self.max_length}: set cutoff_len to it"
+                f"a sample of {longest} tokens is over max_length {self.max_length}: set "
+                "cutoff_len to it"
             )
         multiple = self.pad_to_multiple_of
         shape = len(rows), math.ceil((self.max_length or longest) / multiple) * multiple
@@ -116,7 +117,8 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
             lengths = [1] * per_row
         if len(lengths) != per_row:
             raise ValueError(
-                f"a row holds {len(lengths)} documents, expected {per_row}: set sequence_packing: true"
+                f"a row holds {len(lengths)} documents, expected {per_row}: set sequence_packing: "
+                "true"
             )
         used = sum(lengths)
         parts["input_ids"] += ids[:used].split(lengths)
@@ -138,7 +140,8 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
     missing = [k for k in ("input_ids", "labels") if k not in batch]
     if missing:
         raise ValueError(
-            f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted"
+            f"the data collator gave {sorted(batch)}: expected {missing} too, labels already "
+            "shifted"
         )
     batch = {k: torch.as_tensor(batch[k]) for k in names if k in batch}
     if batch["labels"].shape != batch["input_ids"].shape:
@@ -148,11 +151,13 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
     if mask is not None:
         if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
             raise ValueError(
-                "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'"
+                "attention_mask has padding on the left: set the tokenizer's padding_side to "
+                "'right'"
             )
         if not packs and (mask > 1).any():
             raise ValueError(
-                "attention_mask numbers several documents in a row, which would see each other: set sequence_packing: true"
+                "attention_mask numbers several documents in a row, which would see each other: "
+                "set sequence_packing: true"
             )
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     positions = batch.pop("position_ids", None)
@@ -215,7 +220,8 @@ class BatchPlan:
             or not 0 <= dp_rank < dp_size
         ):
             raise ValueError(
-                f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data parallel rank "
+                f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data "
+                "parallel rank "
                 f"{dp_rank} of {dp_size}: expected sizes of at least 1 and a rank below dp_size"
             )
         self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
@@ -253,7 +259,8 @@ class BatchPlan:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
-            # Every second micro-batch is dealt from the last rank to the first: its dearest sample goes to another rank.
+            # Every second micro-batch is dealt from the last rank to the first: its dearest sample
+            # goes to another rank.
             for number in range(1, count, 2):
                 chosen[number] = chosen[number, ::-1].copy()
         return chosen[:, self.dp_rank].tolist()
@@ -306,7 +313,8 @@ class _CollateWithFillers:
             labels = batch.get("labels") if hasattr(batch, "get") else None
             if labels is None or len(labels) != len(items):
                 raise ValueError(
-                    "the last batch is filled up with samples of weight zero: expected the collate function to return "
+                    "the last batch is filled up with samples of weight zero: expected the collate "
+                    "function to return "
                     f'a mapping with "labels" of {len(items)} rows, one a sample'
                 )
             # labels may be the same tensor as input_ids
@@ -338,7 +346,8 @@ def make_loader(
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style dataset, because the steps "
+            f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style "
+            "dataset, because the steps "
             "of an epoch are planned ahead; read an iterable dataset into a list"
         )
     if len(dataset) != plan.num_samples:
@@ -351,6 +360,7 @@ def make_loader(
         collate_fn=_CollateWithFillers(collate),
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        # Without one of its own a DataLoader draws from torch's global generator, and dropout would depend on it.
+        # Without one of its own a DataLoader draws from torch's global generator, and dropout would
+        # depend on it.
         generator=torch.Generator().manual_seed(plan.seed),
     )

@@ -65,7 +65,8 @@ def build_once(target: Path, build, what: str, ready=None) -> None:
     error_file = _beside(target, ".error")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The lock's file stays: without it, those who wait and those who come would hold different locks.
+        # The lock's file stays: without it, those who wait and those who come would hold different
+        # locks.
         lock, told_before = FileLock(_beside(target, ".lock")), _read(error_file)
         _wait_for(lock, target, what)
     except OSError as error:
@@ -116,7 +117,8 @@ def _build_and_rename(target: Path, build, what: str, ready) -> None:
             _say(f"{what}: {text}")
 
     try:
-        # Who left these is dead, since we hold the lock. Where locks do not reach other machines, theirs may be alive.
+        # Who left these is dead, since we hold the lock. Where locks do not reach other machines,
+        # theirs may be alive.
         for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
             _remove(left)
         progress("starting")

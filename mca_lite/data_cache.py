@@ -161,8 +161,9 @@ def _encoded_chunks(encoder: Encoder, chunks, workers: int | None):
             )
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a tokenising process died at its start or for lack of memory: a script that is not guarded by "
-            "`if __name__ == '__main__':` cannot start processes; set preprocessing_num_workers to 1"
+            "a tokenising process died at its start or for lack of memory: a script that is not "
+            "guarded by `if __name__ == '__main__':` cannot start processes; set "
+            "preprocessing_num_workers to 1"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

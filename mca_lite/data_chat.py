@@ -13,10 +13,8 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_QUESTION, _ANSWER = (
-    "mcaquestion",
-    "mcaanswer",
-)  # texts to try a template with; no template trims or changes them
+# texts to try a template with; no template trims or changes them
+_QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
 
 
 @dataclass
@@ -46,13 +44,14 @@ class ChatRenderer:
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, which stages sft and dpo need: set model_name_or_path to a model with a "
-                "chat_template.jinja (an instruct or chat model), or put that file beside tokenizer_config.json"
+                "the tokenizer has no chat template, which stages sft and dpo need: set "
+                "model_name_or_path to a model with a chat_template.jinja (an instruct or chat "
+                "model), or put that file beside tokenizer_config.json"
             )
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask is made: expected a "
-                "fast tokenizer (one with a tokenizer.json)"
+                f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
+                "is made: expected a fast tokenizer (one with a tokenizer.json)"
             )
         self.tokenizer = tokenizer
         self._styles: dict[str, _Style] = {}
@@ -104,16 +103,12 @@ class ChatRenderer:
 
     def _style(self, template: str) -> _Style:
         if template not in self._styles:
-            question, answer = (
-                {"role": "user", "content": _QUESTION},
-                {"role": "assistant", "content": _ANSWER},
-            )
-            both = self._render([question, answer], None)
-            plain, prompt = (
-                self._render([question], None),
-                self._render([question], None, prompt=True),
-            )
-            # Phi-3 ends every unprompted text with eos, so that `plain` need not be a beginning of `both`.
+            question = {"role": "user", "content": _QUESTION}
+            both = self._render([question, {"role": "assistant", "content": _ANSWER}], None)
+            plain = self._render([question], None)
+            prompt = self._render([question], None, prompt=True)
+            # Phi-3 ends every unprompted text with eos, so that `plain` need not be a beginning of
+            # `both`.
             prompted = both.startswith(prompt)
             start = len(prompt) if prompted else len(os.path.commonprefix([plain, both]))
             lead, _, tail = both[start:].partition(_ANSWER)
@@ -135,9 +130,10 @@ class ChatRenderer:
     def _by_marks(
         self, messages, tools, template: str, style: _Style, last_only: bool
     ) -> tuple[str, list]:
-        """The template's own {% generation %} marks, made to end behind the end-of-turn token."""
-        # apply_chat_template would map the marks to tokens itself, one conversation at a time, and a mark that ends in
-        # white space which the tokenizer drops would reach to the end of the text.
+        """The template's own {% generation %} marks, made to end after the end-of-turn token."""
+        # apply_chat_template would map the marks to tokens itself, one conversation at a time, and
+        # a mark that ends in white space which the tokenizer drops would reach to the end of the
+        # text.
         texts, marks = render_jinja_template(
             conversations=[messages],
             tools=tools,
@@ -148,13 +144,12 @@ class ChatRenderer:
         )
         text, spans = texts[0], []
         for start, end in marks[0]:
-            said, closing, rest = (
-                text[start:end].rpartition(style.closing) if style.closing else ("", "", "")
-            )
-            if closing and not rest.strip():
-                end = start + len(said) + len(closing)
-            elif style.closing and text.startswith(style.closing, end):
-                end += len(style.closing)
+            if style.closing:
+                said, closing, rest = text[start:end].rpartition(style.closing)
+                if closing and not rest.strip():
+                    end = start + len(said) + len(closing)
+                elif text.startswith(style.closing, end):
+                    end += len(style.closing)
             spans.append((start, end))
         if last_only:
             history = os.path.commonprefix([text, self._render(messages[:-1], tools)])
@@ -169,9 +164,9 @@ class ChatRenderer:
             if message["role"] != "assistant" or (last_only and number < len(messages) - 1):
                 continue
             try:
-                before = (
-                    self._render(messages[:number], tools, prompt=style.prompted) if number else ""
-                )
+                before = ""
+                if number:
+                    before = self._render(messages[:number], tools, prompt=style.prompted)
                 until = self._render(messages[: number + 1], tools)
             except TemplateError:  # a template may refuse a part of a conversation
                 return []
@@ -181,21 +176,11 @@ class ChatRenderer:
                 return []
             start = len(before) + len(style.lead)
             turn = until[start:]
-            turn = (
-                turn.removesuffix(style.tail) + style.closing
-                if turn.endswith(style.tail)
-                else turn.rstrip()
-            )
-            # A turn may lose its beginning, the thinking, once others follow: the longest end that is there counts.
-            first = text[start : start + 1]
-            kept = next(
-                (
-                    turn[k:]
-                    for k, c in enumerate(turn)
-                    if c == first and text.startswith(turn[k:], start)
-                ),
-                "",
-            )
+            if turn.endswith(style.tail):
+                turn = turn.removesuffix(style.tail) + style.closing
+            else:
+                turn = turn.rstrip()
+            kept = _longest_end(turn, text, start)
             if not kept.endswith(style.closing) or not all(
                 part in kept for part in _parts_said(message)
             ):
@@ -242,15 +227,28 @@ class ChatRenderer:
             at = len(os.path.commonprefix([before, text]))
             if at < len(before):
                 reason = (
-                    f"message {number + 1}: the prompt before it and the whole conversation differ from character {at} "
-                    f"on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
+                    f"message {number + 1}: the prompt before it and the whole conversation differ "
+                    f"from character {at} on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
                 )
                 break
         return (
             "cannot tell which part of the rendered conversation the assistant says; "
             f"{reason or 'the template changes what it says'}; "
-            "put {% generation %} and {% endgeneration %} round it in the chat template, or set train_on_prompt: true"
+            "put {% generation %} and {% endgeneration %} round it in the chat template, or set "
+            "train_on_prompt: true"
         )
+
+
+def _longest_end(turn: str, text: str, start: int) -> str:
+    """The longest end of `turn` that stands in `text` from `start` on, "" where none does.
+
+    A turn may lose its beginning, the thinking, once others follow.
+    """
+    first = text[start : start + 1]
+    for at, character in enumerate(turn):
+        if character == first and text.startswith(turn[at:], start):
+            return turn[at:]
+    return ""
 
 
 def _parts_said(message: dict) -> list[str]:

@@ -64,13 +64,15 @@ class Encoder:
         if self.is_text:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
-                    f"the tokenizer has no eos_token to end a document of stage: {stage}: set it in its config"
+                    f"the tokenizer has no eos_token to end a document of stage: {stage}: set it "
+                    "in its config"
                 )
         else:
             self.renderer = ChatRenderer(tokenizer)
             if not self.renderer.ends_turns():
                 self.notes.append(
-                    "the chat template writes nothing after an answer: the model will not learn to stop"
+                    "the chat template writes nothing after an answer: the model will not learn to "
+                    "stop"
                 )
 
     def options(self) -> dict:
@@ -136,7 +138,8 @@ class Encoder:
         """(place, [(ids, mask)]) of each text, with the end token."""
         texts = [document(record, self.spec, where) for where, _, record in chunk]
         eos = self.tokenizer.eos_token_id
-        # With the tokenizer's own special tokens: a model that was trained with bos before each document gets it.
+        # With the tokenizer's own special tokens: a model that was trained with bos before each
+        # document gets it.
         batch = self.tokenizer(
             texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
@@ -181,8 +184,8 @@ class Encoder:
 
     def _tokenize(self, rendered: list[tuple[str, list]]) -> list[tuple]:
         """(ids, mask) of each text and its spans."""
-        # The template has written every special token already. Tokenised whole, so that the borders of tokens are those
-        # which the model sees when it is used.
+        # The template has written every special token already. Tokenised whole, so that the borders
+        # of tokens are those which the model sees when it is used.
         batch = self.tokenizer(
             [text for text, _ in rendered],
             add_special_tokens=False,

@@ -76,7 +76,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     if len(lengths) and lengths.max() > capacity:
         worst = int(lengths.argmax())
         raise ValueError(
-            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: raise cutoff_len"
+            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: "
+            "raise cutoff_len"
         )
     # free space -> packs that have it, the newest last
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]

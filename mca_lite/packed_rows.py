@@ -68,7 +68,7 @@ def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> boo
     return all(bool((_document_lengths(row) % align_size == 0).all()) for row in attention_mask)
 
 
-# -- a batch as one packed row ------------------------------------------------------------------------------------------
+# -- a batch as one packed row ---------------------------------------------------------------------
 
 
 def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -> dict:
@@ -150,7 +150,7 @@ class Targets(NamedTuple):
         )
 
 
-# -- how a rank sees a row ----------------------------------------------------------------------------------------------
+# -- how a rank sees a row -------------------------------------------------------------------------
 
 
 @dataclass
@@ -197,8 +197,8 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
         chunk, rest = divmod(end - start, 2 * cp_size)
         if rest:
             raise ValueError(
-                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad documents to a multiple "
-                f"of {2 * cp_size} under context_parallel_size {cp_size}"
+                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad "
+                f"documents to a multiple of {2 * cp_size} under context_parallel_size {cp_size}"
             )
         for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
             parts.append(torch.arange(start + i * chunk, start + (i + 1) * chunk))
