@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from mca_lite import objectives
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
@@ -281,6 +282,19 @@ def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
     assert len(folders) == 4
     monkeypatch.setattr(Encoder, "_tokenize", None)  # what is cached is not tokenised again
     assert shown(load(tmp_path, file).train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
+
+
+def test_a_stage_that_a_script_registers_reads_its_kind_of_records(tmp_path, monkeypatch):
+    row = objectives.Objective(stage="mine", records=objectives.PAIRS)
+    monkeypatch.setitem(objectives.OBJECTIVES, "mine", row)
+    file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
+    bundle = load(tmp_path, file, stage="mine", packing=True)
+    assert "train: 1 pairs" in "\n".join(bundle.report) and len(bundle.train[0]) == 2
+    other = write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
+    with pytest.raises(ValueError, match="stage mine expects pairs"):
+        load(tmp_path, other, stage="mine")
+    with pytest.raises(ValueError, match="stage 'yours': expected one of pt, sft, dpo"):
+        load(tmp_path, file, stage="yours")
 
 
 def test_dataset_info_declares_pairs(tmp_path):
