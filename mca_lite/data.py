@@ -1,7 +1,9 @@
-"""The datasets of a run: shards from the token cache, put together, split, mixed, packed and described.
+"""The datasets of a run: shards from the token cache, put together, split, mixed, packed and
+described.
 
-A sample is a list of documents {"input_ids", "labels"}, shifted: labels[t] is the token that position t has to predict, or
-IGNORE_INDEX. Nothing here talks to other ranks: every rank calls the same and gets the same.
+A sample is a list of documents {"input_ids", "labels"}, shifted: labels[t] is the token that
+position t has to predict, or IGNORE_INDEX. Nothing here talks to other ranks: every rank calls the
+same and gets the same.
 """
 
 import hashlib
@@ -17,16 +19,19 @@ from .data_encode import Encoder
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_packs import Packs
 from .data_shard import Shard
+from .objectives import objective_of
 
 # -- the dataset ---------------------------------------------------------------------------------
 
 
 class TokenDataset(Dataset):
-    """Map-style: `dataset[i]` is a list of documents {"input_ids": int64 [n], "labels": int64 [n]}, read from memory-mapped
-    files: one document for a conversation or a piece of text, chosen and rejected for a pair.
+    """Map-style: `dataset[i]` is a list of documents {"input_ids": int64 [n], "labels": int64 [n]},
+    read from memory-mapped files: one document for a conversation or a piece of text, chosen and
+    rejected for a pair.
 
-    shards: all with as many documents a sample. index: the samples and their order, numbers in the shards laid end to end
-    (None: all). num_tokens and num_trained_tokens count inputs, and labels that are not IGNORE_INDEX.
+    shards: all with as many documents a sample. index: the samples and their order, numbers in the
+    shards laid end to end (None: all). num_tokens and num_trained_tokens count inputs, and labels
+    that are not IGNORE_INDEX.
     """
 
     def __init__(self, shards: list[Shard], index: np.ndarray | None = None):
@@ -46,7 +51,8 @@ class TokenDataset(Dataset):
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """int64 [samples, documents of a sample]: inputs of each document, without reading a sample."""
+        """int64 [samples, documents of a sample]: inputs of each document, without reading a
+        sample."""
         return np.concatenate([shard.document_lengths for shard in self.shards])[self.index]
 
     @property
@@ -60,8 +66,8 @@ class TokenDataset(Dataset):
 
     @property
     def costs(self) -> np.ndarray | None:
-        """Tokens of each pair, by which BatchPlan deals those of a step to the ranks; None for samples of one document,
-        which are dealt in their order."""
+        """Tokens of each pair, by which BatchPlan deals those of a step to the ranks; None for
+        samples of one document, which are dealt in their order."""
         return self.lengths.astype(np.float64) if self.documents_per_sample > 1 else None
 
     @property
@@ -97,7 +103,8 @@ class TokenDataset(Dataset):
 def split_off(
     dataset: TokenDataset, val_size: float, seed: int
 ) -> tuple[TokenDataset, TokenDataset]:
-    """(train, eval): val_size samples (a fraction below 1, else a count), a seeded choice; both keep their order."""
+    """(train, eval): val_size samples (a fraction below 1, else a count), a seeded choice; both
+    keep their order."""
     count = round(len(dataset) * val_size) if val_size < 1 else int(val_size)
     count = max(count, 1)
     if count >= len(dataset):
@@ -110,10 +117,12 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): as many samples as before, the shards in the proportions of the weights.
+    """(dataset, lines for the report): as many samples as before, the shards in the proportions of
+    the weights.
 
-    A shard that is too small repeats, one that is too large is subsampled (the same choice in every epoch). The shards
-    are spread evenly over the result, so that the proportions hold without shuffling too.
+    A shard that is too small repeats, one that is too large is subsampled (the same choice in every
+    epoch). The shards are spread evenly over the result, so that the proportions hold without
+    shuffling too.
     Raises: ValueError for weights that are not one positive number a shard.
     """
     if len(weights) != len(dataset.shards) or min(weights) <= 0:
@@ -157,12 +166,13 @@ class DatasetBundle:
 
 
 class _Loader:
-    """Turns dataset entries into TokenDatasets with one set of options, and keeps the lines of the report."""
+    """Turns dataset entries into TokenDatasets with one set of options, and keeps the lines of the
+    report."""
 
     def __init__(self, data_args, stage: str, tokenizer):
         self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
         self.cache_dir = Path(data_args.cache_dir or default_cache_dir()).expanduser()
-        self.unit = "pair" if stage == "dpo" else "sample"
+        self.objective = objective_of(stage)
         self.report: list[str] = []
 
     def load(self, entries) -> TokenDataset:
@@ -177,7 +187,7 @@ class _Loader:
             spec,
             self.stage,
             cutoff_len=args.cutoff_len,
-            joins=self.stage == "pt" and data_args_join(args),
+            joins=self.objective.joins_documents and data_args_join(args),
             train_on_prompt=args.train_on_prompt,
             mask_history=args.mask_history,
             default_system=args.default_system,
@@ -194,7 +204,9 @@ class _Loader:
         self._describe(spec, shard, dataset)
         if not len(dataset):
             raise ValueError(
-                "\n".join([f"{spec.name}: no {self.unit} is left to train on", *self.report])
+                "\n".join(
+                    [f"{spec.name}: no {self.objective.unit} is left to train on", *self.report]
+                )
             )
         return dataset
 
@@ -204,11 +216,11 @@ class _Loader:
         names = dict(zip(meta["sources"], spec.files, strict=True))
         for source, file in names.items():
             form = meta["formats"].get(source, "not read")
-            if self.stage == "dpo" and source in meta["formats"]:
+            if self.objective.has_pairs and source in meta["formats"]:
                 form += "-chosen-rejected"
             self.report.append(f"{file}: {form} records")
         line = (
-            f"{spec.name}: {meta['records']:,} records -> {len(dataset):,} {self.unit}s, "
+            f"{spec.name}: {meta['records']:,} records -> {len(dataset):,} {self.objective.unit}s, "
             f"{tokens:,} tokens"
         )
         if len(dataset):
@@ -221,20 +233,21 @@ class _Loader:
             place = f"{names.get(file, file)}:{number}"
             self.report.append(f"  warning: {count:,} {what}, the first at {place}")
         if len(dataset):
-            parts = SIDES if self.stage == "dpo" else ("sample",)
+            parts = SIDES if self.objective.has_pairs else ("sample",)
             for part, shown in zip(parts, dataset[0], strict=True):
                 text = show_document(shown, self.tokenizer)
                 self.report.append(f"  first {part}, trained tokens in «»: {text}")
 
 
 def data_args_join(data_args) -> bool:
-    """Whether documents of stage pt are joined and cut into full rows, in which they see each other."""
+    """Whether texts are joined and cut into full rows, in which they see each other."""
     return data_args.packing is not False and not data_args.neat_packing
 
 
 def data_args_pack(data_args, stage: str) -> bool:
     """Whether samples are packed into rows in which they do not see each other."""
-    return data_args.neat_packing or (stage != "pt" and bool(data_args.packing))
+    may_pack = not objective_of(stage).joins_documents
+    return data_args.neat_packing or (may_pack and bool(data_args.packing))
 
 
 def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
@@ -255,17 +268,15 @@ def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with the lines that describe them.
 
-    data_args: args.DataArguments; stage: "pt", "sft" or "dpo" (samples are pairs). Every rank may call it: one process of
-    those that share cache_dir writes, the others wait; nothing collective happens. The split of val_size and the mixing
-    depend on the seed and the files alone.
+    data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is. Every
+    rank may call it: one process of those that share cache_dir writes, the others wait; nothing
+    collective happens. The split of val_size and the mixing depend on the seed and the files alone.
     Raises: ValueError with file and line for input that cannot be used.
     """
-    if stage not in ("pt", "sft", "dpo"):
-        raise ValueError(f"stage {stage!r}: expected pt, sft or dpo")
-    if stage == "dpo" and data_args.train_on_prompt:
+    if objective_of(stage).has_pairs and data_args.train_on_prompt:
         raise ValueError(
-            "train_on_prompt: true trains on prompts, which stage: dpo compares answers to: leave "
-            "it out"
+            f"train_on_prompt: true trains on prompts, which stage: {stage} compares answers to: "
+            "leave it out"
         )
     if not data_args.dataset and not data_args.eval_dataset:
         raise ValueError(
@@ -285,7 +296,8 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         found["eval"] = loader.load(data_args.eval_dataset)
     for name, dataset in found.items():
         loader.report.append(
-            f"{name}: {len(dataset):,} {loader.unit}s, {dataset.num_tokens:,} tokens an epoch"
+            f"{name}: {len(dataset):,} {loader.objective.unit}s, {dataset.num_tokens:,} tokens an "
+            "epoch"
         )
     if data_args_pack(data_args, stage):
         for name, dataset in found.items():

@@ -1,8 +1,9 @@
 """From samples to micro-batches: documents in rows, the collator, and who gets which sample when.
 
-A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the token that position t has to predict, or
-IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a pair, those of several samples for a pack.
-Letters: b samples of a micro-batch, s positions. Nothing here talks to other ranks: the plan of each is arithmetic.
+A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the token that
+position t has to predict, or IGNORE_INDEX: one document for a text or a conversation, chosen and
+rejected for a pair, those of several samples for a pack. Letters: b samples of a micro-batch, s
+positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 """
 
 import itertools
@@ -22,8 +23,8 @@ FILLER = -1  # stands for "no sample left": collated like sample 0, without labe
 
 
 def documents_of(sample) -> list[Mapping]:
-    """The documents of a sample. A lone document {"input_ids", "labels"}, a pair {"chosen", "rejected"} and a list of pairs
-    are samples too. ValueError for anything else."""
+    """The documents of a sample. A lone document {"input_ids", "labels"}, a pair {"chosen",
+    "rejected"} and a list of pairs are samples too. ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
     if isinstance(sample, Mapping) and "input_ids" in sample and "labels" in sample:
@@ -38,8 +39,8 @@ def documents_of(sample) -> list[Mapping]:
 
 
 def _row(sample) -> dict[str, torch.Tensor]:
-    """The documents of a sample one after another: input_ids, labels and attention_mask, with each token's document from 1,
-    int64 [n]; and reference, float32 [documents], where they have it."""
+    """The documents of a sample one after another: input_ids, labels and attention_mask, with each
+    token's document from 1, int64 [n]; and reference, float32 [documents], where they have it."""
     documents = documents_of(sample)
     ids, labels = (
         [torch.as_tensor(document[key], dtype=torch.int64) for document in documents]
@@ -49,8 +50,8 @@ def _row(sample) -> dict[str, torch.Tensor]:
     # an empty document among others would be lost from their numbers
     if lengths != [len(part) for part in labels] or (len(lengths) > 1 and min(lengths) == 0):
         raise ValueError(
-            f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} labels: "
-            "expected as many, at least one"
+            f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} "
+            "labels: expected as many, at least one"
         )
     if len(documents) == 1:
         mask = torch.as_tensor(documents[0].get("attention_mask", torch.ones(lengths[0])))
@@ -63,11 +64,13 @@ def _row(sample) -> dict[str, torch.Tensor]:
 
 
 class Collator:
-    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], a row for each sample, padded on the right.
+    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], a row for each sample,
+    padded on the right.
 
-    attention_mask numbers the documents of a row from 1 (a lone document may bring its own numbers); padding has 0, and
-    label IGNORE_INDEX. s is the longest row rounded up to a multiple of pad_to_multiple_of, or always max_length (rounded
-    up) where one is given. Where documents have a "reference", so has the batch: float32 [b, most documents of a row].
+    attention_mask numbers the documents of a row from 1 (a lone document may bring its own
+    numbers); padding has 0, and label IGNORE_INDEX. s is the longest row rounded up to a multiple
+    of pad_to_multiple_of, or always max_length (rounded up) where one is given. Where documents
+    have a "reference", so has the batch: float32 [b, most documents of a row].
     Raises: ValueError for a row over max_length, and for what is no sample.
     """
 
@@ -82,7 +85,8 @@ class Collator:
         longest = max(len(row["input_ids"]) for row in rows)
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
-                f"a sample of {longest} tokens is over max_length {self.max_length}: set cutoff_len to it"
+                f"a sample of {longest} tokens is over max_length {self.max_length}: set "
+                "cutoff_len to it"
             )
         multiple = self.pad_to_multiple_of
         shape = len(rows), math.ceil((self.max_length or longest) / multiple) * multiple
@@ -98,11 +102,12 @@ class Collator:
 
 
 def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
-    """Each document of a padded batch [b, s] in a row of its own: input_ids, labels and attention_mask (1: a token), int64
-    [b * per_row, longest document].
+    """Each document of a padded batch [b, s] in a row of its own: input_ids, labels and
+    attention_mask (1: a token), int64 [b * per_row, longest document].
 
-    attention_mask of the batch numbers the `per_row` documents of each row from 1. A row of padding alone, which only fills
-    the batch, gives `per_row` rows with one position of padding. ValueError for rows with other numbers of documents.
+    attention_mask of the batch numbers the `per_row` documents of each row from 1. A row of padding
+    alone, which only fills the batch, gives `per_row` rows with one position of padding. ValueError
+    for rows with other numbers of documents.
     """
     parts = {"input_ids": [], "labels": [], "attention_mask": []}
     for ids, labels, mask in zip(*(batch[key] for key in parts), strict=True):
@@ -112,7 +117,8 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
             lengths = [1] * per_row
         if len(lengths) != per_row:
             raise ValueError(
-                f"a row holds {len(lengths)} documents, expected {per_row}: set sequence_packing: true"
+                f"a row holds {len(lengths)} documents, expected {per_row}: set sequence_packing: "
+                "true"
             )
         used = sum(lengths)
         parts["input_ids"] += ids[:used].split(lengths)
@@ -126,14 +132,16 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
 
 
 def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
-    """The language inputs of a collated batch as tensors; ValueError for what would give wrong numbers in silence.
+    """The language inputs of a collated batch as tensors; ValueError for what would give wrong
+    numbers in silence.
 
     packs: rows may hold several documents, which attention_mask numbers.
     """
     missing = [k for k in ("input_ids", "labels") if k not in batch]
     if missing:
         raise ValueError(
-            f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted"
+            f"the data collator gave {sorted(batch)}: expected {missing} too, labels already "
+            "shifted"
         )
     batch = {k: torch.as_tensor(batch[k]) for k in names if k in batch}
     if batch["labels"].shape != batch["input_ids"].shape:
@@ -143,11 +151,13 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
     if mask is not None:
         if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
             raise ValueError(
-                "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'"
+                "attention_mask has padding on the left: set the tokenizer's padding_side to "
+                "'right'"
             )
         if not packs and (mask > 1).any():
             raise ValueError(
-                "attention_mask numbers several documents in a row, which would see each other: set sequence_packing: true"
+                "attention_mask numbers several documents in a row, which would see each other: "
+                "set sequence_packing: true"
             )
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     positions = batch.pop("position_ids", None)
@@ -183,11 +193,13 @@ def pad_batch(batch: dict, length: int, pad_token_id: int) -> dict:
 class BatchPlan:
     """Which samples this data parallel rank takes in which micro-batch. Arithmetic only.
 
-    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size * accumulation * dp_size;
-    micro-batch m of rank r takes those from (m * dp_size + r) * micro_batch_size on. The samples of a step are thus the
-    same in all layouts with the same G. The last step of an epoch has only the micro-batches that it needs, as many on
-    every rank; where samples are missing it has FILLER. With `costs`, one number a sample, a step's samples are dealt by
-    falling cost, so that the ranks have as much to do in each micro-batch: that changes who takes them, not which.
+    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size *
+    accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size + r) *
+    micro_batch_size on. The samples of a step are thus the same in all layouts with the same G. The
+    last step of an epoch has only the micro-batches that it needs, as many on every rank; where
+    samples are missing it has FILLER. With `costs`, one number a sample, a step's samples are dealt
+    by falling cost, so that the ranks have as much to do in each micro-batch: that changes who
+    takes them, not which.
     """
 
     def __init__(
@@ -208,7 +220,8 @@ class BatchPlan:
             or not 0 <= dp_rank < dp_size
         ):
             raise ValueError(
-                f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data parallel rank "
+                f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data "
+                "parallel rank "
                 f"{dp_rank} of {dp_size}: expected sizes of at least 1 and a rank below dp_size"
             )
         self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
@@ -246,14 +259,16 @@ class BatchPlan:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
-            # Every second micro-batch is dealt from the last rank to the first: its dearest sample goes to another rank.
+            # Every second micro-batch is dealt from the last rank to the first: its dearest sample
+            # goes to another rank.
             for number in range(1, count, 2):
                 chosen[number] = chosen[number, ::-1].copy()
         return chosen[:, self.dp_rank].tolist()
 
 
 def steps_of_run(args, steps_per_epoch: int) -> int:
-    """Optimizer steps of a run: max_steps where it is given, else num_train_epochs, a started step counted whole."""
+    """Optimizer steps of a run: max_steps where it is given, else num_train_epochs, a started step
+    counted whole."""
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil(args.num_train_epochs * steps_per_epoch)
@@ -298,7 +313,8 @@ class _CollateWithFillers:
             labels = batch.get("labels") if hasattr(batch, "get") else None
             if labels is None or len(labels) != len(items):
                 raise ValueError(
-                    "the last batch is filled up with samples of weight zero: expected the collate function to return "
+                    "the last batch is filled up with samples of weight zero: expected the collate "
+                    "function to return "
                     f'a mapping with "labels" of {len(items)} rows, one a sample'
                 )
             # labels may be the same tensor as input_ids
@@ -319,16 +335,19 @@ def make_loader(
     num_epochs: int | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Returns a DataLoader of this rank's micro-batches, one after another, from step start_step of start_epoch on.
+    """Returns a DataLoader of this rank's micro-batches, one after another, from step start_step of
+    start_epoch on.
 
-    It ends with epoch num_epochs - 1 (counted from the beginning of the run), or never. plan.num_micro_batches(step)
-    says how many belong to a step. dataset: any map-style dataset; collate: list of its samples -> mapping. A FILLER of
-    the plan is collated as sample 0, and its row of batch["labels"] becomes IGNORE_INDEX.
+    It ends with epoch num_epochs - 1 (counted from the beginning of the run), or never.
+    plan.num_micro_batches(step) says how many belong to a step. dataset: any map-style dataset;
+    collate: list of its samples -> mapping. A FILLER of the plan is collated as sample 0, and its
+    row of batch["labels"] becomes IGNORE_INDEX.
     Raises: ValueError for a dataset without a length, or of another length than the plan's.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style dataset, because the steps "
+            f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style "
+            "dataset, because the steps "
             "of an epoch are planned ahead; read an iterable dataset into a list"
         )
     if len(dataset) != plan.num_samples:
@@ -341,6 +360,7 @@ def make_loader(
         collate_fn=_CollateWithFillers(collate),
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        # Without one of its own a DataLoader draws from torch's global generator, and dropout would depend on it.
+        # Without one of its own a DataLoader draws from torch's global generator, and dropout would
+        # depend on it.
         generator=torch.Generator().manual_seed(plan.seed),
     )

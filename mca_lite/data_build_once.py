@@ -1,6 +1,8 @@
-"""Files that one process makes while the others wait: the operating system's lock, a temporary folder, one rename.
+"""Files that one process makes while the others wait: the operating system's lock, a temporary
+folder, one rename.
 
-Nothing here is collective: whoever sees the same file system takes part, from this machine or another.
+Nothing here is collective: whoever sees the same file system takes part, from this machine or
+another.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ POLL_S, SAY_EVERY_S = 0.2, 10.0
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last: a machine that dies after this has them again when it starts."""
+    """Make the names in a folder last: a machine that dies after this has them again when it
+    starts."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -47,12 +50,14 @@ def _read(path: Path) -> str:
 
 
 def build_once(target: Path, build, what: str, ready=None) -> None:
-    """Make `target` exist: one process runs build(temporary path, progress), the others wait until it is renamed.
+    """Make `target` exist: one process runs build(temporary path, progress), the others wait until
+    it is renamed.
 
-    The operating system frees the lock when its owner dies, and the next process builds. what: told to those who wait.
-    ready: says whether target is good as it is (default: where it exists); if not, it is replaced.
-    Raises: what build raises, in the process that builds and (ValueError or RuntimeError, the same text) in those who wait
-    for it; ValueError where the folder cannot be written.
+    The operating system frees the lock when its owner dies, and the next process builds. what: told
+    to those who wait. ready: says whether target is good as it is (default: where it exists); if
+    not, it is replaced.
+    Raises: what build raises, in the process that builds and (ValueError or RuntimeError, the same
+    text) in those who wait for it; ValueError where the folder cannot be written.
     """
     ready = ready or target.exists
     if ready():
@@ -60,7 +65,8 @@ def build_once(target: Path, build, what: str, ready=None) -> None:
     error_file = _beside(target, ".error")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The lock's file stays: without it, those who wait and those who come would hold different locks.
+        # The lock's file stays: without it, those who wait and those who come would hold different
+        # locks.
         lock, told_before = FileLock(_beside(target, ".lock")), _read(error_file)
         _wait_for(lock, target, what)
     except OSError as error:
@@ -111,7 +117,8 @@ def _build_and_rename(target: Path, build, what: str, ready) -> None:
             _say(f"{what}: {text}")
 
     try:
-        # Who left these is dead, since we hold the lock. Where locks do not reach other machines, theirs may be alive.
+        # Who left these is dead, since we hold the lock. Where locks do not reach other machines,
+        # theirs may be alive.
         for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
             _remove(left)
         progress("starting")

@@ -1,7 +1,8 @@
-"""The token cache: a shard for each dataset as it is tokenised, under a key of all that decides on its content.
+"""The token cache: a shard for each dataset as it is tokenised, under a key of all that decides on
+its content.
 
-One process of those that share the cache folder tokenises, the others wait. Nothing here is collective: whoever sees the
-same file system takes part, from this machine or another.
+One process of those that share the cache folder tokenises, the others wait. Nothing here is
+collective: whoever sees the same file system takes part, from this machine or another.
 """
 
 import hashlib
@@ -50,7 +51,8 @@ def _sha256_of_file(path: Path, progress=None) -> str:
 
 
 def _content_hash(path: Path, cache_dir: Path) -> str:
-    """sha256 of the file. A large one is read once, and not again until its size or modification time changes."""
+    """sha256 of the file. A large one is read once, and not again until its size or modification
+    time changes."""
     stat = path.stat()
     # a file written just now may change again within one tick of its time stamp
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
@@ -159,8 +161,9 @@ def _encoded_chunks(encoder: Encoder, chunks, workers: int | None):
             )
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a tokenising process died at its start or for lack of memory: a script that is not guarded by "
-            "`if __name__ == '__main__':` cannot start processes; set preprocessing_num_workers to 1"
+            "a tokenising process died at its start or for lack of memory: a script that is not "
+            "guarded by `if __name__ == '__main__':` cannot start processes; set "
+            "preprocessing_num_workers to 1"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -176,11 +179,14 @@ def load_shard(
     cache_dir: Path,
     overwrite: bool = False,
 ) -> Shard:
-    """The encoder's dataset, from the cache or tokenised now: one process of those that share cache_dir writes.
+    """The encoder's dataset, from the cache or tokenised now: one process of those that share
+    cache_dir writes.
 
-    A shard in the cache that is damaged is tokenised anew, and one line says so. limit: only the first so many records
-    (None: all). workers: processes that tokenise (None: chosen). overwrite: what an earlier run wrote is written anew.
-    Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir cannot be written.
+    A shard in the cache that is damaged is tokenised anew, and one line says so. limit: only the
+    first so many records (None: all). workers: processes that tokenise (None: chosen). overwrite:
+    what an earlier run wrote is written anew.
+    Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir
+    cannot be written.
     """
     folder = cache_dir / "tokens" / _cache_key(encoder, limit, cache_dir)
 

@@ -1,7 +1,8 @@
-"""Conversations as text: the tokenizer's own chat template, and which characters of it the assistant says.
+"""Conversations as text: the tokenizer's own chat template, and which characters of it the
+assistant says.
 
-A template says what it writes, not where the answers are. Its {% generation %} marks tell it; without them it is found
-by rendering parts of the conversation and comparing.
+A template says what it writes, not where the answers are. Its {% generation %} marks tell it;
+without them it is found by rendering parts of the conversation and comparing.
 """
 
 import os
@@ -12,18 +13,18 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_QUESTION, _ANSWER = (
-    "mcaquestion",
-    "mcaanswer",
-)  # texts to try a template with; no template trims or changes them
+# texts to try a template with; no template trims or changes them
+_QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
 
 
 @dataclass
 class _Style:
-    """How a chat template writes a turn of the assistant, found by rendering one question and one answer.
+    """How a chat template writes a turn of the assistant, found by rendering one question and one
+    answer.
 
-    prompted: the prompt is rendered with add_generation_prompt; lead: what stands between that prompt and the answer (a
-    header that the assistant does not say); closing: the end-of-turn token; tail: all that follows the answer.
+    prompted: the prompt is rendered with add_generation_prompt; lead: what stands between that
+    prompt and the answer (a header that the assistant does not say); closing: the end-of-turn
+    token; tail: all that follows the answer.
     """
 
     prompted: bool
@@ -33,21 +34,24 @@ class _Style:
 
 
 class ChatRenderer:
-    """Renders conversations with the tokenizer's own chat template and finds what the assistant says in them.
+    """Renders conversations with the tokenizer's own chat template and finds what the assistant
+    says in them.
 
-    Raises: ValueError for a tokenizer without a chat template or without character offsets (not a fast one).
+    Raises: ValueError for a tokenizer without a chat template or without character offsets (not a
+    fast one).
     """
 
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, which stages sft and dpo need: set model_name_or_path to a model with a "
-                "chat_template.jinja (an instruct or chat model), or put that file beside tokenizer_config.json"
+                "the tokenizer has no chat template, which stages sft and dpo need: set "
+                "model_name_or_path to a model with a chat_template.jinja (an instruct or chat "
+                "model), or put that file beside tokenizer_config.json"
             )
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask is made: expected a "
-                "fast tokenizer (one with a tokenizer.json)"
+                f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
+                "is made: expected a fast tokenizer (one with a tokenizer.json)"
             )
         self.tokenizer = tokenizer
         self._styles: dict[str, _Style] = {}
@@ -55,8 +59,9 @@ class ChatRenderer:
     def render(
         self, messages: list[dict], tools: list | None, last_only: bool, where: str
     ) -> tuple[str, list]:
-        """(text, spans): the whole conversation, and [start, end) in characters of what the assistant says in each turn
-        (last_only: in the last one), with the end-of-turn token. Raises: ValueError with the place."""
+        """(text, spans): the whole conversation, and [start, end) in characters of what the
+        assistant says in each turn (last_only: in the last one), with the end-of-turn token.
+        Raises: ValueError with the place."""
         template = self.tokenizer.get_chat_template(tools=tools)
         for name, used in (
             ("tools", tools),
@@ -98,16 +103,12 @@ class ChatRenderer:
 
     def _style(self, template: str) -> _Style:
         if template not in self._styles:
-            question, answer = (
-                {"role": "user", "content": _QUESTION},
-                {"role": "assistant", "content": _ANSWER},
-            )
-            both = self._render([question, answer], None)
-            plain, prompt = (
-                self._render([question], None),
-                self._render([question], None, prompt=True),
-            )
-            # Phi-3 ends every unprompted text with eos, so that `plain` need not be a beginning of `both`.
+            question = {"role": "user", "content": _QUESTION}
+            both = self._render([question, {"role": "assistant", "content": _ANSWER}], None)
+            plain = self._render([question], None)
+            prompt = self._render([question], None, prompt=True)
+            # Phi-3 ends every unprompted text with eos, so that `plain` need not be a beginning of
+            # `both`.
             prompted = both.startswith(prompt)
             start = len(prompt) if prompted else len(os.path.commonprefix([plain, both]))
             lead, _, tail = both[start:].partition(_ANSWER)
@@ -117,7 +118,8 @@ class ChatRenderer:
         return self._styles[template]
 
     def _end_of_turn(self, tail: str) -> str:
-        """tail up to and with its first special token; without one, tail without the white space at its end."""
+        """tail up to and with its first special token; without one, tail without the white space at
+        its end."""
         tokens = [
             *map(str, self.tokenizer.added_tokens_decoder.values()),
             *self.tokenizer.all_special_tokens,
@@ -128,9 +130,10 @@ class ChatRenderer:
     def _by_marks(
         self, messages, tools, template: str, style: _Style, last_only: bool
     ) -> tuple[str, list]:
-        """The template's own {% generation %} marks, made to end behind the end-of-turn token."""
-        # apply_chat_template would map the marks to tokens itself, one conversation at a time, and a mark that ends in
-        # white space which the tokenizer drops would reach to the end of the text.
+        """The template's own {% generation %} marks, made to end after the end-of-turn token."""
+        # apply_chat_template would map the marks to tokens itself, one conversation at a time, and
+        # a mark that ends in white space which the tokenizer drops would reach to the end of the
+        # text.
         texts, marks = render_jinja_template(
             conversations=[messages],
             tools=tools,
@@ -141,13 +144,12 @@ class ChatRenderer:
         )
         text, spans = texts[0], []
         for start, end in marks[0]:
-            said, closing, rest = (
-                text[start:end].rpartition(style.closing) if style.closing else ("", "", "")
-            )
-            if closing and not rest.strip():
-                end = start + len(said) + len(closing)
-            elif style.closing and text.startswith(style.closing, end):
-                end += len(style.closing)
+            if style.closing:
+                said, closing, rest = text[start:end].rpartition(style.closing)
+                if closing and not rest.strip():
+                    end = start + len(said) + len(closing)
+                elif text.startswith(style.closing, end):
+                    end += len(style.closing)
             spans.append((start, end))
         if last_only:
             history = os.path.commonprefix([text, self._render(messages[:-1], tools)])
@@ -155,15 +157,16 @@ class ChatRenderer:
         return text, spans
 
     def _by_difference(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
-        """Renders the conversation up to each turn, and up to and with it. [] where the whole begins otherwise."""
+        """Renders the conversation up to each turn, and up to and with it. [] where the whole
+        begins otherwise."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or (last_only and number < len(messages) - 1):
                 continue
             try:
-                before = (
-                    self._render(messages[:number], tools, prompt=style.prompted) if number else ""
-                )
+                before = ""
+                if number:
+                    before = self._render(messages[:number], tools, prompt=style.prompted)
                 until = self._render(messages[: number + 1], tools)
             except TemplateError:  # a template may refuse a part of a conversation
                 return []
@@ -173,21 +176,11 @@ class ChatRenderer:
                 return []
             start = len(before) + len(style.lead)
             turn = until[start:]
-            turn = (
-                turn.removesuffix(style.tail) + style.closing
-                if turn.endswith(style.tail)
-                else turn.rstrip()
-            )
-            # A turn may lose its beginning, the thinking, once others follow: the longest end that is there counts.
-            first = text[start : start + 1]
-            kept = next(
-                (
-                    turn[k:]
-                    for k, c in enumerate(turn)
-                    if c == first and text.startswith(turn[k:], start)
-                ),
-                "",
-            )
+            if turn.endswith(style.tail):
+                turn = turn.removesuffix(style.tail) + style.closing
+            else:
+                turn = turn.rstrip()
+            kept = _longest_end(turn, text, start)
             if not kept.endswith(style.closing) or not all(
                 part in kept for part in _parts_said(message)
             ):
@@ -196,8 +189,9 @@ class ChatRenderer:
         return spans
 
     def _by_markers(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
-        """Renders the conversation with a marker for each answer: what stands between the markers must be what stands
-        between the answers in the real text, from its first character to its last. [] where it is not."""
+        """Renders the conversation with a marker for each answer: what stands between the markers
+        must be what stands between the answers in the real text, from its first character to its
+        last. [] where it is not."""
         answers = [message.get("content") for message in messages if message["role"] == "assistant"]
         if not all(answers) or any("tool_calls" in message for message in messages):
             return []
@@ -233,18 +227,32 @@ class ChatRenderer:
             at = len(os.path.commonprefix([before, text]))
             if at < len(before):
                 reason = (
-                    f"message {number + 1}: the prompt before it and the whole conversation differ from character {at} "
-                    f"on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
+                    f"message {number + 1}: the prompt before it and the whole conversation differ "
+                    f"from character {at} on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
                 )
                 break
         return (
             "cannot tell which part of the rendered conversation the assistant says; "
             f"{reason or 'the template changes what it says'}; "
-            "put {% generation %} and {% endgeneration %} round it in the chat template, or set train_on_prompt: true"
+            "put {% generation %} and {% endgeneration %} round it in the chat template, or set "
+            "train_on_prompt: true"
         )
 
 
+def _longest_end(turn: str, text: str, start: int) -> str:
+    """The longest end of `turn` that stands in `text` from `start` on, "" where none does.
+
+    A turn may lose its beginning, the thinking, once others follow.
+    """
+    first = text[start : start + 1]
+    for at, character in enumerate(turn):
+        if character == first and text.startswith(turn[at:], start):
+            return turn[at:]
+    return ""
+
+
 def _parts_said(message: dict) -> list[str]:
-    """Texts that must be found in a rendered turn: the answer without its thinking, the names of called functions."""
+    """Texts that must be found in a rendered turn: the answer without its thinking, the names of
+    called functions."""
     answer = message.get("content", "").rpartition("</think>")[2].strip()
     return [answer, *(call["function"]["name"] for call in message.get("tool_calls", ()))]

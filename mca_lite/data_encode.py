@@ -8,6 +8,7 @@ from jinja2.exceptions import TemplateError
 from .data_chat import ChatRenderer
 from .data_files import SIDES, DatasetSpec
 from .data_records import conversations, detect_format, document
+from .objectives import objective_of
 
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 
@@ -16,8 +17,9 @@ _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 class Encoded:
     """The documents of a chunk of records, one after another.
 
-    ids: int32 [T]. mask: uint8 [T], 1: learned; None: all are. lengths, learned: of each document its number of tokens, and of
-    learned labels. records: how many records were read. tallies: what happened -> (how often, first place).
+    ids: int32 [T]. mask: uint8 [T], 1: learned; None: all are. lengths, learned: of each document
+    its number of tokens, and of learned labels. records: how many records were read. tallies: what
+    happened -> (how often, first place).
     """
 
     ids: np.ndarray
@@ -29,11 +31,13 @@ class Encoded:
 
 
 class Encoder:
-    """Turns records into the documents of samples: one for a text or a conversation, chosen and rejected for a pair.
+    """Turns records into the documents of samples: one for a text or a conversation, chosen and
+    rejected for a pair.
 
-    A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the beginning of its prompt
-    instead, the same tokens on both sides and all but the last one at most, and then the end of an answer. joins: texts
-    (stage pt) are kept whole, to be joined and cut later. Picklable, for worker processes.
+    A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the
+    beginning of its prompt instead, the same tokens on both sides and all but the last one at most,
+    and then the end of an answer. joins: texts are kept whole, to be joined and cut later.
+    Picklable, for worker processes.
     Raises: ValueError for a tokenizer that cannot be used in this stage.
     """
 
@@ -51,25 +55,30 @@ class Encoder:
         self.tokenizer, self.spec, self.stage = tokenizer, spec, stage
         self.cutoff_len, self.joins, self.default_system = cutoff_len, joins, default_system
         self.train_on_prompt = train_on_prompt
-        self.last_answer_only = mask_history or stage == "dpo"
-        self.documents_per_sample = len(SIDES) if stage == "dpo" else 1
+        # asked once: worker processes need not know the objectives that a script registers
+        objective = objective_of(stage)
+        self.has_pairs, self.is_text = objective.has_pairs, objective.joins_documents
+        self.last_answer_only = mask_history or self.has_pairs
+        self.documents_per_sample = len(SIDES) if self.has_pairs else 1
         self.notes: list[str] = []
-        if stage == "pt":
+        if self.is_text:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
-                    "the tokenizer has no eos_token to end a document of stage: pt: set it in its config"
+                    f"the tokenizer has no eos_token to end a document of stage: {stage}: set it "
+                    "in its config"
                 )
         else:
             self.renderer = ChatRenderer(tokenizer)
             if not self.renderer.ends_turns():
                 self.notes.append(
-                    "the chat template writes nothing after an answer: the model will not learn to stop"
+                    "the chat template writes nothing after an answer: the model will not learn to "
+                    "stop"
                 )
 
     def options(self) -> dict:
         """What decides on the result, beside the records and the tokenizer."""
         return {
-            "stage": self.stage,
+            "records": [self.is_text, self.has_pairs],
             "cutoff_len": self.cutoff_len,
             "joins": self.joins,
             "train_on_prompt": self.train_on_prompt,
@@ -82,12 +91,13 @@ class Encoder:
         return detect_format(record, self.spec, self.stage, where)
 
     def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
-        """The documents of the samples that are kept. chunk: (place, format, record) of each record.
+        """The documents of the samples that are kept. chunk: (place, format, record) of each
+        record.
 
         Raises: ValueError with the place for a record that cannot be used.
         """
         tallies: dict[str, tuple[int, str]] = {}
-        if self.stage == "pt":
+        if self.is_text:
             samples = self._texts(chunk)
         else:
             samples = self._conversations(chunk, tallies)
@@ -104,7 +114,7 @@ class Encoder:
         return Encoded(
             ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in kept)]),
             mask=None
-            if self.stage == "pt"
+            if self.is_text
             else np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in kept)]),
             lengths=[len(ids) for ids, _ in kept],
             learned=learned,
@@ -113,7 +123,7 @@ class Encoder:
         )
 
     def _why_left_out(self, documents: list[tuple], targets: list[int]) -> str | None:
-        if self.stage == "dpo":
+        if self.has_pairs:
             if not all(targets):
                 return "pairs have an answer without a token to train on and were left out"
             (chosen, _), (rejected, _) = documents
@@ -128,7 +138,8 @@ class Encoder:
         """(place, [(ids, mask)]) of each text, with the end token."""
         texts = [document(record, self.spec, where) for where, _, record in chunk]
         eos = self.tokenizer.eos_token_id
-        # With the tokenizer's own special tokens: a model that was trained with bos before each document gets it.
+        # With the tokenizer's own special tokens: a model that was trained with bos before each
+        # document gets it.
         batch = self.tokenizer(
             texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
@@ -145,11 +156,11 @@ class Encoder:
         places, rendered = [], []
         for where, form, record in chunk:
             found, tools = conversations(
-                record, self.spec, form, self.stage, self.default_system, where
+                record, self.spec, form, self.has_pairs, self.default_system, where
             )
-            if self.stage == "dpo" and any(_is_empty(messages[-1]) for messages in found):
+            if self.has_pairs and any(_is_empty(messages[-1]) for messages in found):
                 _count(tallies, "pairs have an empty answer and were left out", where)
-            elif self.stage == "dpo" and found[0] == found[1]:
+            elif self.has_pairs and found[0] == found[1]:
                 _count(tallies, _IDENTICAL, where)
             else:
                 places.append(where)
@@ -159,7 +170,8 @@ class Encoder:
         return [(where, documents[i * count :][:count]) for i, where in enumerate(places)]
 
     def _render(self, messages: list[dict], tools: list | None, where: str) -> tuple[str, list]:
-        """(text, spans): the conversation by the chat template, and the characters that are learned."""
+        """(text, spans): the conversation by the chat template, and the characters that are
+        learned."""
         if not self.train_on_prompt:
             return self.renderer.render(messages, tools, self.last_answer_only, where)
         try:
@@ -172,8 +184,8 @@ class Encoder:
 
     def _tokenize(self, rendered: list[tuple[str, list]]) -> list[tuple]:
         """(ids, mask) of each text and its spans."""
-        # The template has written every special token already. Tokenised whole, so that the borders of tokens are those
-        # which the model sees when it is used.
+        # The template has written every special token already. Tokenised whole, so that the borders
+        # of tokens are those which the model sees when it is used.
         batch = self.tokenizer(
             [text for text, _ in rendered],
             add_special_tokens=False,
@@ -196,7 +208,7 @@ class Encoder:
         if self.joins or longest <= limit:
             return documents
         start = 0
-        if self.stage == "dpo":
+        if self.has_pairs:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what = (
                 f"pairs were longer than cutoff_len {self.cutoff_len}: the beginning of their "
@@ -205,7 +217,7 @@ class Encoder:
         else:
             what = f"samples were longer than cutoff_len {self.cutoff_len} and cut"
         _count(tallies, what, where)
-        if self.stage == "dpo" and longest - start > limit:
+        if self.has_pairs and longest - start > limit:
             what = "of them had an answer too long without its prompt: its end was cut"
             _count(tallies, what, where)
         return [(ids[start:][:limit], mask[start:][:limit]) for ids, mask in documents]
@@ -225,7 +237,8 @@ def _shared_prompt(chosen: tuple, rejected: tuple) -> int:
 
 
 def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
-    """uint8 [n]: 1 for each token of which a character lies in a span. offsets: [start, end) of each token."""
+    """uint8 [n]: 1 for each token of which a character lies in a span. offsets: [start, end) of
+    each token."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:

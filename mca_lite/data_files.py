@@ -1,6 +1,8 @@
-"""Where the records of a dataset come from: files, folders, dataset_info.json, and the readers of each kind of file.
+"""Where the records of a dataset come from: files, folders, dataset_info.json, and the readers of
+each kind of file.
 
-A place in the user's data is "file:line" throughout (parquet: file:row), so that every error can name it.
+A place in the user's data is "file:line" throughout (parquet: file:row), so that every error can
+name it.
 """
 
 import difflib
@@ -10,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .objectives import objective_of
 
 SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
@@ -34,10 +38,11 @@ TAGS = {
 
 @dataclass
 class DatasetSpec:
-    """One dataset: its files, and how dataset_info.json declares it (None, {}: found by the first record).
+    """One dataset: its files, and how dataset_info.json declares it (None, {}: found by the first
+    record).
 
-    formatting: the name of a record format. columns: our name of a column -> the file's. tags: names within messages.
-    num_samples: only the first so many records. notes: lines for the report.
+    formatting: the name of a record format. columns: our name of a column -> the file's. tags:
+    names within messages. num_samples: only the first so many records. notes: lines for the report.
     """
 
     name: str
@@ -53,8 +58,8 @@ class DatasetSpec:
 
 
 def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[DatasetSpec]:
-    """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder (as given, or in
-    dataset_dir).
+    """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
+    (as given, or in dataset_dir).
 
     Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
     """
@@ -104,7 +109,7 @@ def _read_info(path: Path) -> dict:
 
 
 def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpec:
-    here = f"{info_file}: dataset {name!r}"
+    here, has_pairs = f"{info_file}: dataset {name!r}", objective_of(stage).has_pairs
     if not isinstance(entry, dict):
         raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
     hub = [key for key in _HUB_KEYS if key in entry]
@@ -113,7 +118,7 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
         raise ValueError(
             f"{here}: datasets are read from local files: download it and set file_name{instead}"
         )
-    if entry.get("ranking") and stage != "dpo":
+    if entry.get("ranking") and not has_pairs:
         raise ValueError(
             f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
         )
@@ -126,7 +131,7 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
         for key in given:
             if key not in known:
                 raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
-    usable = _TEXT_COLUMNS + SIDES if stage == "dpo" else _TEXT_COLUMNS
+    usable = _TEXT_COLUMNS + SIDES if has_pairs else _TEXT_COLUMNS
     if other := [column for column in columns if column not in usable]:
         raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
     formatting = entry.get("formatting")
@@ -149,9 +154,11 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
 
 
 def read_records(file: str) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) in the file's order. A .txt file has one document a line; blank lines are no records.
+    """Yield (place, record) in the file's order. A .txt file has one document a line; blank lines
+    are no records.
 
-    Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without pyarrow.
+    Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
+    pyarrow.
     """
     suffix = Path(file).suffix
     if suffix == ".parquet":
@@ -184,7 +191,8 @@ def parse_json(text: str, where: str):
 
 
 def _read_json(file: str) -> Iterator[tuple[str, object]]:
-    """A list of records, or objects one after another. Elements are decoded one by one to know their lines."""
+    """A list of records, or objects one after another. Elements are decoded one by one to know
+    their lines."""
     text = _decode(Path(file).read_bytes(), file)
     decoder, space = json.JSONDecoder(), re.compile(r"\s*")
     at = space.match(text).end()

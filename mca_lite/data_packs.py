@@ -1,4 +1,5 @@
-"""Packs: samples put together into rows of at most so many tokens, in which documents do not see each other."""
+"""Packs: samples put together into rows of at most so many tokens, in which documents do not see
+each other."""
 
 import copy
 
@@ -9,12 +10,13 @@ from .data_batches import documents_of
 
 
 class Packs(Dataset):
-    """The samples of a dataset in rows of at most `capacity` tokens: `packed[i]` is a list of documents, those of the
-    samples of row i one after another.
+    """The samples of a dataset in rows of at most `capacity` tokens: `packed[i]` is a list of
+    documents, those of the samples of row i one after another.
 
-    dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens, num_trained_tokens and
-    fingerprint, as TokenDataset has them. packs: the numbers of the samples of each row. costs: what attention costs in each
-    row, the sum of the squared lengths of its documents. padding_fraction: of all positions of full rows.
+    dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
+    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of the samples
+    of each row. costs: what attention costs in each row, the sum of the squared lengths of its
+    documents. padding_fraction: of all positions of full rows.
     """
 
     def __init__(self, dataset, capacity: int):
@@ -41,7 +43,8 @@ class Packs(Dataset):
 
 
 class WithReference(Dataset):
-    """A view of a dataset in which each document has "reference", the log-probability that a reference model gives to it.
+    """A view of a dataset in which each document has "reference", the log-probability that a
+    reference model gives to it.
 
     logps: float32 [samples, documents of a sample].
     """
@@ -65,14 +68,16 @@ class WithReference(Dataset):
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Sample numbers of each pack, in which the lengths sum to at most `capacity`; deterministic.
 
-    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens a new one. Open packs
-    are kept by their free space, so each sample costs a look at the next free space that suffices.
+    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens
+    a new one. Open packs are kept by their free space, so each sample costs a look at the next free
+    space that suffices.
     Raises: ValueError for a sample that is longer than capacity.
     """
     if len(lengths) and lengths.max() > capacity:
         worst = int(lengths.argmax())
         raise ValueError(
-            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: raise cutoff_len"
+            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: "
+            "raise cutoff_len"
         )
     # free space -> packs that have it, the newest last
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]

@@ -1,21 +1,25 @@
-"""Record formats: from a record to a document, a conversation, or a pair of conversations, in OpenAI's form.
+"""Record formats: from a record to a document, a conversation, or a pair of conversations, in
+OpenAI's form.
 
-A new format is one row of FORMATS with its functions: `fits` says whether a record has this format, `prompt` reads the
-turns that come before the answer, `answer` the answer itself (nothing where `prompt` reads it too), and `sft` and `dpo`
-name the columns in error messages. A stage without columns does not try the row. Rows are tried in their order, on the
-first record of a file; in stage dpo the answers are the columns chosen and rejected, whatever the format.
+A new format is one row of FORMATS with its functions: `fits` says whether a record has this format,
+`prompt` reads the turns that come before the answer, `answer` the answer itself (nothing where
+`prompt` reads it too), and `alone` and `in_pairs` name the columns in error messages: without them
+a row is not tried for conversations, or for pairs. Rows are tried in their order, on the first
+record of a file; the answers of a pair are the columns chosen and rejected, whatever the format.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
+from .objectives import TEXT, objective_of
 
 # -- what all formats share ----------------------------------------------------------------------
 
 
 def get_column(record, column: str, where: str, kind=str, required=True):
-    """A column of the right type; null and absent are the same. Raises: ValueError with the place."""
+    """A column of the right type; null and absent are the same. Raises: ValueError with the
+    place."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {_kind_of(record)}")
     value = record.get(column)
@@ -66,9 +70,9 @@ def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
 # -- alpaca --------------------------------------------------------------------------------------
 
 
-def _is_alpaca(record: dict, spec: DatasetSpec, stage: str) -> bool:
+def _is_alpaca(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
     columns = spec.columns
-    if stage == "sft" and ("prompt" in columns or "response" in columns):
+    if not pairs and ("prompt" in columns or "response" in columns):
         return True
     if _turns_column(record, spec):
         return False
@@ -103,8 +107,8 @@ def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
 # -- sharegpt ------------------------------------------------------------------------------------
 
 
-def _is_sharegpt(record: dict, spec: DatasetSpec, stage: str) -> bool:
-    return _turns_column(record, spec) is not None and not _is_openai(record, spec, stage)
+def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+    return _turns_column(record, spec) is not None and not _is_openai(record, spec, pairs)
 
 
 def _sharegpt(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -141,7 +145,8 @@ def _sharegpt_turns(turns: list, spec: DatasetSpec, where: str) -> list[dict]:
 
 
 def _function_call(text: str, where: str) -> dict:
-    """{"name", "arguments"} or a list of them as JSON text -> an assistant message with tool calls."""
+    """{"name", "arguments"} or a list of them as JSON text -> an assistant message with tool
+    calls."""
     calls = parse_json(text, f"{where}: function_call")
     calls = calls if isinstance(calls, list) else [calls]
     return {**_message("assistant", ""), "tool_calls": [_tool_call(call, where) for call in calls]}
@@ -164,7 +169,7 @@ def _tool_call(call, where: str) -> dict:
 # -- OpenAI --------------------------------------------------------------------------------------
 
 
-def _is_openai(record: dict, spec: DatasetSpec, stage: str) -> bool:
+def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
     column = _turns_column(record, spec)
     return column is not None and "role" in _first_turn(record[column]) and not spec.tags
 
@@ -204,11 +209,11 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
 # -- prompt and completion -----------------------------------------------------------------------
 
 
-def _has_prompt_and_completion(record: dict, spec: DatasetSpec, stage: str) -> bool:
+def _has_prompt_and_completion(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
     return "prompt" in record and ("completion" in record or "response" in record)
 
 
-def _has_prompt(record: dict, spec: DatasetSpec, stage: str) -> bool:
+def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
     return record.get(spec.columns.get("prompt", "prompt")) is not None
 
 
@@ -230,7 +235,7 @@ def _text_or_messages(record, column: str, role: str, where: str) -> list[dict]:
 # -- pairs of whole conversations ----------------------------------------------------------------
 
 
-def _has_whole_conversations(record: dict, spec: DatasetSpec, stage: str) -> bool:
+def _has_whole_conversations(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
     """Whether an answer begins with the prompt: its first turn is not the assistant's."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
@@ -243,82 +248,80 @@ def _has_whole_conversations(record: dict, spec: DatasetSpec, stage: str) -> boo
 class Format:
     """How conversations stand in a record; the module's docstring says what each function does.
 
-    fits: (record, spec, stage) -> bool. prompt, answer: (record, spec, place) -> messages, or ValueError with the place.
-    sft, dpo: the columns of a record in that stage; None: the format has no meaning there.
+    fits: (record, spec, whether pairs are wanted) -> bool. prompt, answer: (record, spec, place) ->
+    messages, or ValueError with the place. alone: the columns of a conversation; in_pairs: those
+    beside chosen and rejected; None: there are none.
     """
 
     fits: Callable
     prompt: Callable
     answer: Callable = _no_turns
-    sft: str | None = None
-    dpo: str | None = None
+    alone: str | None = None
+    in_pairs: str | None = None
 
 
 FORMATS = {
-    "conversations": Format(_has_whole_conversations, _no_turns, dpo="the prompt in both answers"),
+    "conversations": Format(
+        _has_whole_conversations, _no_turns, in_pairs="the prompt in both answers"
+    ),
     "alpaca": Format(
         _is_alpaca,
         _alpaca_prompt,
         _alpaca_answer,
-        sft="instruction, input, output",
-        dpo="instruction, input",
+        alone="instruction, input, output",
+        in_pairs="instruction, input",
     ),
-    "openai": Format(_is_openai, _openai, sft="messages", dpo="messages"),
-    "sharegpt": Format(_is_sharegpt, _sharegpt, sft="conversations", dpo="conversations"),
+    "openai": Format(_is_openai, _openai, alone="messages", in_pairs="messages"),
+    "sharegpt": Format(_is_sharegpt, _sharegpt, alone="conversations", in_pairs="conversations"),
     "prompt-completion": Format(
-        _has_prompt_and_completion, _prompt, _completion, sft="prompt, completion"
+        _has_prompt_and_completion, _prompt, _completion, alone="prompt, completion"
     ),
-    "prompt": Format(_has_prompt, _prompt, dpo="prompt"),
+    "prompt": Format(_has_prompt, _prompt, in_pairs="prompt"),
 }
 
 
-def _expected(stage: str) -> str:
-    columns = {name: getattr(row, stage) for name, row in FORMATS.items()}
-    names = ", ".join(f"{name} ({text})" for name, text in columns.items() if text)
-    if stage == "dpo":
-        return f"stage dpo expects pairs: the columns chosen and rejected, and {names}"
-    return f"stage sft expects {names}"
+def _rows(pairs: bool) -> dict[str, str]:
+    """The formats of conversations, or of pairs, with their columns."""
+    found = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
+    return {name: columns for name, columns in found.items() if columns}
 
 
 def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
-    """The format of a file, from its first record: "text" in stage pt, else a name in FORMATS.
+    """The format of a file, from its first record: "text" for documents, else a name in FORMATS.
 
     Raises: ValueError with the place for a record that the stage cannot use.
     """
-    if stage == "pt":
-        return _detect_text(record, spec, where)
-    if stage == "sft" and not isinstance(record, dict):
-        got = f"got {_kind_of(record)}; plain text is for stage: pt"
-        raise ValueError(f"{where}: {_expected(stage)}, {got}")
-    has_pair = isinstance(record, dict) and all(
-        spec.columns.get(side, side) in record for side in SIDES
-    )
-    if stage == "dpo" and not has_pair:
-        raise ValueError(
-            f"{where}: {_expected(stage)}, got {_columns_of(record)}; other names: columns in "
-            "dataset_info.json"
-        )
-    if stage == "sft" and has_pair and not _holds_an_answer(record, spec):
-        raise ValueError(
-            f"{where}: chosen and rejected answers are for stage dpo: {_expected(stage)}"
-        )
+    objective = objective_of(stage)
+    if objective.records == TEXT:
+        return _detect_text(record, spec, stage, where)
+    pairs = objective.has_pairs
+    rows = ", ".join(f"{name} ({columns})" for name, columns in _rows(pairs).items())
+    expected = f"stage {stage} expects {rows}"
+    if pairs:
+        expected = f"stage {stage} expects pairs: the columns chosen and rejected, and {rows}"
+    got, other_names = f"got {_columns_of(record)}", "other names: columns in dataset_info.json"
+    is_object = isinstance(record, dict)
+    if not is_object and not pairs:
+        raise ValueError(f"{where}: {expected}, {got}; plain text is for stage: pt")
+    has_pair = is_object and all(spec.columns.get(side, side) in record for side in SIDES)
+    if pairs and not has_pair:
+        raise ValueError(f"{where}: {expected}, {got}; {other_names}")
+    if has_pair and not pairs and not _holds_an_answer(record, spec):
+        raise ValueError(f"{where}: chosen and rejected answers are for stage dpo: {expected}")
     if spec.formatting:
         return spec.formatting
-    for name, row in FORMATS.items():
-        if getattr(row, stage) and row.fits(record, spec, stage):
+    for name in _rows(pairs):
+        if FORMATS[name].fits(record, spec, pairs):
             return name
-    if stage == "dpo":
-        raise ValueError(
-            f"{where}: {_expected(stage)}, got texts without a prompt in {sorted(record)}"
-        )
-    hint = "other names: columns in dataset_info.json"
-    if "text" in record:
-        hint = "a text column is for stage: pt"
-    raise ValueError(f"{where}: {_expected(stage)}, got {_columns_of(record)}; {hint}")
+    if pairs:
+        raise ValueError(f"{where}: {expected}, got texts without a prompt in {sorted(record)}")
+    hint = "a text column is for stage: pt" if "text" in record else other_names
+    raise ValueError(f"{where}: {expected}, {got}; {hint}")
 
 
 def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
-    """Whether one conversation can be read from a record that has chosen and rejected answers too."""
+    """Whether one conversation can be read from a record that has chosen and rejected answers
+    too."""
     answers = (spec.columns.get("response", "output"), "completion", "response")
     if any(column in record for column in answers):
         return True
@@ -329,25 +332,25 @@ def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
     return role in (tags["assistant_tag"], "gpt", "assistant")
 
 
-# -- documents of stage pt -----------------------------------------------------------------------
+# -- documents -----------------------------------------------------------------------
 
 
 def _text_column(spec: DatasetSpec) -> str:
     return spec.columns.get("text") or spec.columns.get("prompt") or "text"
 
 
-def _detect_text(record, spec: DatasetSpec, where: str) -> str:
+def _detect_text(record, spec: DatasetSpec, stage: str, where: str) -> str:
     if isinstance(record, str) or (isinstance(record, dict) and _text_column(spec) in record):
         return "text"
     raise ValueError(
-        f"{where}: stage pt expects the column {_text_column(spec)!r} or plain text, got "
+        f"{where}: stage {stage} expects the column {_text_column(spec)!r} or plain text, got "
         f"{_columns_of(record)}: set columns: {{prompt: <name>}} in dataset_info.json, or stage: "
         "sft for conversations"
     )
 
 
 def document(record, spec: DatasetSpec, where: str) -> str:
-    """The text of a pt record (prompt, and query below it where dataset_info.json declares both)."""
+    """The text of a record (prompt, and query below it where dataset_info.json declares both)."""
     if isinstance(record, str):
         return record
     parts = [get_column(record, _text_column(spec), where)]
@@ -356,30 +359,29 @@ def document(record, spec: DatasetSpec, where: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-# -- conversations of stages sft and dpo ---------------------------------------------------------
+# -- conversations, alone or in pairs ---------------------------------------------------------
 
 
 def conversations(
-    record, spec: DatasetSpec, form: str, stage: str, default_system: str | None, where: str
+    record, spec: DatasetSpec, form: str, pairs: bool, default_system: str | None, where: str
 ) -> tuple[list[list[dict]], list[dict] | None]:
-    """(conversations, tools) of a record in OpenAI's form: one conversation in stage sft; in stage dpo chosen and rejected,
-    which differ at most in their last message.
+    """(conversations, tools) of a record in OpenAI's form: one conversation, or for pairs chosen
+    and rejected, which differ at most in their last message.
 
-    Each is an optional system message, then user and assistant in turn, ending with the assistant; tool messages follow an
-    assistant's tool calls. form: a name in FORMATS. default_system: where a record has no system message.
+    Each is an optional system message, then user and assistant in turn, ending with the assistant;
+    tool messages follow an assistant's tool calls. form: a name in FORMATS. default_system: where a
+    record has no system message.
     Raises: ValueError with the place for a record that is not so.
     """
     row = FORMATS[form]
     prompt = row.prompt(record, spec, where)
-    if stage == "sft":
-        answers = {where: row.answer(record, spec, where)}
+    answers = {}
+    if pairs:
+        for side in SIDES:
+            column = spec.columns.get(side, side)
+            answers[f"{where}: {side}"] = _pair_answer(record, column, spec, form, where)
     else:
-        answers = {
-            f"{where}: {side}": _pair_answer(
-                record, spec.columns.get(side, side), spec, form, where
-            )
-            for side in SIDES
-        }
+        answers[where] = row.answer(record, spec, where)
     system = get_column(record, spec.columns.get("system", "system"), where, required=False)
     found = []
     for place, answer in answers.items():
@@ -389,7 +391,7 @@ def conversations(
             messages = [_message("system", system or default_system), *messages]
         _check_turns(messages, place)
         found.append(messages)
-    if stage == "dpo":
+    if pairs:
         _check_shared_prompt(*found, where)
         if form == "conversations":
             _check_prompt_column(record, spec, found[0][:-1], where)
@@ -472,7 +474,8 @@ def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -
 
 
 def _check_prompt_column(record, spec: DatasetSpec, before: list[dict], where: str) -> None:
-    """Many files repeat the prompt in a column of its own; where it says something else, nobody knows which is meant."""
+    """Many files repeat the prompt in a column of its own; where it says something else, nobody
+    knows which is meant."""
     column = spec.columns.get("prompt", "prompt")
     prompt = get_column(record, column, where, (str, list), required=False)
     if isinstance(prompt, list):

@@ -6,7 +6,8 @@
     learned.bin   int64 [documents], labels of each that are not IGNORE_INDEX
     meta.json     the report's facts, and size and CRC-32 of each of the other files
 
-A sample is `documents_per_sample` documents in turn. No rank holds the data, and all ranks of a machine share it.
+A sample is `documents_per_sample` documents in turn. No rank holds the data, and all ranks of a
+machine share it.
 """
 
 import json
@@ -46,10 +47,10 @@ class _File:
 def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progress) -> None:
     """Write a new folder with the documents of `parts`, which is on the disk when the call returns.
 
-    parts: data_encode.Encoded, one after another. meta: "sources", "formats" and "notes" of the report, complete when the
-    parts are used up. row_length: join the documents and cut them into rows of so many tokens (None: leave them);
-    neighbours share the token at which they meet, as the last target of one and the first input of the next.
-    progress: is told how far it is.
+    parts: data_encode.Encoded, one after another. meta: "sources", "formats" and "notes" of the
+    report, complete when the parts are used up. row_length: join the documents and cut them into
+    rows of so many tokens (None: leave them); neighbours share the token at which they meet, as the
+    last target of one and the first input of the next. progress: is told how far it is.
     """
     folder.mkdir()
     files = {name: _File(folder / name) for name in _FILES}
@@ -134,11 +135,12 @@ def _crc_of(path: Path) -> int:
 
 
 class Shard:
-    """Tokenised samples. `shard[r]` is sample r, a list of documents {"input_ids", "labels"}, int64 [n] each, shifted:
-    labels[t] is the token after input_ids[t], or IGNORE_INDEX.
+    """Tokenised samples. `shard[r]` is sample r, a list of documents {"input_ids", "labels"}, int64
+    [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
 
-    document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]: labels that are not
-    IGNORE_INDEX. meta: the report's facts. The process that reads samples opens the maps.
+    document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
+    labels that are not IGNORE_INDEX. meta: the report's facts. The process that reads samples opens
+    the maps.
     """
 
     def __init__(self, folder: Path, documents_per_sample: int):

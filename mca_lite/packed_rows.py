@@ -1,9 +1,10 @@
-"""Packed rows: masks, borders, and the cut of a row over context-parallel ranks. Letters: b rows, s positions, t tokens of a
-packed row, cp the context-parallel size.
+"""Packed rows: masks, borders, and the cut of a row over context-parallel ranks. Letters: b rows, s
+positions, t tokens of a packed row, cp the context-parallel size.
 
-A packed row is a row of documents that do not see each other. `cu_seqlens` are the documents' borders, from 0 to t: what
-pads a row at its end is a document of its own. Under context parallelism every document is cut into 2 cp chunks, of which
-rank r holds the chunks r and 2 cp - 1 - r: causal attention is then the same work on every rank.
+A packed row is a row of documents that do not see each other. `cu_seqlens` are the documents'
+borders, from 0 to t: what pads a row at its end is a document of its own. Under context parallelism
+every document is cut into 2 cp chunks, of which rank r holds the chunks r and 2 cp - 1 - r: causal
+attention is then the same work on every rank.
 """
 
 import functools
@@ -24,10 +25,11 @@ def get_ltor_masks_and_position_ids(
     build_attention_mask: bool = True,
     attn_mask_1D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(causal mask bool [b, 1, s, s] where True means hidden, position ids int64 [b, s] from 0 to s - 1).
+    """(causal mask bool [b, 1, s, s] where True means hidden, position ids int64 [b, s] from 0 to s
+    - 1).
 
-    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's columns as well.
-    build_attention_mask False: the mask is None, which the models take as causal.
+    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
+    columns as well. build_attention_mask False: the mask is None, which the models take as causal.
     """
     b, s = input_ids.shape
     position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
@@ -40,17 +42,20 @@ def get_ltor_masks_and_position_ids(
 
 
 def _document_lengths(row: torch.Tensor) -> torch.Tensor:
-    """Lengths of the documents of one row in order; its padding (0) is a document of its own at its end."""
+    """Lengths of the documents of one row in order; its padding (0) is a document of its own at its
+    end."""
     counts = torch.bincount(row.long())
     counts = torch.cat([counts[1:], counts[:1]])
     return counts[counts > 0]
 
 
 def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed batch.
+    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed
+    batch.
 
-    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The rows stand one behind
-    the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7, 9, 12] and 3.
+    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The
+    rows stand one behind the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7,
+    9, 12] and 3.
     """
     lengths = torch.cat([_document_lengths(row) for row in attention_mask]).to(torch.int32)
     zero = torch.zeros(1, dtype=torch.int32, device=lengths.device)
@@ -58,19 +63,21 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
-    """Whether every document of a packed batch, padding included, is a multiple of align_size long."""
+    """Whether every document of a packed batch, padding included, is a multiple of align_size
+    long."""
     return all(bool((_document_lengths(row) % align_size == 0).all()) for row in attention_mask)
 
 
-# -- a batch as one packed row ------------------------------------------------------------------------------------------
+# -- a batch as one packed row ---------------------------------------------------------------------
 
 
 def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -> dict:
-    """{"input_ids", "labels" int64 [1, t], "padding_mask" bool [1, t], "cu_seqlens": borders as a tuple} of the documents of
-    a padded batch. padding_mask: True is padding.
+    """{"input_ids", "labels" int64 [1, t], "padding_mask" bool [1, t], "cu_seqlens": borders as a
+    tuple} of the documents of a padded batch. padding_mask: True is padding.
 
-    batch: input_ids, labels [b, s] and attention_mask [b, s] with a number for each document of a row, 0 for padding
-    (which is dropped). Each document is padded to document_multiple inside, without labels.
+    batch: input_ids, labels [b, s] and attention_mask [b, s] with a number for each document of a
+    row, 0 for padding (which is dropped). Each document is padded to document_multiple inside,
+    without labels.
     """
     ids, labels, pads, cu = [], [], [], [0]
     mask = batch.get("attention_mask")
@@ -118,8 +125,8 @@ def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the tokens 1 to k places ahead of
-    each, within its document; behind its end id 0 and no label."""
+    """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the
+    tokens 1 to k places ahead of each, within its document; behind its end id 0 and no label."""
 
     labels: torch.Tensor
     next_ids: torch.Tensor
@@ -143,17 +150,18 @@ class Targets(NamedTuple):
         )
 
 
-# -- how a rank sees a row ----------------------------------------------------------------------------------------------
+# -- how a rank sees a row -------------------------------------------------------------------------
 
 
 @dataclass
 class RowLayout:
-    """What core attention needs to know of a row, of which this context-parallel rank holds t / cp tokens.
+    """What core attention needs to know of a row, of which this context-parallel rank holds t / cp
+    tokens.
 
-    segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query the last key.
-    positions int64 [t / cp]: each local token's position in its document. index int64 [t / cp]: its place in the whole row.
-    order int64 [t], None without context parallelism: gathered local parts in the row's order. longest: tokens of the longest
-    document.
+    segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query
+    the last key. positions int64 [t / cp]: each local token's position in its document. index int64
+    [t / cp]: its place in the whole row. order int64 [t], None without context parallelism:
+    gathered local parts in the row's order. longest: tokens of the longest document.
     """
 
     segments: list[tuple[int, int, int, int]]
@@ -164,8 +172,8 @@ class RowLayout:
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys) for a varlen kernel,
-        which wants the keys of each segment side by side."""
+        """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
+        for a varlen kernel, which wants the keys of each segment side by side."""
         device = self.positions.device
         q = np.array([b - a for a, b, _, _ in self.segments])
         k = np.array([d - c for _, _, c, d in self.segments])
@@ -180,7 +188,8 @@ class RowLayout:
 
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Places in the whole row, int64 [t / cp], of the tokens that a context-parallel rank holds, in its order."""
+    """Places in the whole row, int64 [t / cp], of the tokens that a context-parallel rank holds, in
+    its order."""
     if cp_size == 1:
         return torch.arange(cu[-1])
     parts = []
@@ -188,8 +197,8 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
         chunk, rest = divmod(end - start, 2 * cp_size)
         if rest:
             raise ValueError(
-                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad documents to a multiple "
-                f"of {2 * cp_size} under context_parallel_size {cp_size}"
+                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad "
+                f"documents to a multiple of {2 * cp_size} under context_parallel_size {cp_size}"
             )
         for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
             parts.append(torch.arange(start + i * chunk, start + (i + 1) * chunk))
@@ -198,7 +207,8 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
 
 @functools.lru_cache(64)
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
-    """The layout of a row with borders `cu` on one context-parallel rank, its tensors on `device`."""
+    """The layout of a row with borders `cu` on one context-parallel rank, its tensors on
+    `device`."""
     segments = []
     for start, end in zip(cu, cu[1:], strict=False):
         if cp_size == 1:
@@ -222,13 +232,15 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's packed parameters in the documented thd format, and the layout that our own core attention reads."""
+    """megatron's packed parameters in the documented thd format, and the layout that our own core
+    attention reads."""
 
     layout: RowLayout | None = None
 
 
 def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
-    """The packed parameters of a row with borders `cu`; the same borders for queries and keys, global under cp."""
+    """The packed parameters of a row with borders `cu`; the same borders for queries and keys,
+    global under cp."""
     borders = torch.tensor(cu, dtype=torch.int32, device=device)
     layout = row_layout(cu, cp_size, cp_rank, device)
     return PackedRow(
@@ -242,7 +254,8 @@ def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 
 def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models that know no packing."""
+    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models that
+    know no packing."""
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
     causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
     return ~(causal & (document[:, None] == document[None]))[None, None]

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from mca_lite import objectives
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
@@ -283,6 +284,19 @@ def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
     assert shown(load(tmp_path, file).train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
 
 
+def test_a_stage_that_a_script_registers_reads_its_kind_of_records(tmp_path, monkeypatch):
+    row = objectives.Objective(stage="mine", records=objectives.PAIRS)
+    monkeypatch.setitem(objectives.OBJECTIVES, "mine", row)
+    file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
+    bundle = load(tmp_path, file, stage="mine", packing=True)
+    assert "train: 1 pairs" in "\n".join(bundle.report) and len(bundle.train[0]) == 2
+    other = write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
+    with pytest.raises(ValueError, match="stage mine expects pairs"):
+        load(tmp_path, other, stage="mine")
+    with pytest.raises(ValueError, match="stage 'yours': expected one of pt, sft, dpo"):
+        load(tmp_path, file, stage="yours")
+
+
 def test_dataset_info_declares_pairs(tmp_path):
     columns = {"messages": "log", "chosen": "yes", "rejected": "no"}
     tags = {"role_tag": "who", "content_tag": "says", "user_tag": "me", "assistant_tag": "it"}
@@ -386,7 +400,7 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
 def test_a_bad_pair_is_an_error_with_its_place(record, message):
     with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
         form = detect_format(record, NONE, "dpo", "t.json:1")
-        conversations(record, NONE, form, "dpo", None, "t.json:1")
+        conversations(record, NONE, form, True, None, "t.json:1")
 
 
 def test_options_without_meaning_for_pairs_are_refused(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from mca_lite.data_encode import Encoder, mask_of_spans
 from mca_lite.data_files import DatasetSpec, read_records, resolve
-from mca_lite.data_records import detect_format
+from mca_lite.data_records import FORMATS, Format, conversations, detect_format
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if")]
@@ -258,6 +258,33 @@ def test_formats_are_detected_from_the_first_record():
         detect_format({"text": ""}, none, "sft", "t:1")
     with pytest.raises(ValueError, match="t:1: stage pt expects the column 'text'.*stage: sft"):
         detect_format({"messages": []}, none, "pt", "t:1")
+
+
+def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
+    def fits(record, spec, pairs):
+        return "q" in record
+
+    def prompt(record, spec, where):
+        return [{"role": "user", "content": record["q"]}]
+
+    def answer(record, spec, where):
+        return [{"role": "assistant", "content": record["a"]}]
+
+    row = Format(fits, prompt, answer, alone="q, a", in_pairs="q")
+    monkeypatch.setitem(FORMATS, "question-answer", row)
+    none = DatasetSpec("t", [])
+    record = {"q": "Hi", "a": "Hello"}
+    assert detect_format(record, none, "sft", "t:1") == "question-answer"
+    assert trained_texts(record, CHATML, form="question-answer") == ["Hello<|im_end|>"]
+    pair = {"q": "Hi", "chosen": "Hello", "rejected": "What"}
+    assert detect_format(pair, none, "dpo", "t:1") == "question-answer"
+    found, _ = conversations(pair, none, "question-answer", True, None, "t:1")
+    assert [[turn["content"] for turn in turns] for turns in found] == [
+        ["Hi", "Hello"],
+        ["Hi", "What"],
+    ]
+    with pytest.raises(ValueError, match=r"stage sft expects .*question-answer \(q, a\), got"):
+        detect_format({"x": ""}, none, "sft", "t:1")
 
 
 @pytest.mark.parametrize(
