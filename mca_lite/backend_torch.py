@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import ckpt, cpu, lora, lora_files, parallel, weights_convert, weights_files
+from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sources
 from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
 from .loss_tokens import token_losses
@@ -308,7 +308,7 @@ class TorchBackend:
                 for file_name, index in file_parts(config.model_type, name, tuple(tensor.shape))
                 for part in [tensor.detach()[index].to("cpu", copy=bool(index))]
             )
-            carried = weights_convert.carried_tensors(self.hf_model.name_or_path, config.to_dict())
+            carried = weights_sources.carried_tensors(self.hf_model.name_or_path, config.to_dict())
             written = weights_files.write_safetensors(
                 itertools.chain(tensors, carried), Path(folder), max_shard_size
             )

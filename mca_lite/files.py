@@ -10,8 +10,8 @@ from typing import Any
 def write_file(path: str | os.PathLike, data: str | bytes) -> None:
     """Write a file in one step: a reader sees the old content or the new one, never a part of it.
 
-    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError where that
-    fails; what was there before is untouched.
+    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError
+    where that fails; what was there before is untouched.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -26,5 +26,5 @@ def write_file(path: str | os.PathLike, data: str | bytes) -> None:
 
 
 def write_json(path: str | os.PathLike, record: Any, **options) -> None:
-    """Write a record as indented JSON, in one step as write_file does. options: those of json.dumps."""
+    """Write a record as indented JSON, with write_file. options: those of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")

@@ -1,6 +1,7 @@
-"""LoRA on a model of either backend: which modules get adapters, placing them, their first values, their checkpoints.
+"""LoRA on a model: which modules get adapters, how they start, what a checkpoint holds of them.
 
-`model` is VirtualModels or a transformers model everywhere below; lora_sites.py says what differs between them.
+`model` is VirtualModels or a transformers model everywhere below; lora_sites.py says what differs
+between them.
 """
 
 import contextlib
@@ -19,11 +20,11 @@ from .weights_sources import generator_of
 
 ALL_LINEAR, ALL_ROUTERS = ("all", "all-linear"), "all-router"
 
-# -- which modules -------------------------------------------------------------------------------------------------
+# -- which modules ---------------------------------------------------------------------------------
 
 
 def candidates(model) -> list[Candidate]:
-    """All modules of a model that can have an adapter, on all ranks. model: also McaModelConfig, before it is built."""
+    """All modules that can have an adapter. model: also a McaModelConfig, before it is built."""
     return host_of(model).candidates()
 
 
@@ -42,10 +43,11 @@ def _is_meant(target: str, candidate: Candidate) -> bool:
 
 
 def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str, ...]:
-    """The HF names of the modules that `targets` mean, in the model's order. ValueError for a target that means none.
+    """The HF names of the modules that `targets` mean, in the model's order.
 
-    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern: *.layers.[0-3].*.q_proj, or a
-    regular expression that matches a whole name, of Hugging Face or megatron.
+    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern:
+    *.layers.[0-3].*.q_proj, or a regular expression that matches a whole name, of Hugging Face or
+    megatron. ValueError for a target that means no module.
     """
     chosen, names = set(), {c.hf for c in found}
     for target in targets:
@@ -56,8 +58,8 @@ def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str
             near = difflib.get_close_matches(target, known, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
             raise ValueError(
-                f"lora_target: {target!r} means no layer of this model{hint} Set all, some of {', '.join(known)}, or a "
-                f"pattern over names such as {found[-2].hf}"
+                f"lora_target: {target!r} means no layer of this model{hint} Set all, some of "
+                f"{', '.join(known)}, or a pattern over names such as {found[-2].hf}"
             )
         chosen |= meant
     return tuple(c.hf for c in found if c.hf in chosen)
@@ -81,8 +83,8 @@ def saved_weights(model, spec: LoraSpec) -> list[Weight]:
             found.append(weight)
     if unused:
         raise ValueError(
-            f"modules_to_save: {min(unused)!r} is the end of no module's name in this model: set some of embed_tokens, "
-            "lm_head, or leave it out"
+            f"modules_to_save: {min(unused)!r} is the end of no module's name in this model: set "
+            "some of embed_tokens, lm_head, or leave it out"
         )
     return found
 
@@ -94,13 +96,13 @@ def _check_saved(weight: Weight, meant: list[str], spec: LoraSpec) -> None:
         )
     if weight.is_tied:
         raise ValueError(
-            f"modules_to_save: {meant[0]} of a model whose embedding is its head: PEFT would train a copy for one of the "
-            "two; take it out, or add embed_tokens to lora_target"
+            f"modules_to_save: {meant[0]} of a model whose embedding is its head: PEFT would train "
+            "a copy for one of the two; take it out, or add embed_tokens to lora_target"
         )
     if others := set(weight.modules) - set(meant):
         raise ValueError(
-            f"modules_to_save: {', '.join(meant)} is one matrix with {', '.join(sorted(others))} here: name all of them or "
-            "none"
+            f"modules_to_save: {', '.join(meant)} is one matrix with {', '.join(sorted(others))} "
+            "here: name all of them or none"
         )
     if set(meant) & set(spec.modules):
         raise ValueError(
@@ -118,14 +120,16 @@ def _refuse_single_experts(spec: LoraSpec, found: list[Candidate]) -> None:
         meant = modules & chosen
         if meant and meant != modules:
             raise ValueError(
-                f"lora_target means {min(meant)} and not {min(modules - meant)}: name all experts of a layer, or none"
+                f"lora_target means {min(meant)} and not {min(modules - meant)}: name all experts "
+                "of a layer, or none"
             )
 
 
 def plan(model, spec: LoraSpec) -> LoraSpec:
-    """The spec with the modules that its targets mean. model: also McaModelConfig, or a model on the meta device.
+    """The spec with the modules that its targets mean in a model.
 
-    No collectives. ValueError for targets that mean nothing, and for adapters that this model cannot have here.
+    model: also a McaModelConfig, or a model on the meta device. No collectives. ValueError for
+    targets that mean nothing, and for adapters that this model cannot have here.
     """
     host = host_of(model)
     found = host.candidates()
@@ -137,15 +141,16 @@ def plan(model, spec: LoraSpec) -> LoraSpec:
     return spec
 
 
-# -- placing -------------------------------------------------------------------------------------------------------
+# -- placing ---------------------------------------------------------------------------------------
 
 
 def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
     """Freeze a model and put adapters on it -> the model, whose `lora` is the complete spec.
 
-    The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both backends. Call it
-    after the weights are loaded and before McaTrainer is made. dtype: of a transformers model's frozen weights.
-    No collectives. ValueError as plan() says, or if the model has adapters already.
+    The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both
+    backends. Call it after the weights are loaded and before McaTrainer is made. dtype: of a
+    transformers model's frozen weights. No collectives. ValueError as plan() says, or if the model
+    has adapters already.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")
@@ -170,7 +175,7 @@ def fill(model, source: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
 
 
 def init_source(seed: int) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
-    """PEFT's start: A uniform within 1 / sqrt(inputs), B zero; of embeddings A zero, B normal. Drawn by key."""
+    """PEFT's start, by key: A uniform within 1 / sqrt(inputs), B 0; embeddings A 0, B normal."""
 
     def draw(key: str, shape: tuple[int, ...]) -> torch.Tensor:
         full, generator = torch.zeros(shape, device="cpu"), generator_of(seed, key)
@@ -181,7 +186,7 @@ def init_source(seed: int) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
     return draw
 
 
-# -- what a model has ----------------------------------------------------------------------------------------------
+# -- what a model has ------------------------------------------------------------------------------
 
 
 def spec_of(model) -> LoraSpec | None:
@@ -213,18 +218,18 @@ def without_adapters(model):
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
-    """(scale * A hidden of the whole sequence, B) of an output layer with an adapter, for token_losses; None without."""
+    """(scale * A hidden of the whole sequence, B) of an adapted output layer, for token_losses."""
     adapter: LoraAdapter | None = getattr(head, "lora", None)
     if adapter is None or not adapter.enabled:
         return None
     return adapter.low(hidden), adapter.lora_B_0
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def sharded_state(chunk) -> dict[str, Any]:
-    """megatron's ShardedTensors of what trains in a chunk, under their names there: adapters and modules_to_save.
+    """megatron's ShardedTensors of what trains in a chunk: adapters and modules_to_save.
 
     Adapters are stored under the names of the whole model, and load in any layout.
     """
@@ -260,10 +265,10 @@ def sharded_state(chunk) -> dict[str, Any]:
 
 
 def base_sample(model) -> dict[str, list]:
-    """{HF weight: [dtype, some of its numbers]} of the frozen weights under the first and the last adapter.
+    """{HF weight: [dtype, some of its numbers]} of the weights under the first and last adapter.
 
-    A checkpoint of adapters keeps it, to know its base. On global rank 0, the same in every layout; {} elsewhere, and
-    of a model without adapters. Collectives: those of weights_convert.iter_hf_tensors.
+    A checkpoint of adapters keeps it, to know its base. The same in every layout, on global rank 0;
+    {} elsewhere and without adapters. Collectives: those of weights_convert.iter_hf_tensors.
     """
     spec = spec_of(model)
     if spec is None:

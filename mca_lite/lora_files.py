@@ -1,8 +1,9 @@
-"""Adapters in PEFT's file format, in and out: adapter_config.json and adapter_model.safetensors; and merged into weights.
+"""Adapters in PEFT's files, in and out, and merged into the weights of their base.
 
-Every module has two matrices of its own under its Hugging Face name, whatever megatron fuses and whatever the layout:
-base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r], for an embedding .lora_embedding_A [r, V] and
-.lora_embedding_B [h, r]. Modules in modules_to_save are stored in full.
+Every module has two matrices of its own under its Hugging Face name, whatever megatron fuses and
+whatever the layout: base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r],
+for an embedding .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Modules in modules_to_save
+are stored in full.
 """
 
 import json
@@ -25,7 +26,7 @@ from .weights_vocabulary import EMBEDDING_AND_HEAD
 PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 _VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
-# What an adapter may ask for that is not built here: key of adapter_config.json -> the values without effect
+# Keys of adapter_config.json that ask for what is not built here -> their values without effect
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -47,11 +48,11 @@ _PLAIN = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
-# -- in ------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------
 
 
 class AdapterSource:
-    """The tensors of an adapter's folder by their names without PEFT's prefix; reads as SafetensorsSource does."""
+    """The tensors of an adapter's folder, by their names without PEFT's prefix."""
 
     def __init__(self, folder: str | os.PathLike):
         from safetensors import safe_open
@@ -59,8 +60,8 @@ class AdapterSource:
         path = Path(folder) / ADAPTER_WEIGHTS_NAME
         if not path.is_file():
             raise ValueError(
-                f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder that PEFT or this package "
-                "wrote"
+                f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
+                "that PEFT or this package wrote"
             )
         self.folder, self._file = Path(folder), safe_open(path, "pt")
         # PEFT writes the frozen embedding of an adapted one beside it: the base has it
@@ -75,7 +76,7 @@ class AdapterSource:
         return sorted({n.removesuffix(s) for n in self._names for s in _SUFFIXES if n.endswith(s)})
 
     def whole_weights(self) -> set[str]:
-        """The names that are no adapter's: modules_to_save, and what PEFT's save_embedding_layers adds."""
+        """The names of whole weights: modules_to_save, and PEFT's save_embedding_layers."""
         return {name for name in self._names if not name.endswith(_SUFFIXES)}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -102,24 +103,27 @@ class AdapterSource:
             )
         if self.shape(key) != shape:
             raise ValueError(
-                f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: the adapter belongs to "
-                "another model, set adapter_name_or_path to one of this model"
+                f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: "
+                "the adapter belongs to another model, set adapter_name_or_path to one of this "
+                "model"
             )
 
 
 def read_spec(folder: str | os.PathLike) -> LoraSpec:
-    """The spec of a PEFT adapter; `targets` are the modules that its file holds. ValueError for what is not built here."""
+    """The spec of a PEFT adapter, targets from its file. ValueError for what is not built here."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
         raise ValueError(
-            f"adapter_name_or_path: {folder} holds no {ADAPTER_CONFIG_NAME}: set the folder of an adapter"
+            f"adapter_name_or_path: {folder} holds no {ADAPTER_CONFIG_NAME}: set the folder of an "
+            "adapter"
         )
     values = json.loads(path.read_text())
     for key, plain in _PLAIN.items():
         if key in values and values[key] not in plain:
             raise ValueError(
-                f"{path}: {key} is {json.dumps(values[key])}, which is not built here (expected {json.dumps(plain[0])}): "
-                "merge that adapter into its base with PEFT and train a new one"
+                f"{path}: {key} is {json.dumps(values[key])}, which is not built here (expected "
+                f"{json.dumps(plain[0])}): merge that adapter into its base with PEFT and train a "
+                "new one"
             )
     return LoraSpec(
         rank=values["r"],
@@ -132,7 +136,7 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
 
 
 def spec_of_keys(keys) -> LoraSpec:
-    """The spec that FinetuningArguments ask for. A given lora_dropout counts for an adapter of adapter_name_or_path too."""
+    """The spec of FinetuningArguments; lora_dropout, if given, is that of a loaded adapter too."""
     if keys.adapter_name_or_path:
         spec = read_spec(keys.adapter_name_or_path)
         return spec if keys.lora_dropout is None else replace(spec, dropout=keys.lora_dropout)
@@ -153,8 +157,8 @@ def check_modules(folder: str | os.PathLike, spec: LoraSpec, found: list[Candida
     if unknown or not spec.targets:
         example = f", such as {unknown[0]}" if unknown else ""
         raise ValueError(
-            f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of which this model lacks "
-            f"{len(unknown)}{example}; set model_name_or_path to its base"
+            f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of "
+            f"which this model lacks {len(unknown)}{example}; set model_name_or_path to its base"
         )
 
 
@@ -164,10 +168,10 @@ def load_adapter(
     dropout: float | None = None,
     dtype: torch.dtype = torch.float32,
 ):
-    """Put the adapter of a folder on VirtualModels or a transformers model, to train it further -> model.
+    """Put the adapter of a folder on a model of either backend, to train it further -> the model.
 
-    dropout: another one than the adapter's. dtype: of a transformers model's frozen weights. All ranks must call it.
-    ValueError, on every rank, for an adapter of another model.
+    dropout: another one than the adapter's. dtype: of a transformers model's frozen weights. All
+    ranks must call it. ValueError, on every rank, for an adapter of another model.
     """
     spec, source = read_spec(folder), AdapterSource(folder)
     if dropout is not None:
@@ -191,8 +195,11 @@ def _saved_keys(model) -> set:
 
 
 def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
-    """ValueError for whole weights in an adapter's file that modules_to_save does not mean and the model does not have:
-    PEFT writes embedding and head there once the vocabulary was resized, and an export from here would lose them."""
+    """ValueError for whole weights in the file that are neither in modules_to_save nor the model's.
+
+    PEFT writes embedding and head there once the vocabulary was resized; our export would lose
+    them.
+    """
     host = host_of(model)
     for name in sorted(source.whole_weights()):
         if lora.is_saved(module_of(name), spec):
@@ -200,18 +207,20 @@ def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
         own, theirs = host.base_weight(name), source.read(name).float()
         if own is None or not torch.equal(own.detach().cpu().float(), theirs):
             raise ValueError(
-                f"{source.folder} brings a {name} of its own, which is not among its modules_to_save and not the model's: it "
-                "would be lost in training; put the adapter into its base first, python -m mca_lite convert BASE DST --merge"
+                f"{source.folder} brings a {name} of its own, which is not among its "
+                "modules_to_save and not the model's: it would be lost in training; put the "
+                "adapter into its base first, python -m mca_lite convert BASE DST --merge"
             )
 
 
-# -- out -----------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------
 
 
 def gather_adapters(model) -> dict[str, torch.Tensor]:
-    """{key without prefix: whole float32 CPU matrix} on global rank 0, {} elsewhere. All ranks must call it.
+    """{key without prefix: whole float32 CPU matrix} on global rank 0, {} elsewhere.
 
-    Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
+    All ranks must call it. Collectives: gathers over tensor-parallel and expert-tensor-parallel
+    groups, sends to rank 0.
     """
     host, here, out = host_of(model), parallel.rank(), {}
     held = {piece.key: piece for piece in lora.pieces_of(model)}
@@ -242,7 +251,7 @@ def _ranks_of(group) -> list[int]:
 
 
 def save_adapter(model, folder: str | os.PathLike) -> list[str]:
-    """Write the adapter as PEFT does -> the names of the files on global rank 0, which writes. All ranks must call it."""
+    """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
     from safetensors.torch import save_file
 
     spec, folder, tensors = lora.spec_of(model), Path(folder), gather_adapters(model)
@@ -259,7 +268,7 @@ def save_adapter(model, folder: str | os.PathLike) -> list[str]:
 
 
 def target_modules(model) -> list[str]:
-    """The adapted modules as PEFT's target_modules: last names where they say it all, else whole names."""
+    """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
     modules, out = lora.spec_of(model).modules, []
     found = [candidate.hf for candidate in lora.candidates(model)]
     for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules):
@@ -269,7 +278,7 @@ def target_modules(model) -> list[str]:
 
 
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
-    """adapter_config.json: the keys that PEFT needs for plain LoRA; it has defaults for all others."""
+    """adapter_config.json: what PEFT needs for plain LoRA; it has defaults for other keys."""
     is_whole = float(spec.alpha).is_integer()
     return {
         "base_model_name_or_path": spec.base_model,
@@ -285,7 +294,7 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
 
 
 def check_checkpoint(model, folder: str | os.PathLike) -> None:
-    """ValueError where a checkpoint (which has its adapters in PEFT's format beside it) and the model differ in adapters."""
+    """ValueError if a checkpoint, which holds a PEFT adapter, and the model differ in adapters."""
     spec, path = lora.spec_of(model), Path(folder) / ADAPTER_CONFIG_NAME
     if spec is None and not path.is_file():
         return
@@ -294,23 +303,23 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
         if spec is None:
             has, lacks, kind = "adapters", "none", "lora"
         raise ValueError(
-            f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or start anew with another "
-            "output_dir"
+            f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or "
+            "start anew with another output_dir"
         )
     values, now = json.loads(path.read_text()), peft_config(spec, target_modules(model))
     for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
         if values[key] != now[key]:
             raise ValueError(
-                f"{folder} was saved with {key} {values[key]} of its adapters, and this run has {now[key]}: set it back to "
-                "go on"
+                f"{folder} was saved with {key} {values[key]} of its adapters, and this run has "
+                f"{now[key]}: set it back to go on"
             )
 
 
-# -- merged ------------------------------------------------------------------------------------------------------------
+# -- merged ----------------------------------------------------------------------------------------
 
 
 def check_mergeable(spec: LoraSpec, model) -> None:
-    """ValueError where the weights cannot take the adapters in: an adapter on one side of a tied embedding.
+    """ValueError if merging is impossible: an adapter on one side of a tied embedding.
 
     model: VirtualModels or their config, or a transformers model, which may be on the meta device.
     """
@@ -321,13 +330,17 @@ def check_mergeable(spec: LoraSpec, model) -> None:
 
 
 def _one_sided_text(name: str, remedy: str) -> str:
-    return f"{name} has an adapter, and the embedding is the head in this model: merged, both would change; {remedy}"
+    return (
+        f"{name} has an adapter, and the embedding is the head in this model: merged, both would "
+        f"change; {remedy}"
+    )
 
 
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A function (HF name, CPU tensor) -> the tensor with its adapter in it: W + scale * B A in float32, then W's dtype.
+    """A function (HF name, CPU tensor W) -> W + scale * B A, in float32, then in W's dtype.
 
-    The model's own weights stay as they are. All ranks must call merger(); the function works on global rank 0.
+    The model's own weights stay as they are. All ranks must call merger(); the function works on
+    global rank 0.
     """
     spec = lora.spec_of(model)
     check_mergeable(spec, model)
@@ -335,7 +348,7 @@ def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
-    """The function of merger(). matrix(key without prefix): a matrix of the adapter, None where it has none."""
+    """The function of merger(). matrix(key): a matrix of the adapter, or None."""
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
         module = name.removesuffix(".weight")
@@ -351,11 +364,13 @@ def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
 
 
 def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
-    """Merge an adapter's files into the tensors of `base`, a matrix at a time -> (function, rows of the vocabulary).
+    """What merges an adapter's files into `base` -> (function, vocabulary size)
 
-    function(name, tensor of the base) gives the merged tensor; modules in modules_to_save replace the base's. The rows
-    are those of the merged model, None for a base without embedding. tied: the base's embedding is its head.
-    ValueError for an adapter of another model, or one that cannot be merged.
+    function(name, tensor of the base) gives the merged tensor; modules in modules_to_save replace
+    the base's. The size is the
+    merged model's, None for a base without embedding. tied: the
+    base's embedding is its head. ValueError for an adapter of another model, or one that cannot be
+    merged.
     """
     spec, source = read_spec(folder), AdapterSource(folder)
     one_sided = [name for name in source.modules() if name.endswith(EMBEDDING_AND_HEAD)]
@@ -372,8 +387,8 @@ def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
     needed = whole | {f"{module}.weight" for module in source.modules()}
     if missing := sorted(needed - base.names()):
         raise ValueError(
-            f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which {base.folder} lacks "
-            f"{len(missing)}, such as {missing[0]}"
+            f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which "
+            f"{base.folder} lacks {len(missing)}, such as {missing[0]}"
         )
     for name in sorted(needed):  # all of them, before anything is written
         _check_shapes(name, source, spec.rank, base.shape(name))
@@ -392,13 +407,14 @@ def _merged_vocabulary(folder, source: AdapterSource, base: SafetensorsSource) -
     if len(set(sizes.values())) > 1:
         words = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items()))
         raise ValueError(
-            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or neither"
+            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or "
+            "neither"
         )
     return next(iter(sizes.values()), None)
 
 
 def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int, ...]) -> None:
-    """ValueError where an adapter lacks a matrix for a weight of the model, or has one of another shape."""
+    """ValueError if an adapter lacks a matrix for a weight, or has one of another shape."""
     if name in source.names():
         rows = shape[0]
         if name.endswith(_VOCABULARY_WEIGHTS):  # it may bring new tokens

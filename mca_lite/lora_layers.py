@@ -1,21 +1,22 @@
-"""LoRA layers: y = W x + scale * B A x with W frozen; the mathematics, names and file format of PEFT.
+"""LoRA layers: y = W x + scale * B A x with W frozen, as in PEFT.
 
-An adapter belongs to a module of the Hugging Face model (q_proj, gate_proj, embed_tokens, ...), also where megatron holds
-several of them in one matrix: one GEMM serves the A of all, and each has a B of its own. An adapter is the submodule "lora"
-of the module that it changes. It must be there before DDP wraps the model.
+An adapter belongs to a module of the Hugging Face model (q_proj, gate_proj, embed_tokens, ...),
+also where megatron holds several of them in one matrix: one GEMM serves the A of all, and each has
+a B of its own. An adapter is the submodule "lora" of the module that it changes. It must be there
+before DDP wraps the model.
 
-Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch; of experts, n on this
-rank, f columns of one on this rank, T tokens. Only activations r wide cross ranks. What each matrix of a cut linear
-is, for megatron's gradient reduction and norm:
+Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch; of
+experts, n on this rank, f columns of one on this rank, T tokens. Only activations r wide cross
+ranks. What each matrix of a cut linear is, for megatron's gradient reduction and norm:
 
-    column        A whole, its gradient complete: copy_to sums that of the low-rank activation. B cut along its rows.
-    column, SP    A whole, its gradient a partial sum over the sequence (marked sequence_parallel). B cut.
+    column        A whole, its gradient complete: copy_to sums that of A x. B cut along its rows.
+    column, SP    A whole, its gradient partial over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
-    not cut       A and B whole and complete; with SP both partial over the sequence, of which it sees a part.
-    experts       gate, up: A [n, r, h] whole, B [n, f, r] cut. down: A [n, r, f] cut, B [n, h, r] whole. The dispatcher
-                  sums activations over the expert-tensor-parallel ranks, so each of them has a part of the gradient of
-                  a whole matrix, and the parts are summed here.
+    not cut       A and B whole and complete; with SP both partial over the sequence.
+    experts       gate, up: A [n, r, h] whole, B [n, f, r] cut. down: A [n, r, f] cut, B [n, h, r]
+                  whole. The dispatcher sums activations over the expert-tensor-parallel ranks: each
+                  has a part of the gradient of a whole matrix, and the parts are summed here.
 """
 
 import math
@@ -35,7 +36,7 @@ Names = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What adapters a model has. modules: the Hugging Face names of the adapted modules; lora.plan fills them in."""
+    """What adapters a model has. modules: the adapted HF modules, which lora.plan fills in."""
 
     rank: int = 8
     alpha: float | None = None  # None: 2 * rank
@@ -60,9 +61,9 @@ class LoraSpec:
 class Piece(NamedTuple):
     """This rank's part of one matrix of PEFT.
 
-    key: the matrix's name in a file, without PEFT's prefix. part: where it is in `parameter` (a slice of rows, or an
-    expert's number). axis: where `group` cuts the matrix, None: whole. real: the length of the whole matrix
-    along axis, where the parameters are padded.
+    key: the matrix's name in a file, without PEFT's prefix. part: where it is in `parameter` (a
+    slice of rows, or an expert's number). axis: where `group` cuts the matrix, None: whole. real:
+    the length of the whole matrix along axis, where the parameters are padded.
     """
 
     key: str
@@ -110,15 +111,16 @@ class Piece(NamedTuple):
 class Adapter(torch.nn.Module):
     """Base of all adapters.
 
-    mca: megatron's name of the adapted module in the whole model. names: for each projection the Hugging Face modules
-    that it consists of (one; of experts, that of each local expert), () for a projection without adapter. group: the
-    ranks that cut the module, None on plain torch.
+    mca: megatron's name of the adapted module in the whole model. names: for each projection the
+    Hugging Face modules that it consists of (one; of experts, that of each local expert), () for a
+    projection without adapter. group: the ranks that cut the module, None on plain torch.
     """
 
     num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
 
     def __init__(
-        self, spec: LoraSpec, mca: str, names: Names, group=None, sequence_parallel=False, device=None
+        self, spec: LoraSpec, mca: str, names: Names, group=None, sequence_parallel=False,
+        device=None,
     ):  # fmt: skip
         super().__init__()
         self.spec, self.mca, self.names = spec, mca, names
@@ -131,7 +133,7 @@ class Adapter(torch.nn.Module):
         self.padded: set[str] = set()  # parameters that a padded vocabulary makes longer
 
     def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
-        """Add a float32 parameter. partial: its gradient has to be summed over the ranks that share the sequence."""
+        """Add a float32 parameter. partial: its gradient is a part of the sum over the sequence."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         cut = axis is not None and self.tp > 1
         parameter.tensor_model_parallel = cut
@@ -147,8 +149,16 @@ class Adapter(torch.nn.Module):
         is_expert = self.num_stack_axes > 0
         return Piece(key, getattr(self, name), part, self.axes[name], self.group, real, is_expert)
 
+    def _summed(self, low: torch.Tensor, scatter: bool) -> torch.Tensor:
+        """The sum over the group, or this rank's part of the sequence of it. Collective."""
+        from megatron.core.tensor_parallel import mappings
+
+        if scatter:
+            return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
+
     def _dropped(self, x: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
-        """x after dropout. is_shared: every rank of the group has the same x, and must drop the same of it."""
+        """x after dropout. is_shared: all ranks have the same x, and must drop the same of it."""
         if not self.training or self.spec.dropout == 0.0:
             return x
         if is_shared:
@@ -162,8 +172,9 @@ class Adapter(torch.nn.Module):
 class LoraAdapter(Adapter):
     """The adapters of one linear, which may hold several projections.
 
-    widths: outputs of each projection on this rank. cut: "column", "row" or None. groups: query groups of this rank,
-    if the outputs are interleaved by them. vocab_size: the real V of an output layer that is padded.
+    widths: outputs of each projection on this rank. cut: "column", "row" or None. groups: query
+    groups of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
+    layer that is padded.
     """
 
     def __init__(
@@ -202,8 +213,9 @@ class LoraAdapter(Adapter):
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * A x, float32; of the whole sequence where the linear is cut by columns, summed where by rows."""
-        # without sequence parallelism every rank of a group sees the same x, but for row-cut linears
+        """scale * A x, float32; of a cut linear summed over its ranks, or of the whole sequence."""
+        # without sequence parallelism every rank of a group sees the same x, but for row-cut
+        # linears
         is_shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
         low = F.linear(self._dropped(x.to(self.lora_A.dtype), is_shared), self.lora_A)
         return self._across_ranks(low) * self.spec.scale
@@ -211,12 +223,10 @@ class LoraAdapter(Adapter):
     def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:
         if self.tp == 1 or self.cut is None:
             return low
+        if self.cut == "row":
+            return self._summed(low, scatter=self.sequence_parallel)
         from megatron.core.tensor_parallel import mappings
 
-        if self.cut == "row" and self.sequence_parallel:
-            return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-        if self.cut == "row":
-            return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
         if self.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.group
@@ -229,7 +239,8 @@ class LoraAdapter(Adapter):
 
 
 class LoraEmbedding(Adapter):
-    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, B [h, r] does not, as in PEFT.
+    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, B [h, r]
+    does not, as in PEFT.
 
     rows: V / tp, padding included. scatters: the embedding gives each rank a part of the sequence.
     """
@@ -248,30 +259,26 @@ class LoraEmbedding(Adapter):
         yield self._piece(f"{name}.{b}", b)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [b, s] -> [b, s, h], or [s / tp, b, h] where the embedding scatters the sequence; float32."""
+        """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] if the embedding scatters."""
         table = self.lora_embedding_A.t()
         if self.tp == 1:
             low = F.embedding(tokens, table)
         else:
-            from megatron.core.tensor_parallel import mappings
-
             local = tokens - self.rank * table.shape[0]
             elsewhere = (local < 0) | (local >= table.shape[0])
             low = F.embedding(local.masked_fill(elsewhere, 0), table)
             low = low.masked_fill(elsewhere[..., None], 0.0)
             if self.scatters:
                 low = low.transpose(0, 1).contiguous()
-                low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-            else:
-                low = mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
+            low = self._summed(low, scatter=self.scatters)
         return F.linear(low * self.spec.scale, self.lora_embedding_B)
 
 
 class LoraExperts(Adapter):
     """The adapters of a layer's experts, their matrices side by side as the experts' own are.
 
-    names: of gate, up and down, the module of each local expert. columns: f. ep: the expert-parallel group; group:
-    the expert-tensor-parallel one.
+    names: of gate, up and down, the module of each local expert. columns: f. ep: the
+    expert-parallel group; group: the expert-tensor-parallel one.
     """
 
     num_stack_axes = 1
@@ -293,7 +300,8 @@ class LoraExperts(Adapter):
         super()._add(name, shape, axis, partial)
         parameter = getattr(self, name)
         parameter.allreduce = False  # reduced over the ranks that hold the same experts
-        # a whole expert is no duplicate of another rank's; a matrix that all ranks of the group hold is
+        # a whole expert is no duplicate of another rank's; a matrix that all ranks of the group
+        # hold is
         parameter.tensor_model_parallel = axis is not None or self.tp == 1
         parameter.partition_dim = 1 if axis is None else 1 + axis
 
@@ -314,7 +322,7 @@ class LoraExperts(Adapter):
         return multiply(low, self._matrix(f"{projection}_B")) * self.spec.scale
 
     def gate_up(self, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
-        """x [T, h] -> [T, 2 f], float32. multiply(x, w): each expert's tokens times the transpose of its matrix in w."""
+        """x [T, h] -> float32 [T, 2 f]. multiply(x, w): each expert's tokens times its w^T."""
         parts = {p: self._one(p, x, multiply) for p in ("gate", "up") if p in self.adapted}
         if not parts:
             return None
@@ -322,7 +330,7 @@ class LoraExperts(Adapter):
         return torch.cat([parts.get("gate", zeros), parts.get("up", zeros)], -1)
 
     def down(self, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
-        """x [T, f] -> [T, h], float32."""
+        """x [T, f] -> float32 [T, h]."""
         return self._one("down", x, multiply) if "down" in self.adapted else None
 
     def delta(self, projection: str) -> torch.Tensor | float:
@@ -333,11 +341,11 @@ class LoraExperts(Adapter):
         return self.spec.scale * torch.bmm(b, a)
 
 
-# -- how a module gets its adapter ---------------------------------------------------------------------------------
+# -- how a module gets its adapter -----------------------------------------------------------------
 
 
 def attach(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Put an adapter on a module that asks for it in its own forward pass: model_moe.py's router and experts."""
+    """Put an adapter on a module that uses it itself: model_moe.py's router and experts."""
     adapter.train(module.training)
     module.add_module("lora", adapter)
 
@@ -355,8 +363,8 @@ def attach_merged(
 ) -> None:
     """Put an adapter on a module that has no linear of its own, transformers' experts and routers.
 
-    Its forward pass runs with the tensors of merged(module, adapter), by name, in place of its parameters. That takes
-    their memory once more, and allows no dropout.
+    Its forward pass runs with the tensors of merged(module, adapter), by name, in place of its
+    parameters. That takes their memory once more, and allows no dropout.
     """
     attach(module, adapter)
     own = _OwnForward(module)  # not a submodule: the module would contain itself
@@ -370,7 +378,7 @@ def attach_merged(
 
 
 class _OwnForward(torch.nn.Module):
-    """Calls the forward pass of a module's class without its hooks, which the call of the module runs."""
+    """Runs the forward pass of a module's class without the module's hooks, which run anyway."""
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
@@ -395,7 +403,7 @@ def merged_router(router: torch.nn.Module, adapter: LoraAdapter) -> dict[str, to
 
 
 def _add_output(module, args, output):
-    """Forward hook: add the adapter's output to the module's in float32, and return it in the base's dtype."""
+    """Forward hook: add the adapter's output in float32; the result has the base's dtype."""
     adapter = module.lora
     # the chunked loss takes the adapter's factors itself (lora.extra_factors)
     if not adapter.enabled or getattr(module, "passes_hidden", False):

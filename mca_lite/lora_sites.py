@@ -1,7 +1,9 @@
-"""Where a model can have adapters: what each backend tells of its model. lora.py and lora_files.py do the rest, once.
+"""Where a model can have adapters: what each backend tells of its model. lora.py and lora_files.py
+do the rest, once.
 
-A host stands for a model: MegatronHost for VirtualModels, or for their config before they are built; TorchHost for a
-transformers model, which may be on the meta device. Both answer the same methods.
+A host stands for a model: MegatronHost for VirtualModels, or for their config before they are
+built; TorchHost for a transformers model, which may be on the meta device. Both answer the same
+methods.
 """
 
 import functools
@@ -59,7 +61,7 @@ class Weight(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A module of this rank that can have an adapter: kind(spec, mca, names, device=device, **sizes)."""
+    """A module of this rank that can have an adapter, and the arguments of that adapter."""
 
     module: torch.nn.Module
     mca: str  # megatron's name of it in the whole model
@@ -107,7 +109,7 @@ def _expert_names(rows: Iterable[Row], layer: int) -> Names:
 
 
 class MegatronHost:
-    """What adapters need to know of VirtualModels, or of a model that is not built yet, from its McaModelConfig."""
+    """VirtualModels, or the McaModelConfig of models that are not built yet."""
 
     def __init__(self, model):
         is_config = isinstance(model, McaModelConfig)
@@ -134,7 +136,8 @@ class MegatronHost:
         config = self.config
         if config.mtp_num_layers:
             raise ValueError(
-                "adapters beside layers for multi-token prediction are not built: set mtp_num_layers: 0"
+                "adapters beside layers for multi-token prediction are not built: set "
+                "mtp_num_layers: 0"
             )
         self._refuse_fused(spec)
         if config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
@@ -143,33 +146,37 @@ class MegatronHost:
         cut = (config.expert_tensor_parallel_size or 1) > 1
         if spec.dropout and cut and any(set(spec.modules) & set(w.modules) for w in of_experts):
             raise ValueError(
-                f"lora_dropout {spec.dropout}: ranks that share an expert's columns would drop different inputs: set "
-                "expert_tensor_parallel_size: 1 or lora_dropout: 0"
+                f"lora_dropout {spec.dropout}: ranks that share an expert's columns would drop "
+                "different inputs: set expert_tensor_parallel_size: 1 or lora_dropout: 0"
             )
 
     def _refuse_fused(self, spec: LoraSpec) -> None:
-        # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts these one by one
+        # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism
+        # cuts these one by one
         fused = {
             module_of(name).rsplit(".", 1)[-1] for row in self.rows if row.fused for name in row.hf
         }
         if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
             others = {c.hf.rsplit(".", 1)[-1] for c in self.candidates() if c.in_all} - fused
             raise ValueError(
-                f"lora_target: adapters on {', '.join(meant)} of {self.config.hf_model_type}, which holds several "
-                f"projections in one tensor, are not built: set lora_target: {', '.join(sorted(others))}, or use_mca: false"
+                f"lora_target: adapters on {', '.join(meant)} of {self.config.hf_model_type}, "
+                "which holds several projections in one tensor, are not built: set lora_target: "
+                f"{', '.join(sorted(others))}, or use_mca: false"
             )
 
     def _refuse_overlapped(self, spec: LoraSpec) -> None:
-        # beside the dispatch the linears of shared experts leave their communication to others, which adapters would miss
+        # beside the dispatch the linears of shared experts leave their communication to others,
+        # which adapters would miss
         shared = {c.hf for c in self.candidates() if ".shared_experts." in c.mca}
         if meant := sorted(shared.intersection(spec.modules)):
             raise ValueError(
-                f"lora_target: adapters on shared experts ({meant[0]}) that run beside the dispatch are not built under "
-                "tensor parallelism: set moe_shared_expert_overlap: false"
+                f"lora_target: adapters on shared experts ({meant[0]}) that run beside the "
+                "dispatch are not built under tensor parallelism: set moe_shared_expert_overlap: "
+                "false"
             )
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
-        """Leave only the weights with these keys trainable. dtype: without effect, the model has its own."""
+        """Leave only the weights with these keys trainable. dtype: has no effect here."""
         self.models.requires_grad_(False)
         for key, parameter in own_parameters(self.models).items():
             if key in trained:
@@ -179,18 +186,18 @@ class MegatronHost:
                 chunk.embedding.register_forward_hook(_needs_grad)
 
     def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, CPU tensor) of these weights on global rank 0. Collective, see weights_convert.iter_hf_tensors."""
+        """(HF name, CPU tensor) of these weights on global rank 0. Collective: iter_hf_tensors."""
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection, source) -> None:
-        """Fill this rank's parameters of these weights from a source. ValueError for other shapes."""
+        """Fill this rank's part of these weights from a source. ValueError for other shapes."""
         rows, held = {row.mca: row for row in self.rows}, own_parameters(self.models)
         with torch.no_grad():
             for name, layer in held.keys() & set(keys):
                 copy_in(rows[name], layer, held[name, layer], source, self.config)
 
     def base_weight(self, name: str) -> torch.Tensor | None:
-        """A weight of the checkpoint that the model was loaded from, None if there is none. A tied head is the embedding."""
+        """A weight of the checkpoint that was loaded, or None. A tied head is the embedding."""
         source, names = self._base
         if name not in names and self.is_tied and name in vocabulary_names(self.config):
             name = next(iter(vocabulary_names(self.config) & names), name)
@@ -272,7 +279,8 @@ class MegatronHost:
 
 
 def _needs_grad(module, args, output):
-    # recomputation gives no gradient at all to a unit without an input that needs one, and a frozen embedding's
+    # recomputation gives no gradient at all to a unit without an input that needs one, and a frozen
+    # embedding's
     # output is none (tensor_parallel/random.py, CheckpointFunction)
     return output.requires_grad_(True) if torch.is_grad_enabled() else output
 
@@ -288,7 +296,7 @@ class _Fields(SimpleNamespace):
 
 
 class TorchHost:
-    """What adapters need to know of a transformers model. Of families outside the table, linears and embeddings alone."""
+    """A transformers model; of families outside the table, its linears and embeddings alone."""
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.chunks, self.modules = model, [model], dict(model.named_modules())
@@ -304,12 +312,13 @@ class TorchHost:
         return {name: module for name, module in self.modules.items() if isinstance(module, kinds)}
 
     def candidates(self) -> list[Candidate]:
-        """All modules that can have an adapter, in the model's order; then experts and routers, which are no linears."""
+        """All modules that can have an adapter: those with a linear, then experts and routers."""
         of_table = {c.hf: c for c in _candidates(self.fields)} if self.fields else {}
         linears, found = self._linears(), []
         for name, module in linears.items():
             known = of_table.get(name)
-            # what megatron-core does not hold as a linear, the gate of a shared expert, is not meant by all
+            # what megatron-core does not hold as a linear, the gate of a shared expert, is not
+            # meant by all
             in_all = isinstance(module, torch.nn.Linear) and module is not self.head
             in_all = in_all and (known is not None or self.fields is None)
             found.append(Candidate(name, known.mca if known else "", in_all))
@@ -326,12 +335,12 @@ class TorchHost:
         """ValueError for adapters that are not built here."""
         if spec.dropout and not self._linears().keys() >= set(spec.modules):
             raise ValueError(
-                f"lora_dropout {spec.dropout}: adapters of experts and routers have none on plain torch: set lora_dropout: 0 "
-                "or use_mca: true"
+                f"lora_dropout {spec.dropout}: adapters of experts and routers have none on plain "
+                "torch: set lora_dropout: 0 or use_mca: true"
             )
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
-        """Make the weights `dtype` and frozen; those of the modules `trained` float32 and trainable."""
+        """Freeze the weights and make them `dtype`; those of `trained` are float32 and train."""
         # not the buffers: rotary frequencies stay exact
         for parameter in self.model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(dtype)
@@ -379,7 +388,7 @@ class TorchHost:
                 yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-        """The experts and the router of a layer, which transformers holds as modules of its own kinds."""
+        """The experts and the router of a layer, which are no linears in transformers."""
         rows = rows_of(self.fields.hf_model_type, self.fields)
         _, hidden_size, columns = block.experts.down_proj.shape
         sizes = dict(hidden_size=hidden_size, columns=columns)

@@ -1,16 +1,14 @@
 """Loads Hugging Face weights into megatron's parameters and exports them, at any parallel layout.
 
-Both directions follow the rows of the model's family (model_family_rows.py). fill() reads for each parameter of this
-rank the slices of the Hugging Face tensors that its row names, and only those bytes. export_hf() walks the rows in
-layer order: the ranks that hold the parts of a tensor join them, and one rank writes it.
+Both directions follow the rows of the model's family (model_family_rows.py). fill() reads for each
+parameter of this rank the slices of the Hugging Face tensors that its row names, and only those
+bytes. export_hf() walks the rows in layer order: the ranks that hold the parts of a tensor join
+them, and one rank writes it.
 """
 
-import contextlib
 import itertools
 import math
 import os
-import re
-import warnings
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,18 +20,23 @@ from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 
 from . import parallel
-from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .model_families import rows_of
-from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, UNUSED_TENSORS, Row, is_of_expert
+from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, Row, is_of_expert
 from .weights_files import name_shards, parse_size, write_hf_config, write_shards
-from .weights_sources import InitSource, SafetensorsSource
+from .weights_sources import (
+    InitSource,
+    SafetensorsSource,
+    carried_tensors,
+    is_unused,
+    weights_folder,
+)
 
 # Their rows are tokens: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class _Parts:
-    """The parts of one tensor that are stacked along its rows, as a source of tensors named 0, 1, ...: for fused rows."""
+    """The parts of a tensor, stacked along its rows, as a source of tensors named 0, 1, ..."""
 
     def __init__(self, source, name: str, sizes: list[int]):
         self.source, self.name, self.sizes = source, name, sizes
@@ -46,14 +49,15 @@ class _Parts:
         return self.source.read(self.name, rows=slice(start + rows.start, start + rows.stop))
 
 
-# -- in ----------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------
 
 
 def fill(models, source: SafetensorsSource | InitSource) -> None:
     """Fill every parameter of this rank from `source`, each exactly once.
 
-    models: VirtualModels. No collectives. ValueError, on every rank, if the source lacks a tensor of the model or
-    holds one that the model does not use; ValueError for a tensor of another shape, or a parameter without a row.
+    models: VirtualModels. No collectives. ValueError, on every rank, if the source lacks a tensor
+    of the model or holds one that the model does not use; ValueError for a tensor of another shape,
+    or a parameter without a row.
     """
     config = models.config
     rows = _rows_by_name(config)
@@ -65,18 +69,18 @@ def fill(models, source: SafetensorsSource | InitSource) -> None:
                 row = rows.get(TE_ALIASES.get(name, name))
                 if row is None:
                     raise ValueError(
-                        f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: no row of the "
-                        f"family's table fills it (model_families.py)"
+                        f"parameter {name} of {config.hf_model_type}, shape "
+                        f"{tuple(parameter.shape)}: no row of the family's table fills it "
+                        "(model_families.py)"
                     )
-                assert (id(chunk), name, layer) not in filled, (
-                    f"{name} of layer {layer} would be filled twice"
-                )
-                filled.add((id(chunk), name, layer))
+                place = (id(chunk), name, layer)
+                assert place not in filled, f"{name} of layer {layer} would be filled twice"
+                filled.add(place)
                 copy_in(row, layer, parameter, source, config)
 
 
 def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
-    """Fill one parameter of this rank from the source's tensors that its row names. ValueError for other shapes."""
+    """Fill a parameter of this rank with the tensors of its row. ValueError for other shapes."""
     _check_shapes(row, layer, parameter, source, config)
     value = _merge(row, layer, source, config)
     assert value.shape == parameter.shape, f"{row} gives {value.shape} for {parameter.shape}"
@@ -86,14 +90,13 @@ def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
 def _rows_by_name(config) -> dict[str, Row]:
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
     if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
-        rows["output_layer.weight"] = Row(
-            "output_layer.weight", rows["embedding.word_embeddings.weight"].hf, "column"
-        )
+        rows[VOCABULARY[1]] = Row(VOCABULARY[1], rows[VOCABULARY[0]].hf, "column")
     return rows
 
 
 def _check_names(config, names: set[str]) -> None:
-    """Refuse a source that lacks a tensor of the whole model, or holds one that the model does not use.
+    """Refuse a source that lacks a tensor of the whole model, or holds one that the model does not
+    use.
 
     Every rank looks at all stages: all of them stop, and none waits for another in a collective.
     """
@@ -107,25 +110,26 @@ def _check_names(config, names: set[str]) -> None:
         if all(wanted[name].mca.startswith(PREDICTION_LAYERS) for name in missing):
             hint = "; mtp_num_layers: 0 where it has no layers for multi-token prediction"
         raise ValueError(
-            f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a {config.hf_model_type} model with "
-            f"{config.num_layers} layers, such as {', '.join(missing[:3])}: save or download it again, or set in "
-            f"config.json what it holds{hint}"
+            f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a "
+            f"{config.hf_model_type} model with {config.num_layers} layers, such as "
+            f"{', '.join(missing[:3])}: save or download it again, or set in config.json what it "
+            f"holds{hint}"
         )
-    copies = {
-        name for row in wanted.values() if row.mca in VOCABULARY for name in copies_of(row, config)
-    }
-    others = names - wanted.keys() - copies
+    others = names - wanted.keys()
+    for row in wanted.values():
+        if row.mca in VOCABULARY:
+            others -= set(copies_of(row, config))
     unknown = sorted(n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers))
     if unknown:
         raise ValueError(
-            f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with {config.num_layers} "
-            f"layers does not use here, such as {', '.join(unknown[:3])}: are model_type and num_hidden_layers in "
-            "config.json right?"
+            f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with "
+            f"{config.num_layers} layers does not use here, such as {', '.join(unknown[:3])}: are "
+            "model_type and num_hidden_layers in config.json right?"
         )
 
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:
-    """The row's HF tensors must have, whole, the shapes of which this rank's parameter is a part."""
+    """ValueError if the row's HF tensors are not those of which this rank's parameter is a part."""
     (rows, *rest), tp = parameter.shape, _degree(row, config)
     expected = {
         "copy": [(rows, *rest)],
@@ -140,8 +144,9 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
         if (got := source.shape(name)) != wanted:
             hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
             raise ValueError(
-                f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill {row.mca.format(layer)} "
-                f"{tuple(parameter.shape)} as {row.kind}: the weights do not belong to this config.json"
+                f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill "
+                f"{row.mca.format(layer)} {tuple(parameter.shape)} as {row.kind}: the weights do "
+                "not belong to this config.json"
             )
 
 
@@ -160,7 +165,7 @@ def _cut_group(row: Row):
 
 
 def _merge(row: Row, layer, source, config) -> torch.Tensor:
-    """This rank's part of the megatron tensor that the row's HF tensors make, in the source's dtype."""
+    """This rank's part of the megatron tensor of a row, in the source's dtype."""
     names = [hf.format(layer) for hf in row.hf]
     tp, rank = _degree(row, config), _cut_group(row).rank()
     if row.fused:
@@ -197,7 +202,7 @@ def qkv_sizes(config) -> tuple[int, int, int]:
 
 
 def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
-    """Rows [queries of the group, key, value] group by group; only the groups that this rank touches are read."""
+    """Rows [queries, key, value] group by group; reads only the groups that this rank touches."""
     sizes = qkv_sizes(config)
     per_group = sum(sizes)
     part = _part(config.num_query_groups * per_group, rank, tp)
@@ -211,17 +216,13 @@ def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
     ]
 
 
-# -- out ---------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------
 
 
 def vocabulary_names(config) -> set[str]:
     """The Hugging Face names of the matrices whose rows are tokens."""
-    return {
-        name
-        for row in rows_of(config.hf_model_type, config)
-        if row.mca in VOCABULARY
-        for name in row.hf
-    }
+    rows = rows_of(config.hf_model_type, config)
+    return {name for row in rows if row.mca in VOCABULARY for name in row.hf}
 
 
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,10 +259,12 @@ def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
 def iter_hf_tensors(
     models, only: Container[tuple[str, int | None]] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other ranks.
+    """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other
+    ranks.
 
-    All ranks must iterate to the end. only: the (megatron name, layer) that are wanted. A tied head does not
-    come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
+    All ranks must iterate to the end. only: the (megatron name, layer) that are wanted. A tied head
+    does not come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel
+    groups, sends to rank 0.
     """
     mine = own_parameters(models)
     return _written_here(models.config, mine, _locate(mine), None, only)
@@ -280,8 +283,9 @@ def _written_here(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, CPU tensor) of what this rank writes. All ranks must iterate to the end.
 
-    writers: {(megatron name, layer): global rank that writes it}, each one of its holders; None: global rank 0
-    writes all. Collectives: gathers over the group that a tensor is cut over; sends where no holder writes.
+    writers: {(megatron name, layer): global rank that writes it}, each one of its holders; None:
+    global rank 0 writes all. Collectives: gathers over the group that a tensor is cut over; sends
+    where no holder writes.
     """
     here = parallel.rank()
     for row, layer in _exported(config):
@@ -306,7 +310,8 @@ def _written_here(
 
 
 def _share_out(config, located: dict) -> dict:
-    """{(megatron name, layer): the holder that writes it}: each holder writes a run of what it holds, in layer order."""
+    """{(megatron name, layer): the holder that writes it}: each holder writes a run of what it
+    holds, in layer order."""
     shares: dict = {}
     for row, layer in _exported(config):
         holders = located[row.mca, layer].holders
@@ -333,7 +338,8 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
 
 
 def _whole(row: Row, parameter: torch.nn.Parameter, tp_group) -> torch.Tensor:
-    """The whole megatron tensor of a parameter that tensor parallelism may cut. Collective over its group."""
+    """The whole megatron tensor of a parameter that tensor parallelism may cut. Collective over its
+    group."""
     part = parameter.detach()
     if tp_group.size() == 1:
         return part
@@ -350,26 +356,22 @@ def _whole_shape(row: Row, shape: tuple[int, ...], parts: int) -> list[int]:
 
 
 def _locate(mine: dict) -> dict:
-    """{(megatron name, layer): _Location} of the whole model, on every rank. Collective over all ranks.
+    """{(megatron name, layer): _Location} of the whole model, on every rank. Collective over all
+    ranks.
 
     A tied embedding lies on two pipeline stages: the first one counts as its holder.
     """
-    dense = (
-        mpu.get_tensor_model_parallel_group(),
+    cuts = mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+    replicas = (
         mpu.get_data_parallel_group(with_context_parallel=True),
+        mpu.get_expert_data_parallel_group(),
     )
-    expert = mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
-    told = []
-    for groups, of_experts in ((dense, False), (expert, True)):
-        cut, replicas = groups
-        if cut.rank() == replicas.rank() == 0:
-            holders = tuple(dist.get_process_group_ranks(replicas))
-            told += [
-                (key, _Location(holders, tuple(parameter.shape), parameter.dtype))
-                for key, parameter in mine.items()
-                if is_of_expert(key[0]) == of_experts
-            ]
-    located: dict = {}
+    told, located = [], {}
+    for key, parameter in mine.items():
+        of_expert = is_of_expert(key[0])
+        if cuts[of_expert].rank() == replicas[of_expert].rank() == 0:
+            holders = tuple(dist.get_process_group_ranks(replicas[of_expert]))
+            told.append((key, _Location(holders, tuple(parameter.shape), parameter.dtype)))
     for theirs in parallel.gather(told):
         for key, location in theirs:
             located.setdefault(key, location)
@@ -377,10 +379,11 @@ def _locate(mine: dict) -> dict:
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
-    """(row, layer) of the whole model: the embedding, layer after layer, then the final norm and the head.
+    """(row, layer) of the whole model: the embedding, layer after layer, then the final norm and
+    the head.
 
-    config: McaModelConfig, or anything with hf_model_type, num_layers, mtp_num_layers, is_moe_layer() and the fields
-    that rows ask for.
+    config: McaModelConfig, or anything with hf_model_type, num_layers, mtp_num_layers,
+    is_moe_layer() and the fields that rows ask for.
     """
     rows = rows_of(config.hf_model_type, config)
     layered = [row for row in rows if "{}" in row.mca]
@@ -399,15 +402,18 @@ def export_hf(
     max_shard_size: str | int = "5GB",
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> list[str]:
-    """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global rank 0 ([] elsewhere).
+    """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global
+    rank 0 ([] elsewhere).
 
-    Global rank 0 writes what fits one file; of a larger model every pipeline stage and data-parallel rank
-    writes a share, into a folder that all of them share. change: applied to each (HF name, tensor); global rank 0
-    writes alone then. Tensors of the source that the model does not read, and the source's code, are
-    copied. Host memory of a writer: one shard. All ranks must call it. Collectives: those of
-    iter_hf_tensors. OSError, on every rank, if any rank cannot write.
+    Global rank 0 writes what fits one file; of a larger model every pipeline stage and
+    data-parallel rank writes a share, into a folder that all of them share. change: applied to each
+    (HF name, tensor); global rank 0 writes alone then. Tensors of the source that the model does
+    not read, and the source's code, are copied. Host memory of a writer: one shard. All ranks must
+    call it. Collectives: those of iter_hf_tensors. OSError, on every rank, if any rank cannot
+    write.
     """
     folder, config, mine = Path(save_directory), models.config, own_parameters(models)
+    source = config.name_or_path
     located, writers = _locate(mine), None
     if change is None and _needs_many_writers(config, located, max_shard_size):
         writers = _share_out(config, located)
@@ -415,7 +421,6 @@ def export_hf(
     if change is not None:
         tensors = ((name, change(name, tensor)) for name, tensor in own)
     if parallel.is_main():
-        source = config.name_or_path
         carried = carried_tensors(source, config.hf_config, config.mtp_num_layers)
         tensors = itertools.chain(tensors, carried)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
@@ -433,16 +438,14 @@ def export_hf(
 
     def finish() -> list[str]:
         written = name_shards(folder, [shard for theirs, _ in answers for shard in theirs])
-        return written + write_hf_config(
-            config.hf_config, config.name_or_path, folder, config.params_dtype
-        )
+        return written + write_hf_config(config.hf_config, source, folder, config.params_dtype)
 
     written = parallel.on_main(finish, OSError)
     return written if parallel.is_main() else []
 
 
 def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
-    """Whether the model is larger than one file, and there is more than one rank that could write."""
+    """Whether the model is larger than one file, and several ranks could write."""
     total = 0
     for row, layer in _exported(config):
         _, shape, dtype = located[row.mca, layer]
@@ -451,61 +454,14 @@ def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
     return many_ranks and total > parse_size(max_shard_size)
 
 
-def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
-    """Whether no model here reads a tensor of a checkpoint: fill() skips it, and an export copies it.
-
-    Layers for multi-token prediction come after the decoder's; the first num_trained of them are read.
-    """
-    if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
-        return True
-    layer, first = re.match(r"model\.layers\.(\d+)\.", name), hf_config.get("num_hidden_layers")
-    ahead = hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0
-    return bool(ahead and layer) and first + (num_trained or 0) <= int(layer[1]) < first + ahead
-
-
 def copies_of(row: Row, config) -> list[str]:
-    """Further names of the embedding or output layer: some checkpoints repeat it in each layer for multi-token
-    prediction. The names found in the source checkpoint; all possible names if there is no source."""
+    """Further names of the embedding or output layer: some checkpoints repeat it in each layer for
+    multi-token prediction. The names found in the source checkpoint; all possible names if there is
+    no source."""
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
     copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
-    folder = _weights_folder(config.name_or_path) if copies else None
+    folder = weights_folder(config.name_or_path) if copies else None
     if folder is None:
         return copies
     return sorted(SafetensorsSource(str(folder)).names() & set(copies))
-
-
-def _weights_folder(source: str | None) -> Path | None:
-    """The folder with a model's safetensors: itself, or the hub's snapshot in the cache; None if there is none."""
-    if not source:
-        return None
-    if not Path(source).is_dir():
-        from huggingface_hub import snapshot_download
-
-        # its errors are of many kinds, and all say that it is not there
-        with contextlib.suppress(Exception):
-            source = snapshot_download(source, local_files_only=True)
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    return Path(source) if any((Path(source) / name).is_file() for name in names) else None
-
-
-def carried_tensors(
-    source: str | None, hf_config: dict, num_trained: int | None = 0
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the source's tensors that is_unused says no model reads.
-
-    Nothing if the source is gone; a warning then, if config.json says that there should be some.
-    """
-    folder = _weights_folder(source)
-    if folder is None:
-        next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
-        if source and is_unused(f"model.layers.{next_layer}.", hf_config, num_trained):
-            warnings.warn(
-                f"config.json names layers for multi-token prediction that were not trained, and {source} is not there to "
-                "carry them from: the export lacks them, and its config.json should not speak of them",
-                stacklevel=2,
-            )
-        return
-    tensors = SafetensorsSource(str(folder))
-    unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
-    yield from ((name, tensors.read(name)) for name in unused)

@@ -1,7 +1,8 @@
-"""Files of Hugging Face models: sharded safetensors with their index, config.json, the names of experts.
+"""Files of Hugging Face models: sharded safetensors with their index, config.json, the names of
+experts.
 
-transformers 5 holds the experts of a layer as one tensor of three dimensions; save_pretrained writes a tensor
-for each projection of each expert, under names that differ between families.
+transformers 5 holds the experts of a layer as one tensor of three dimensions; save_pretrained
+writes a tensor for each projection of each expert, under names that differ between families.
 """
 
 import functools
@@ -36,10 +37,11 @@ class Shard(NamedTuple):
 def write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size, tag: str = "0"
 ) -> list[Shard]:
-    """Write named tensors to temporary files of at most max_shard_size -> the shards, for name_shards.
+    """Write named tensors to temporary files of at most max_shard_size -> the shards, for
+    name_shards.
 
-    A shard is written as soon as the next tensor would not fit: host memory is one shard. tag: tells
-    writers of one folder apart.
+    A shard is written as soon as the next tensor would not fit: host memory is one shard. tag:
+    tells writers of one folder apart.
     """
     from safetensors.torch import save_file
 
@@ -62,7 +64,8 @@ def write_shards(
 
 
 def name_shards(folder: Path, shards: list[Shard]) -> list[str]:
-    """Give written shards their final names, and write an index if there are several -> the file names.
+    """Give written shards their final names, and write an index if there are several -> the file
+    names.
 
     Weight files of an earlier export are removed.
     """
@@ -87,7 +90,7 @@ def name_shards(folder: Path, shards: list[Shard]) -> list[str]:
 def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size
 ) -> list[str]:
-    """Write named tensors as a Hugging Face checkpoint, from this process alone -> the file names."""
+    """Write named tensors as a Hugging Face checkpoint, in this process -> the file names."""
     folder.mkdir(parents=True, exist_ok=True)
     return name_shards(folder, write_shards(tensors, folder, max_shard_size))
 
@@ -95,10 +98,11 @@ def write_safetensors(
 def write_hf_config(
     hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype
 ) -> list[str]:
-    """Write config.json, and copy generation_config.json and *.py of the source folder -> the file names.
+    """Write config.json, and copy generation_config.json and *.py of the source folder -> the file
+    names.
 
-    config.json is the source's own if there is one; only the dtype, the vocabulary size and the number of
-    layers for multi-token prediction come from hf_config.
+    config.json is the source's own if there is one; only the dtype, the vocabulary size and the
+    number of layers for multi-token prediction come from hf_config.
     """
     raw = Path(source or "") / HF_CONFIG_NAME
     values = json.loads(raw.read_text()) if source and raw.is_file() else dict(hf_config)
@@ -137,7 +141,7 @@ def parse_size(size: str | int) -> int:
     return math.ceil(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
-# -- the names of experts ------------------------------------------------------------------------------------------
+# -- the names of experts --------------------------------------------------------------------------
 
 
 class _ExpertNames(NamedTuple):
@@ -166,19 +170,20 @@ def _expert_names(model_type: str) -> _ExpertNames | None:
 
 
 def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple]]:
-    """(name in a file, index into the tensor) of each tensor that the files hold for a module's tensor.
+    """(name in a file, index into the tensor) of each tensor that the files hold for a module's
+    tensor.
 
-    name, shape: of the module's tensor. Experts have several parts, any other tensor has one. A model type
-    that is not in the table of families keeps the names of its modules. ValueError for fused experts of a
-    family in the table whose rows do not say how its files name them.
+    name, shape: of the module's tensor. Experts have several parts, any other tensor has one. A
+    model type that is not in the table of families keeps the names of its modules. ValueError for
+    fused experts of a family in the table whose rows do not say how its files name them.
     """
     if model_type not in FAMILIES:
         return [(name, ())]
     names, experts = _expert_names(model_type), _FUSED.fullmatch(name)
     if ".experts." in name and len(shape) == 3 and (names is None or experts is None):
         raise ValueError(
-            f"{name} of {model_type} holds the experts of a layer {shape}, and the family's table does not say how "
-            "files name them: add moe_rows() to its rows (model_families.py)"
+            f"{name} of {model_type} holds the experts of a layer {shape}, and the family's table "
+            "does not say how files name them: add moe_rows() to its rows (model_families.py)"
         )
     if names is None:
         return [(name, ())]
@@ -195,12 +200,13 @@ def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
-    """Whether a checkpoint holds the experts of a layer in one tensor, as transformers' modules do."""
+    """Whether a checkpoint holds the experts of a layer in one tensor, as transformers does."""
     return any(_FUSED.fullmatch(name) for name in names)
 
 
 def named_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a transformers model saves: parameters, a tied one once, and persistent buffers."""
+    """(name, tensor) of what a transformers model saves: parameters, a tied one once, and
+    persistent buffers."""
     yield from model.named_parameters()
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)

@@ -1,23 +1,30 @@
-"""Where Hugging Face tensors come from: safetensors files read by slices, or fresh values drawn by name.
+"""Where Hugging Face tensors come from: safetensors files read by slices, or fresh values drawn by
+name.
 
 A source has names(), shape(name) and read(name, rows=, columns=).
 """
 
+import contextlib
 import hashlib
 import json
+import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .model_families import FAMILIES
+from .model_family_rows import UNUSED_TENSORS
 from .weights_files import file_parts, holds_fused_experts, named_tensors
 
 
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices.
 
-    model_type: if given, fused experts (one tensor for a layer) are read under the names of single experts.
+    model_type: if given, fused experts (one tensor for a layer) are read under the names of single
+    experts.
     """
 
     def __init__(self, model_name_or_path: str, model_type: str | None = None):
@@ -69,16 +76,17 @@ class SafetensorsSource:
 
 
 def _read_index(folder: Path, safe_open) -> dict[str, str]:
-    """{tensor: file} of a folder. ValueError if it holds no safetensors, or lacks a file that its index names."""
+    """{tensor: file} of a folder. ValueError if it holds no safetensors, or lacks a file that its
+    index names."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
         with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
             return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
     if not index.is_file():
         raise ValueError(
-            f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is there; a model in another "
-            "format can be saved anew by transformers' save_pretrained, and a model without weights starts with "
-            "train_from_scratch: true"
+            f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is "
+            "there; a model in another format can be saved anew by transformers' save_pretrained, "
+            "and a model without weights starts with train_from_scratch: true"
         )
     file_of = json.loads(index.read_text())["weight_map"]
     gone = sorted(name for name in set(file_of.values()) if not (folder / name).is_file())
@@ -91,9 +99,11 @@ def _read_index(folder: Path, safe_open) -> dict[str, str]:
 
 
 class InitSource:
-    """Freshly drawn tensors, each from a seed that its name in Hugging Face's files gives: the same in any layout.
+    """Freshly drawn tensors, each from a seed that its name in Hugging Face's files gives: the same
+    in any layout.
 
-    Matrices are normal with the config's initializer_range, norms 1 (0 if the model adds 1 to them), biases 0.
+    Matrices are normal with the config's initializer_range, norms 1 (0 if the model adds 1 to
+    them), biases 0.
     """
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
@@ -117,7 +127,8 @@ class InitSource:
         self._norm = torch.zeros if constants.get("layernorm_zero_centered_gamma") else torch.ones
 
     def _add_prediction_layer(self, layer: int, last_layer: str, hidden_size: int) -> None:
-        """A layer for multi-token prediction: the tensors of the last decoder layer, three norms and a projection."""
+        """A layer for multi-token prediction: the tensors of the last decoder layer, three norms
+        and a projection."""
         own = f"model.layers.{layer}."
         copied = [name for name in self._shapes if name.startswith(last_layer)]
         for name in copied:
@@ -148,16 +159,72 @@ class InitSource:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A CPU generator whose state depends on the seed and the name of a tensor, and on nothing else."""
+    """A CPU generator whose state depends on the seed and the name of a tensor, and on nothing
+    else."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, downloaded if the cache lacks it."""
+    """The local folder of a model: itself, or the hub's snapshot, which may be downloaded."""
     if Path(model_name_or_path).is_dir():
         return Path(model_name_or_path)
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     return Path(snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision))
+
+
+# -- what no model reads ---------------------------------------------------------------------------
+
+
+def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
+    """Whether no model here reads a tensor of a checkpoint: fill() skips it, and an export copies
+    it.
+
+    Layers for multi-token prediction come after the decoder's; the first num_trained of them are
+    read.
+    """
+    if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
+        return True
+    layer, first = re.match(r"model\.layers\.(\d+)\.", name), hf_config.get("num_hidden_layers")
+    ahead = hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0
+    return bool(ahead and layer) and first + (num_trained or 0) <= int(layer[1]) < first + ahead
+
+
+def weights_folder(source: str | None) -> Path | None:
+    """The folder with a model's safetensors: itself, or the hub's snapshot in the cache; None if
+    there is none."""
+    if not source:
+        return None
+    if not Path(source).is_dir():
+        from huggingface_hub import snapshot_download
+
+        # its errors are of many kinds, and all say that it is not there
+        with contextlib.suppress(Exception):
+            source = snapshot_download(source, local_files_only=True)
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    return Path(source) if any((Path(source) / name).is_file() for name in names) else None
+
+
+def carried_tensors(
+    source: str | None, hf_config: dict, num_trained: int | None = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the source's tensors that is_unused says no model reads.
+
+    Nothing if the source is gone; a warning then, if config.json says that there should be some.
+    """
+    folder = weights_folder(source)
+    if folder is None:
+        next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
+        if source and is_unused(f"model.layers.{next_layer}.", hf_config, num_trained):
+            warnings.warn(
+                "config.json names layers for multi-token prediction that were not trained, and "
+                f"{source} is not there to carry them from: the export lacks them, and its "
+                "config.json should not speak of them",
+                stacklevel=2,
+            )
+        return
+    tensors = SafetensorsSource(str(folder))
+    unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
+    yield from ((name, tensors.read(name)) for name in unused)

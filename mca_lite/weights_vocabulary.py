@@ -1,7 +1,8 @@
 """New tokens: the tokenizer learns them, and embedding and head grow by a row each.
 
-A new row begins as the mean of the rows that the model has, in that matrix, summed in float64 in the order of the file: the
-same in every layout and on both backends, whatever else is drawn at random.
+A new row begins as the mean of the rows that the model has, in that matrix, summed in float64 in
+the order of the file: the same in every layout and on both backends, whatever else is drawn at
+random.
 """
 
 from collections.abc import Callable
@@ -21,37 +22,35 @@ def add_tokens(tokenizer, tokens: list[str] | None, special_tokens: list[str] | 
 
 
 def grown_size(tokenizer, vocab_size: int, resize: bool) -> int:
-    """The model's vocab_size with the tokenizer's tokens in it. ValueError where that is more and nobody asked for it."""
+    """The model's vocab_size after growing it for the tokenizer. ValueError if not resize."""
     if len(tokenizer) > vocab_size and not resize:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is {vocab_size}: they do not belong "
-            "together, or new tokens were added without growing the embedding: set resize_vocab: true to grow it"
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is "
+            f"{vocab_size}: they do not belong together, or new tokens were added without growing "
+            "the embedding: set resize_vocab: true to grow it"
         )
     return max(len(tokenizer), vocab_size)
 
 
 def check_trained(modules_to_save, num_new: int) -> None:
-    """ValueError where adapters would leave the rows of new tokens as they begin: all alike."""
-    lacking = [
-        name
-        for name in EMBEDDING_AND_HEAD
-        if not any(module.endswith(name) for module in modules_to_save)
-    ]
+    """ValueError if the new rows would not be trained: modules_to_save lacks embedding or head."""
+    saved = modules_to_save
+    lacking = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in saved)]
     if lacking:
         raise ValueError(
-            f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not in modules_to_save: set "
-            f"modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}"
+            f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not "
+            f"in modules_to_save: set modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}"
         )
 
 
 def mean_row(read: Callable[[slice], torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mean of the rows of a matrix, [h] in `dtype`, rounded once. read(rows): these rows of it."""
+    """The mean of the rows of a matrix, [h], rounded once. read(rows): these rows of it."""
     parts = (read(slice(i, min(i + MEAN_ROWS, rows))) for i in range(0, rows, MEAN_ROWS))
     return (sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows).to(dtype)
 
 
 class GrownSource:
-    """A source of Hugging Face tensors (weights_convert.py) whose matrices of the vocabulary have `vocab_size` rows."""
+    """A source (weights_sources.py) whose matrices of the vocabulary have `vocab_size` rows."""
 
     def __init__(self, source, names: set[str], vocab_size: int):
         self._source, self._vocabulary, self._vocab_size = source, names, vocab_size
@@ -74,29 +73,24 @@ class GrownSource:
         old = self._source.shape(name)[0]
         value = self._source.read(name, rows=slice(min(start, old), min(stop, old)))
         new = max(stop - max(start, old), 0)
-        return (
-            torch.cat([value, self._mean(name, old, value.dtype).expand(new, -1)]) if new else value
-        )
+        if new == 0:
+            return value
+        return torch.cat([value, self._mean(name, old, value.dtype).expand(new, -1)])
 
     def _mean(self, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._means:
-            self._means[name] = mean_row(
-                lambda part: self._source.read(name, rows=part), rows, dtype
-            )
+            source = self._source
+            self._means[name] = mean_row(lambda part: source.read(name, rows=part), rows, dtype)
         return self._means[name]
 
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
-    """The same for a transformers model, whose weights were `dtype` in their file: config, embedding and head."""
-    matrices = [
-        module.weight.detach()
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-    ]
-    old = matrices[0].shape[0]
-    means = [mean_row(matrix.__getitem__, old, dtype) for matrix in matrices]
+    """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
+    old = model.get_input_embeddings().weight.shape[0]
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    means = [mean_row(module.weight.detach().__getitem__, old, dtype) for module in both]
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    both = (model.get_input_embeddings(), model.get_output_embeddings())  # new modules
     with torch.no_grad():
-        for module, mean in zip(
-            (model.get_input_embeddings(), model.get_output_embeddings()), means, strict=True
-        ):
+        for module, mean in zip(both, means, strict=True):
             module.weight[old:] = mean.to(module.weight)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.shared import tiny, world
-from tests.shared.layouts import PP2, SAVE, TP2
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.layouts import PP2, SAVE, TP2, TP2_SP
 from tests.shared.lora_tools import RANK, load, make, peft_model, train_from_adapter
 from tests.shared.training import train
 
@@ -271,3 +271,25 @@ def test_keys_without_effect_are_named():
         finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8
     ).notes
     assert [note.split()[0] for note in notes] == ["lora_alpha", "lora_rank"]
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_adapters_on_fused_projections_are_refused_before_ranks_meet(tmp_path, family):
+    from mca_lite import AutoConfig, TrainingArguments, lora
+
+    path = tiny.save_model(tmp_path / "model", family)
+    config = AutoConfig.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    with pytest.raises(ValueError, match="several projections in one tensor.*use_mca: false"):
+        lora.plan(config, lora.LoraSpec())
+    assert lora.plan(config, lora.LoraSpec(targets=("o_proj",))).modules
+
+
+def test_adapters_of_experts_that_ranks_share_are_refused_with_dropout_before_ranks_meet(tmp_path):
+    from mca_lite import AutoConfig, TrainingArguments, lora
+
+    path = tiny_moe.save_model(tmp_path / "model", "mixtral")
+    args = TrainingArguments(output_dir="unused", **TP2_SP)
+    config = AutoConfig.from_pretrained(path, args)
+    assert lora.plan(config, lora.LoraSpec(dropout=0.1, targets=("q_proj",))).modules
+    with pytest.raises(ValueError, match="set expert_tensor_parallel_size: 1 or lora_dropout: 0"):
+        lora.plan(config, lora.LoraSpec(dropout=0.1, targets=("w2",)))

@@ -277,7 +277,7 @@ def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(na
 
 
 def test_layers_that_cannot_be_carried_any_more_are_missed(path):
-    from mca_lite.weights_convert import carried_tensors
+    from mca_lite.weights_sources import carried_tensors
 
     config = json.loads((Path(path) / "config.json").read_text())
     assert (

@@ -139,3 +139,37 @@ def there_and_back(path: str, out: str) -> None:
 def test_the_convert_command_goes_to_a_checkpoint_and_back(sources, tmp_path):
     world.run(there_and_back, 1, sources["glm4_moe"], str(tmp_path))
     assert_same_bytes(tensors(tmp_path / "back"), tensors(sources["glm4_moe"]))
+
+
+MODULE = ("model.layers.1.mlp.experts.gate_up_proj", (2, 16, 8))
+
+
+def test_names_of_experts_in_files_are_those_of_the_familys_rows():
+    from mca_lite.model_families import FAMILIES
+    from mca_lite.weights_files import file_parts
+
+    families = [
+        name for name, family in FAMILIES.items() if any("[]" in r.mca for r in family.rows)
+    ]
+    assert len(families) >= 7
+    for name in families:
+        block, gate, up = ("block_sparse_moe", "w1", "w3")
+        if name != "mixtral":
+            block, gate, up = ("mlp", "gate_proj", "up_proj")
+        prefix = f"model.layers.1.{block}.experts"
+        assert file_parts(name, *MODULE) == [
+            (f"{prefix}.{e}.{part}.weight", (e, rows))
+            for e in (0, 1)
+            for part, rows in ((gate, slice(0, 8)), (up, slice(8, 16)))
+        ]
+
+
+def test_fused_experts_that_the_rows_do_not_name_are_refused():
+    from mca_lite.weights_files import file_parts
+
+    with pytest.raises(ValueError, match="llama holds the experts of a layer.*add moe_rows"):
+        file_parts("llama", *MODULE)
+    with pytest.raises(ValueError, match="mixtral holds the experts"):
+        file_parts("mixtral", MODULE[0].replace("gate_up", "up_gate"), MODULE[1])
+    # transformers' own form of a family that is not in the table: it loads that again
+    assert file_parts("gpt_oss", *MODULE) == [(MODULE[0], ())]

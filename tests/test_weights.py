@@ -558,3 +558,34 @@ def test_a_large_export_is_written_by_several_ranks(tmp_path, ranks, keys):
     # what fits one file is one file, written by the main rank
     world.run(export_and_tell, ranks, path, str(tmp_path / "small"), "5GB", **keys)
     assert [f.name for f in (tmp_path / "small").glob("*.safetensors")] == ["model.safetensors"]
+
+
+def export_where_one_rank_fails(path: str, out: str, size: str, failing: int, **keys) -> str:
+    from mca_lite import AutoModel, TrainingArguments, parallel, weights_convert
+
+    model = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
+    write = weights_convert.write_shards
+
+    def fail(tensors, *args, **kwargs):
+        if parallel.rank() != failing:
+            return write(tensors, *args, **kwargs)
+        next(tensors, None)
+        raise OSError("no space left")
+
+    weights_convert.write_shards = fail
+    try:
+        model.save_pretrained(out, size)
+    except OSError as error:
+        return str(error)
+    return "nothing failed"
+
+
+@pytest.mark.parametrize("size, failing", [("20KB", 1), ("5GB", 0)])
+def test_an_export_that_one_rank_cannot_write_fails_on_all(tmp_path, size, failing):
+    """Both with a writer on each stage, and with one that the others send to: nobody waits."""
+    path = tiny.save_model(tmp_path / "model", "llama")
+    keys = dict(pipeline_model_parallel_size=2)
+    for error in world.run(
+        export_where_one_rank_fails, 2, path, str(tmp_path / "out"), size, failing, **keys
+    ):
+        assert f"could not be written: rank {failing}: no space left" in error

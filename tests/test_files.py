@@ -1,0 +1,29 @@
+"""Small files are written whole or not at all."""
+
+import os
+
+import pytest
+
+from mca_lite.files import write_file, write_json
+
+
+def test_a_written_file_replaces_the_old_one(tmp_path):
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    write_json(path, {"b": 2, "a": 1}, sort_keys=True)
+    assert path.read_text() == '{\n  "a": 1,\n  "b": 2\n}\n'
+    write_file(path, b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff" and os.listdir(tmp_path) == ["state.json"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step):
+    def fail(*args):
+        raise OSError("the disk is full")
+
+    write_file(tmp_path / "state.json", "old")
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="disk is full"):
+        write_file(tmp_path / "state.json", "new")
+    assert (tmp_path / "state.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["state.json"]
