@@ -1,0 +1,472 @@
+"""Every key has a row that shows where a value other than its default arrives: a key without one fails.
+
+Three kinds of rows. Keys that change what is computed: two short runs of the command line differ in their curves.
+Keys of megatron: the field of its configuration that holds the value. Keys of files, logs and starts: the test that
+shows them.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+
+from mca_lite import args as arguments
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.files import tensors
+from tests.shared.toy_tokenizer import CHATML, word_tokenizer
+from tests.shared.training import read_log
+
+HERE = Path(__file__).parent
+GROUPS = "ModelArguments DataArguments FinetuningArguments TrainingArguments UseMcaArguments"
+KEYS = [
+    item.name for group in GROUPS.split() for item in dataclasses.fields(getattr(arguments, group))
+]
+
+DPO = "stage=dpo dataset={folder}/pairs.jsonl"
+LORA = "finetuning_type=lora lora_target=o_proj,down_proj"
+START = f"{LORA} adapter_name_or_path={{folder}}/adapter"
+TWO_SETS = "dataset={folder}/chat.jsonl,{folder}/other.jsonl"
+EXPERTS = "model_name_or_path={folder}/experts"
+AHEAD = "model_name_or_path={folder}/ahead train_from_scratch=true"  # no one saves such layers
+EVAL = "eval_dataset={folder}/other.jsonl eval_strategy=steps eval_steps=1"
+BEST = f"{EVAL} save_strategy=steps save_steps=1 max_steps=4"
+DPO_BEST = f"{DPO} eval_dataset={{folder}}/pairs.jsonl eval_strategy=steps eval_steps=1"
+# {key: (value, the other words of both runs)}: the curve of the run with the value is another
+CHANGES_A_RUN = {
+    "model_name_or_path": ("{folder}/other_model", ""),
+    "train_from_scratch": ("true", ""),
+    "dataset": ("{folder}/other.jsonl", ""),
+    "cutoff_len": ("12", ""),
+    "train_on_prompt": ("true", ""),
+    "mask_history": ("true", ""),
+    "mix_weights": ("5,1", TWO_SETS),
+    "max_samples": ("6", ""),
+    "disable_shuffling": ("true", ""),
+    "default_system": ("w3", ""),
+    "val_size": ("4", ""),
+    "stage": ("pt", ""),  # the records have a text beside their messages
+    "packing": ("true", ""),
+    "neat_packing": ("true", ""),
+    "finetuning_type": ("lora", ""),
+    "lora_rank": ("2", LORA),
+    "lora_alpha": ("64", LORA),
+    "lora_dropout": ("0.5", START),
+    "lora_target": ("q_proj", "finetuning_type=lora"),
+    "use_rslora": ("true", LORA),
+    "modules_to_save": ("norm", LORA),
+    "adapter_name_or_path": ("{folder}/adapter", LORA),
+    "pref_loss": ("orpo", DPO),
+    "pref_beta": ("0.9", DPO),
+    "pref_ftx": ("0.5", DPO),
+    "dpo_label_smoothing": ("0.3", DPO),
+    "ref_model": ("{folder}/other_model", DPO),
+    "global_batch_size": ("8", ""),
+    "num_train_epochs": ("0.6", "max_steps=-1"),
+    "max_steps": ("2", ""),
+    "gradient_accumulation_steps": ("3", "global_batch_size=null"),
+    "per_device_train_batch_size": ("4", "calculate_per_token_loss=false"),
+    "seed": ("7", ""),
+    "data_seed": ("7", ""),
+    "learning_rate": ("1e-4", ""),
+    "lr_scheduler_type": ("cosine", ""),
+    "lr_scheduler_kwargs": ('{{"min_lr":5e-3}}', "lr_scheduler_type=cosine"),
+    "warmup_steps": ("2", ""),
+    "warmup_ratio": ("0.6", ""),
+    "weight_decay": ("0.5", ""),
+    "optim": ("sgd", ""),
+    "sgd_momentum": ("0.1", "optim=sgd"),
+    "adam_beta1": ("0.1", ""),
+    "adam_beta2": ("0.1", ""),
+    "adam_epsilon": ("1.0", ""),
+    "max_grad_norm": ("1e-3", "optim=sgd learning_rate=1"),
+    "calculate_per_token_loss": ("false", ""),
+    "bf16": ("true", ""),
+    "fp16": ("true", ""),
+    "attention_dropout": ("0.5", ""),
+    "hidden_dropout": ("0.5", ""),
+    "moe_router_load_balancing_type": ("seq_aux_loss", f"{EXPERTS} moe_aux_loss_coeff=0.5"),
+    "moe_aux_loss_coeff": ("0.5", EXPERTS),
+    "moe_z_loss_coeff": ("0.5", EXPERTS),
+    "mtp_num_layers": ("1", AHEAD),
+    "mtp_loss_scaling_factor": ("0.9", f"{AHEAD} mtp_num_layers=1"),
+    "use_mca": ("false", "fp16=true"),  # autocast rounds elsewhere
+    "add_tokens": ("w97,w98,w99", ""),
+    "add_special_tokens": ("w97,w98,w99", ""),
+    # what is logged and left behind
+    "logging_steps": ("2", ""),
+    "eval_dataset": ("{folder}/chat.jsonl", EVAL),
+    "eval_strategy": ("epoch", EVAL),
+    "eval_steps": ("2", EVAL),
+    "save_strategy": ("epoch", ""),
+    "save_steps": ("2", "save_strategy=steps"),
+    "save_total_limit": ("1", "save_strategy=steps save_steps=1"),
+    "save_hf_checkpoints": ("true", "save_strategy=steps save_steps=2"),
+    "save_hf_model": ("true", ""),
+    "max_shard_size": ("10KB", "save_hf_model=true"),
+    "save_merged_model": ("true", LORA),
+    "metric_for_best_model": ("rewards/margins", DPO_BEST),
+    "greater_is_better": ("true", BEST),
+    "load_best_model_at_end": ("true", f"{BEST} save_hf_model=true greater_is_better=true"),
+    "early_stopping_patience": ("1", f"{BEST} greater_is_better=true"),
+    "early_stopping_threshold": ("100", f"{BEST} early_stopping_patience=1"),
+}
+BASE = (
+    "model_name_or_path={folder}/model dataset={folder}/chat.jsonl cutoff_len=40 cache_dir={folder}/cache max_steps=3 "
+    "logging_steps=1 global_batch_size=4 per_device_train_batch_size=2 learning_rate=1e-2 lr_scheduler_type=linear "
+    "save_strategy=no save_hf_model=false overwrite_output_dir=true disable_tqdm=true"
+)
+
+
+def what_is_left(folder: Path) -> dict:
+    """The numbers of the log without times, the best evaluation, the files, and the sum of the exported weights."""
+    numbers = ("loss", "grad_norm", "eval_loss", "step")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    weights = {} if not (folder / "config.json").exists() else tensors(folder)
+    return {
+        "log": [{k: line[k] for k in numbers if k in line} for line in read_log(folder)],
+        "best": {
+            k: v for k, v in state.items() if k in ("best_metric", "best_step", "best_global_step")
+        },
+        "files": files,
+        "weights": sum(float(value.double().abs().sum()) for value in weights.values()),
+    }
+
+
+def run_all(folder: str, runs: dict) -> dict:
+    """{name: [(loss, grad norm) of each step]} of the command line's runs {name: words}, on this rank."""
+    from mca_lite import cli
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    curves = {}
+    for number, (name, words) in enumerate(runs.items()):
+        out, said = f"{folder}/out-{number}", io.StringIO()
+        words = f"{BASE} {words} output_dir={out}".format(folder=folder).split(" ")
+        last = {word.partition("=")[0]: word for word in words if word}
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                code = cli.main(list(last.values()))
+            except Exception:
+                code = traceback.format_exc()
+        if code:
+            curves[name] = f"{code} {said.getvalue()}"
+            continue
+        curves[name] = what_is_left(Path(out))
+    return curves
+
+
+def write_data(folder: Path) -> None:
+    def turn(role: str, *numbers: int) -> dict:
+        return {"role": role, "content": " " + " ".join(f"w{n % 56}" for n in numbers) + " "}
+
+    def chat(i: int) -> list:
+        first = [turn("user", i, i + 1), turn("assistant", *range(i, i + 2 + i % 5))]
+        return first + [turn("user", 2 * i), turn("assistant", 3 * i, 5, 4 * i)] * (i % 2)
+
+    for name, start in (("chat", 0), ("other", 30)):
+        text = " ".join(f"w{n}" for n in range(30))
+        lines = [json.dumps({"messages": chat(start + i), "text": text}) for i in range(12)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    pairs = [
+        {
+            "prompt": [turn("user", i)],
+            "chosen": turn("assistant", i, 7),
+            "rejected": turn("assistant", 9),
+        }
+        for i in range(12)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Models with a tokenizer, an adapter, conversations and pairs, as CHANGES_A_RUN names them."""
+    from tests.shared.lora_tools import peft_model
+
+    folder = tmp_path_factory.mktemp("keys")
+    tiny.save_model(folder / "model", "llama", num_hidden_layers=2)
+    tiny.save_model(folder / "other_model", "llama", seed=1, num_hidden_layers=2)
+    tiny_moe.save_model(folder / "experts", "qwen3_moe", num_hidden_layers=2)
+    tiny_moe.save_model(
+        folder / "ahead", "deepseek_v3", num_hidden_layers=2, num_nextn_predict_layers=1
+    )
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = CHATML.replace("<|im_", " <|im_").replace("|>", "|> ")
+    for name in ("model", "other_model", "experts", "ahead"):
+        tokenizer.save_pretrained(folder / name)
+    peft_model(str(folder / "model"), ["o_proj", "down_proj"]).save_pretrained(folder / "adapter")
+    write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def curves(request, folder):
+    """{(key or None, other words): curve} of the rows that this session asks for, and of what they are compared with."""
+    asked = {
+        item.callspec.params["key"]
+        for item in request.session.items
+        if "changes_a_run" in item.name
+    }
+    runs = {}
+    for key in asked:
+        value, others = CHANGES_A_RUN[key]
+        runs[key, others] = f"{others} {key}={value}"
+        runs[None, others] = others
+    return world.run(run_all, 1, str(folder), runs, timeout_s=240)[0]
+
+
+@pytest.mark.parametrize("key", CHANGES_A_RUN)
+def test_a_key_changes_a_run(key, curves):
+    _, others = CHANGES_A_RUN[key]
+    with_value, without = curves[key, others], curves[None, others]
+    assert isinstance(with_value, dict) and isinstance(without, dict), f"{with_value}\n{without}"
+    assert with_value != without, f"{key} is read and has no effect"
+
+
+def from_keys(model, **keys):
+    """The model's configuration, as megatron has it, for TrainingArguments of these keys."""
+    from mca_lite import TrainingArguments
+    from mca_lite.model_config import from_hf_config
+
+    return from_hf_config(model, TrainingArguments(output_dir="unused", **keys))
+
+
+TP2 = dict(tensor_model_parallel_size=2)
+PP2 = dict(pipeline_model_parallel_size=2)
+EP2 = dict(expert_model_parallel_size=2)
+FULL = dict(recompute_granularity="full")
+SELECTIVE = dict(recompute_granularity="selective")
+# {key: (value, other keys)}: the model's configuration has the value in the field of this name
+IN_THE_CONFIG = {
+    "tensor_model_parallel_size": (2, {}),
+    "pipeline_model_parallel_size": (2, {}),
+    "virtual_pipeline_model_parallel_size": (2, {**PP2, "gradient_accumulation_steps": 2}),
+    "context_parallel_size": (2, {}),
+    "expert_model_parallel_size": (2, {}),
+    "expert_tensor_parallel_size": (1, dict(TP2, sequence_parallel=True)),
+    "sequence_parallel": (True, TP2),
+    "pipeline_model_parallel_layout": ("Ett|ttL", PP2),
+    "variable_seq_lengths": (True, PP2),
+    "recompute_granularity": ("selective", {}),
+    "recompute_method": ("block", FULL),
+    "recompute_num_layers": (2, FULL),
+    "recompute_modules": (["mlp"], SELECTIVE),
+    "distribute_saved_activations": (True, {**FULL, **TP2}),
+    "bias_activation_fusion": (True, {}),
+    "bias_dropout_fusion": (True, {}),
+    "moe_grouped_gemm": (False, {}),
+    "moe_token_dispatcher_type": ("allgather", {}),
+    "moe_router_dtype": ("fp64", {}),
+    "moe_router_bias_update_rate": (0.01, {}),
+    "moe_shared_expert_overlap": (True, {}),
+    "loss_chunk_size": (16, {}),
+}
+
+
+@pytest.mark.parametrize("key", IN_THE_CONFIG)
+def test_a_key_is_in_the_models_configuration(key):
+    value, others = IN_THE_CONFIG[key]
+    if key.startswith(("moe", "expert")):
+        model = tiny_moe.hf_config("glm4_moe" if key.startswith("moe") else "mixtral")
+    else:
+        model = tiny.hf_config("llama")
+    got = from_keys(model, **others, **{key: value})
+    if key == "pipeline_model_parallel_layout":
+        assert str(got.pipeline_model_parallel_layout) != str(
+            from_keys(model, **others).pipeline_model_parallel_layout
+        )
+    else:
+        assert getattr(got, key) == value != getattr(from_keys(model, **others), key)
+
+
+def test_further_fields_are_in_the_models_configuration():
+    more = dict(additional_configs={"softmax_scale": 0.5})
+    assert from_keys(tiny.hf_config("llama"), **more).softmax_scale == 0.5
+
+
+def test_transformer_engine_is_used_only_where_it_is_asked_for_or_works():
+    from mca_lite.model_layers import transformer_engine_works
+
+    if not transformer_engine_works():
+        with pytest.raises(ValueError, match="[Tt]ransformer.?[Ee]ngine"):
+            from_keys(tiny.hf_config("llama"), transformer_impl="transformer_engine")
+        assert from_keys(tiny.hf_config("llama")).transformer_impl == "local"
+
+
+# {key: (value, other keys, field, what it holds)} of megatron's OptimizerConfig
+IN_THE_OPTIMIZER = {
+    "learning_rate": (0.25, {}, "lr", 0.25),
+    "sgd_momentum": (0.25, dict(optim="sgd"), "sgd_momentum", 0.25),
+    "loss_scale": (128.0, dict(fp16=True), "loss_scale", 128.0),
+    "initial_loss_scale": (32.0, dict(fp16=True), "initial_loss_scale", 32.0),
+    "min_loss_scale": (4.0, dict(fp16=True), "min_loss_scale", 4.0),
+    "loss_scale_window": (7, dict(fp16=True), "loss_scale_window", 7),
+    "hysteresis": (5, dict(fp16=True), "hysteresis", 5),
+    "use_distributed_optimizer": (True, {}, "use_distributed_optimizer", True),
+    "optimizer_cpu_offload": (True, {}, "optimizer_cpu_offload", True),
+    "optimizer_offload_fraction": (
+        0.25, dict(optimizer_cpu_offload=True), "optimizer_offload_fraction", 0.25),
+    "log_num_zeros_in_grad": (True, {}, "log_num_zeros_in_grad", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", IN_THE_OPTIMIZER)
+def test_a_key_is_in_the_optimizers_configuration(key, monkeypatch):
+    import torch
+
+    from mca_lite import TrainingArguments
+    from mca_lite.optim import get_optimizer_config
+
+    value, others, name, wanted = IN_THE_OPTIMIZER[key]
+    if "offload" in key:  # which a machine without CUDA does without
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dtype = torch.float16 if others.get("fp16") else torch.float32
+    args = TrainingArguments(output_dir="unused", **others, **{key: value})
+    default = TrainingArguments(output_dir="unused", **others)
+    assert getattr(get_optimizer_config(args, dtype), name) == wanted
+    assert getattr(get_optimizer_config(default, dtype), name) != wanted
+
+
+# {key: (value, other keys, what `settings_of_a_trainer` calls it)}
+OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True)
+IN_THE_TRAINER = {
+    "overlap_grad_reduce": (True, {}, "ddp overlap_grad_reduce"),
+    "overlap_param_gather": (True, OVERLAP, "ddp overlap_param_gather"),
+    "grad_reduce_in_fp32": (False, {}, "ddp grad_reduce_in_fp32"),
+    "ddp_bucket_size": (4321, dict(overlap_grad_reduce=True), "ddp bucket_size"),
+    "sequence_packing": (True, {}, "rows are packed"),
+    "dataloader_num_workers": (2, {}, "workers"),
+    "per_device_eval_batch_size": (3, {}, "rows of an evaluation's micro-batch"),
+    "disable_tqdm": (False, {}, "bar"),
+    "run_name": ("a name", {}, "run name"),
+    "report_to": (["wandb"], {}, "trackers"),
+    "plot_loss": (True, {}, "plot"),
+}
+
+
+def settings_of_a_trainer(path: str, rows: dict) -> dict:
+    """{key: (setting with the value, setting without)} of a trainer, on this rank."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments, log
+
+    made, make = {}, log.Report.__init__
+
+    def record(self, **options):
+        made.update(options)
+        make(self, **{**options, "report_to": []})  # without the trackers' packages
+
+    log.Report.__init__ = record
+
+    def settings(**keys) -> dict:
+        args = TrainingArguments(output_dir="unused", **keys)
+        data = tiny.samples()
+        model = AutoModel.from_pretrained(path, args)
+        trainer = McaTrainer(model, args, train_dataset=data, eval_dataset=data)
+        ddp, rows = trainer.models[0].ddp_config, []
+        trainer.backend.forward_backward = lambda step, batches, *rest, **more: rows.extend(batches)
+        with contextlib.suppress(Exception):
+            trainer.evaluate()
+        return {
+            "workers": trainer.get_train_dataloader().num_workers,
+            "rows are packed": model.config.rows_are_packed,
+            "rows of an evaluation's micro-batch": rows[0]["input_ids"].shape[0],
+            "trackers": made["report_to"],
+            "bar": made["disable_tqdm"],
+            "run name": made["run_name"],
+            "plot": made["plot_loss"],
+            **{f"ddp {name}": value for name, value in vars(ddp).items()},
+        }
+
+    return {
+        key: (settings(**others, **{key: value})[name], settings(**others)[name])
+        for key, (value, others, name) in rows.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def settings(folder):
+    return world.run(settings_of_a_trainer, 1, str(folder / "model"), IN_THE_TRAINER)[0]
+
+
+@pytest.mark.parametrize("key", IN_THE_TRAINER)
+def test_a_key_is_in_the_trainer(key, settings):
+    with_value, without = settings[key]
+    assert with_value == IN_THE_TRAINER[key][0] != without
+
+
+def test_the_timeout_is_that_of_the_process_group(monkeypatch):
+    from mca_lite import TrainingArguments, parallel
+
+    class Started(Exception):
+        pass
+
+    def start(*args, timeout, **options):
+        raise Started(timeout.total_seconds())
+
+    monkeypatch.setattr("torch.distributed.init_process_group", start)
+    with pytest.raises(Started, match="77"):
+        parallel.initialize(TrainingArguments(output_dir="unused", ddp_timeout=77), False)
+
+
+def test_revision_and_trust_reach_what_loads_from_the_hub(folder, monkeypatch, capsys):
+    import transformers
+
+    from mca_lite import cli
+
+    asked = {}
+
+    def refuse(name, *args, **options):
+        asked.update(options)
+        raise OSError("no hub here")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = f"{BASE} output_dir=unused".format(folder=folder).split()
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.utils.cached_file", refuse)
+        hub = [*words[1:], "model_name_or_path=someone/model", "model_revision=branch"]
+        assert cli.main(hub) and asked["revision"] == "branch"
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    for word, wanted in (("false", False), ("true", True)):
+        assert cli.main([*words, f"trust_remote_code={word}"])
+        assert asked["trust_remote_code"] is wanted
+    assert "no hub here" in capsys.readouterr().err
+
+
+# {key: the test that shows it}, for what only files and restarts show
+SHOWN_BY = {
+    "resize_vocab": "test_weights_vocabulary.py::test_keys_add_tokens_and_both_backends_agree",
+    "dataset_dir": "test_cli.py::test_a_llama_factory_mca_file_runs_after_its_paths_are_changed",
+    "preprocessing_num_workers": "test_data.py::test_several_processes_give_the_same_files_as_one",
+    "cache_dir": "test_data.py::test_several_processes_give_the_same_files_as_one",
+    "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
+    "output_dir": "test_cli.py::test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch",
+    "overwrite_output_dir": "test_ckpt.py::test_overwriting_deletes_the_old_checkpoints",
+    "resume_from_checkpoint": "test_ckpt.py::test_resume_in_the_same_layout_is_bit_for_bit",
+    "save_only_model": "test_ckpt.py::test_what_cannot_be_resumed_is_refused",
+    "async_save": "test_ckpt_safety.py::test_a_checkpoint_written_in_the_background_holds_its_own_step",
+    "apply_rope_fusion": "test_cli.py::test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run",
+    "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
+}
+ROWS = [CHANGES_A_RUN, IN_THE_CONFIG, IN_THE_OPTIMIZER, IN_THE_TRAINER, SHOWN_BY]
+BY_NAME = (
+    "additional_configs ddp_timeout model_revision trust_remote_code transformer_impl".split()
+)  # above
+
+
+def test_every_key_has_a_row():
+    rows = set().union(*ROWS, BY_NAME)
+    assert not set(KEYS) - rows, "a key without a row: nothing shows where its value arrives"
+    assert not rows - set(KEYS), "rows of keys that are no longer there"
+
+
+@pytest.mark.parametrize("key", SHOWN_BY)
+def test_a_key_is_in_the_test_that_shows_it(key):
+    file, name = SHOWN_BY[key].split("::")
+    text = (HERE / file).read_text()
+    assert re.search(rf"\b{key}\b", text) and f"def {name}" in text
