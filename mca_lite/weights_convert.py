@@ -22,10 +22,11 @@ from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 
 from . import parallel
+from .args_values import parse_size
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .model_families import rows_of
 from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, UNUSED_TENSORS, Row, is_of_expert
-from .weights_files import name_shards, parse_size, write_hf_config, write_shards
+from .weights_files import name_shards, write_hf_config, write_shards
 from .weights_sources import InitSource, SafetensorsSource
 
 # Their rows are tokens: tensor parallelism may pad them

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "mca_lite"
 # each module may import from those before it
 ORDER = """
     constants files cpu before_megatron loss_tokens model_routing model_family_rows model_families
-    args_pipeline args_values loss_preference objectives optimizers args_keys args_rules_experts args_rules
+    args_values loss_preference objectives optimizers args_keys args_rules_model args_rules
     args_parser args packed_rows data_build_once data_files data_records data_chat data_encode data_shard data_cache data_batches data_packs data parallel
     model_moe model_latent model_layers model_mtp model_config optim trainer_callbacks log weights_files weights_sources weights_vocabulary weights_convert lora_layers lora_sites lora
     lora_files ckpt_folder trainer_reference ckpt_index ckpt_megatron ckpt trainer_signals model backend_megatron backend_torch_moe
