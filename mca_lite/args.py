@@ -13,36 +13,31 @@ import os
 import sys
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import yaml
 
-from .args_parser import ArgumentGroup, ArgumentParser, arg
+from .args_parser import ArgumentGroup, ArgumentParser, arg, default_of
 from .args_rules import (
+    check_backend,
     check_data,
     check_finetuning,
-    check_model,
     check_run,
     check_training,
     check_world,
     normalise_training,
 )
-from .args_rules_experts import check_frozen_bias
-from .args_values import ConfigError, Problem, cast, default_of, type_hints
+from .args_rules_model import check_model, numbers_of
+from .args_values import Judge, cast, type_hints
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_preference import LOSSES
-from .objectives import OBJECTIVES, check_objective_keys, check_objective_run
+from .objectives import OBJECTIVES, check_objective_run
 
-# What plain torch DDP, which knows data parallelism only, does without: these keys count as their defaults there.
-NOT_FOR_TORCH = (
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
-    "pipeline_model_parallel_layout use_distributed_optimizer overlap_grad_reduce overlap_param_gather "
-    "optimizer_cpu_offload distribute_saved_activations additional_configs moe_grouped_gemm moe_token_dispatcher_type "
-    "moe_router_dtype moe_shared_expert_overlap moe_permute_fusion attention_dropout hidden_dropout variable_seq_lengths "
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules transformer_impl ddp_bucket_size "
-    "grad_reduce_in_fp32 optimizer_offload_fraction bias_activation_fusion bias_dropout_fusion apply_rope_fusion"
-).split()
+
+def mca(default: Any, text: str, **metadata: Any) -> Any:
+    """A key of megatron-core, which the plain torch backend does without: it counts as its default there."""
+    return arg(default, text, torch=False, **metadata)
 
 
 @dataclass(kw_only=True)
@@ -57,14 +52,12 @@ class ModelArguments(ArgumentGroup):
         False, "let the model's folder bring code of its own (tokenizers)"
     )
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
-    resize_vocab: bool = arg(
-        False, "grow embedding and head to the tokenizer's tokens, where it has more than the model"
-    )
+    resize_vocab: bool = arg(False, "grow embedding and head where the tokenizer has more tokens")
     add_tokens: list[str] | None = arg(
-        None, "new tokens: the tokenizer learns them, embedding and head grow to them"
+        None, "new tokens, for which the embedding and the head grow"
     )
     add_special_tokens: list[str] | None = arg(
-        None, "the same for special tokens, which decoding can leave out"
+        None, "new special tokens, which decoding can leave out"
     )
 
 
@@ -82,11 +75,9 @@ class DataArguments(ArgumentGroup):
     )
     cutoff_len: int = arg(2048, "tokens a row, at most; dpo: of each answer with its prompt", low=1)
     packing: bool | None = arg(
-        None, "pt: join documents and cut them (None: yes); sft, dpo: pack samples (None: no)"
+        None, "pt: join and cut documents (None: yes); sft, dpo: pack samples (None: no)"
     )
-    neat_packing: bool = arg(
-        False, "the same as packing for sft; for pt: documents do not see each other"
-    )
+    neat_packing: bool = arg(False, "sft, dpo: like packing; pt: documents do not see each other")
     train_on_prompt: bool = arg(False, "the prompt carries loss too")
     mask_history: bool = arg(False, "only the last answer of a conversation carries loss")
     mix_weights: list[float] | None = arg(
@@ -101,8 +92,8 @@ class DataArguments(ArgumentGroup):
     disable_shuffling: bool = arg(False, "train in the file's order")
     default_system: str | None = arg(None, "system message of conversations that have none")
 
-    def _check(self, bad: set[str]) -> list[Problem]:
-        return check_data(self, bad)
+    def _check(self, judge: Judge) -> None:
+        check_data(self, judge)
 
 
 @dataclass(kw_only=True)
@@ -115,29 +106,31 @@ class FinetuningArguments(ArgumentGroup):
     finetuning_type: Literal["full", "lora"] = arg(
         "full", "full: every weight is trained; lora: adapters are"
     )
-    lora_rank: int = arg(8, "rank of the adapters", low=1)
+    lora_rank: int = arg(8, "rank of the adapters", low=1, lora=True)
     lora_alpha: float | None = arg(
-        None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0
+        None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0, lora=True
     )
     lora_dropout: float | None = arg(
         None,
-        "dropout on what goes into the adapters (None: 0, or that of adapter_name_or_path)",
+        "dropout on the adapters' input (None: 0, or the adapter's own)",
         low=0,
         below=1,
+        lora=True,
     )
     lora_target: list[str] = arg(
-        ["all"],
-        "all (every linear layer but the head), or names of Hugging Face or megatron, or patterns",
+        ["all"], "all (every linear layer but the head), module names, or patterns", lora=True
     )
-    use_rslora: bool = arg(False, "adapters count alpha / sqrt(rank)")
+    use_rslora: bool = arg(False, "adapters count alpha / sqrt(rank)", lora=True)
     modules_to_save: list[str] | None = arg(
-        None, "modules trained whole beside the adapters, such as lm_head"
+        None, "modules trained whole beside the adapters, such as lm_head", lora=True
     )
     adapter_name_or_path: str | None = arg(
-        None, "a folder in PEFT's format: its adapter is trained further"
+        None, "a folder in PEFT's format: its adapter is trained further", lora=True
     )
     save_merged_model: bool = arg(
-        False, "write the model with the adapters in its weights too, to output_dir/merged"
+        False,
+        "write the model with the adapters in its weights too, to output_dir/merged",
+        lora=True,
     )
     pref_loss: str = arg(
         "sigmoid", "for stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
@@ -153,11 +146,11 @@ class FinetuningArguments(ArgumentGroup):
     )
     ref_model: str | None = arg(
         None,
-        "cached: scored before training; adapter: adapters off; model, or a folder: a second copy (None: chosen)",
+        "cached: scored before training; adapter: adapters off; model, a folder: a second copy",
     )
 
-    def _check(self, bad: set[str]) -> list[Problem]:
-        return check_finetuning(self, bad) + check_objective_keys(self, bad)
+    def _check(self, judge: Judge) -> None:
+        check_finetuning(self, judge)
 
 
 @dataclass(kw_only=True)
@@ -189,10 +182,7 @@ class TrainingArguments(ArgumentGroup):
     save_only_model: bool = arg(
         False, "checkpoints without optimizer state: they cannot be resumed from"
     )
-    async_save: bool = arg(
-        False,
-        "write checkpoints in the background, from copies in host memory; a crash costs one interval and the time of a write",
-    )
+    async_save: bool = arg(False, "write checkpoints in the background, from copies in host memory")
     save_hf_checkpoints: bool = arg(
         False, "put the model in Hugging Face's format into each checkpoint too, as hf/"
     )
@@ -220,7 +210,7 @@ class TrainingArguments(ArgumentGroup):
     # batches and length
     per_device_train_batch_size: int = arg(1, "samples of a micro-batch", low=1)
     per_device_eval_batch_size: int | None = arg(
-        None, "the same for evaluation (None: as in training)", low=1
+        None, "samples of a micro-batch of evaluation (None: as in training)", low=1
     )
     gradient_accumulation_steps: int | None = arg(
         None, "micro-batches a step on each data parallel rank (None: 1)", low=1
@@ -236,7 +226,7 @@ class TrainingArguments(ArgumentGroup):
     ddp_timeout: int = arg(1800, "seconds that a rank waits for the others", low=1)
 
     # optimizer and schedule
-    learning_rate: float = arg(5e-5, "the highest learning rate", low=0)
+    learning_rate: float = arg(5e-5, "the highest learning rate", low=0, optimizer="lr")
     lr_scheduler_type: str = arg("linear", "shape of the learning rate after the warm-up")
     lr_scheduler_kwargs: dict[str, Any] = arg(
         {}, "min_lr, min_lr_rate, num_decay_steps, num_stable_steps, decay_type"
@@ -244,130 +234,150 @@ class TrainingArguments(ArgumentGroup):
     warmup_steps: float = arg(
         0, "steps in which the learning rate grows; below 1: a fraction of all steps", low=0
     )
-    warmup_ratio: float = arg(0.0, "the same as a fraction of all steps", low=0, high=1)
-    weight_decay: float = arg(0.0, "decoupled weight decay; norms and biases have none", low=0)
-    optim: str = arg("adam", "adam (adamw_torch, adamw_torch_fused are the same) or sgd")
-    sgd_momentum: float = arg(0.9, "for optim: sgd", low=0, below=1)
-    adam_beta1: float = arg(0.9, "decay of the mean of gradients", low=0, below=1)
-    adam_beta2: float = arg(0.999, "decay of the mean of squared gradients", low=0, below=1)
-    adam_epsilon: float = arg(1e-8, "added to the root of the second moment", above=0)
-    max_grad_norm: float = arg(1.0, "gradients are scaled down to this norm (0: never)", low=0)
-    calculate_per_token_loss: bool = arg(
-        True, "mean over the tokens of the global batch; false: mean of micro-batches' means"
+    warmup_ratio: float = arg(0.0, "warm-up as a fraction of all steps", low=0, high=1)
+    weight_decay: float = arg(
+        0.0, "decoupled weight decay; norms and biases have none", low=0, optimizer=True
     )
-    log_num_zeros_in_grad: bool = arg(False, "count the gradient's zeros")
-    loss_chunk_size: int = arg(1024, "rows of logits that are held at once", low=1)
+    optim: str = arg(
+        "adam", "adam (adamw_torch, adamw_torch_fused are the same) or sgd", optimizer="optimizer"
+    )
+    sgd_momentum: float = arg(0.9, "for optim: sgd", low=0, below=1, optimizer=True)
+    adam_beta1: float = arg(0.9, "decay of the mean of gradients", low=0, below=1, optimizer=True)
+    adam_beta2: float = arg(
+        0.999, "decay of the mean of squared gradients", low=0, below=1, optimizer=True
+    )
+    adam_epsilon: float = arg(
+        1e-8, "added to the root of the second moment", above=0, optimizer="adam_eps"
+    )
+    max_grad_norm: float = arg(
+        1.0, "gradients are scaled down to this norm (0: never)", low=0, optimizer="clip_grad"
+    )
+    calculate_per_token_loss: bool = arg(
+        True, "mean over the global batch's tokens; false: of micro-batches' means", model=True
+    )
+    log_num_zeros_in_grad: bool = arg(False, "count the gradient's zeros", optimizer=True)
+    loss_chunk_size: int = arg(1024, "rows of logits that are held at once", low=1, model=True)
 
     # precision
-    bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights")
-    fp16: bool = arg(False, "float16 with loss scaling")
-    loss_scale: float | None = arg(None, "a constant loss scale (None: it adapts)", above=0)
-    initial_loss_scale: float = arg(2.0**16, "where it starts", above=0)
-    min_loss_scale: float = arg(1.0, "where it ends to shrink", above=0)
-    loss_scale_window: int = arg(1000, "steps without overflow before it doubles", low=1)
-    hysteresis: int = arg(2, "overflows before it halves", low=1)
+    bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
+    fp16: bool = arg(False, "float16 with loss scaling", model=True)
+    loss_scale: float | None = arg(
+        None, "a constant loss scale (None: it adapts)", above=0, optimizer=True
+    )
+    initial_loss_scale: float = arg(2.0**16, "first loss scale", above=0, optimizer=True)
+    min_loss_scale: float = arg(1.0, "lower bound of the loss scale", above=0, optimizer=True)
+    loss_scale_window: int = arg(
+        1000, "steps without overflow before it doubles", low=1, optimizer=True
+    )
+    hysteresis: int = arg(2, "overflows before it halves", low=1, optimizer=True)
 
     # parallel layout
-    tensor_model_parallel_size: int = arg(1, "ranks that share each matrix", low=1)
-    pipeline_model_parallel_size: int = arg(1, "ranks that share the layers", low=1)
-    virtual_pipeline_model_parallel_size: int | None = arg(
-        None, "chunks of layers on each pipeline rank", low=1
+    tensor_model_parallel_size: int = mca(1, "ranks that share each matrix", low=1, model=True)
+    pipeline_model_parallel_size: int = mca(1, "ranks that share the layers", low=1, model=True)
+    virtual_pipeline_model_parallel_size: int | None = mca(
+        None, "chunks of layers on each pipeline rank", low=1, model="always"
     )
-    context_parallel_size: int = arg(1, "ranks that share each sequence", low=1)
-    expert_model_parallel_size: int = arg(1, "ranks that share the experts", low=1)
-    expert_tensor_parallel_size: int | None = arg(
-        None, "ranks that share each expert's matrices", low=1
+    context_parallel_size: int = mca(1, "ranks that share each sequence", low=1, model=True)
+    expert_model_parallel_size: int = mca(1, "ranks that share the experts", low=1, model=True)
+    expert_tensor_parallel_size: int | None = mca(
+        None, "ranks that share each expert's matrices", low=1, model="always"
     )
-    sequence_parallel: bool = arg(
-        False, "share the activations of norms and dropout among the tensor parallel ranks"
+    sequence_parallel: bool = mca(
+        False,
+        "split the activations of norms and dropout over the tensor parallel ranks",
+        model=True,
     )
-    pipeline_model_parallel_layout: str | None = arg(
-        None, 'layers of each stage, such as "Et*3|t*4|t*3L"'
+    pipeline_model_parallel_layout: str | None = mca(
+        None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always"
     )
-    variable_seq_lengths: bool = arg(
-        False, "pipeline stages exchange shapes, so that micro-batches may differ in length"
+    variable_seq_lengths: bool = mca(
+        False, "micro-batches may differ in length: pipeline stages exchange shapes", model=True
     )
     sequence_packing: bool = arg(False, "pack the samples of a micro-batch into one row")
-    use_distributed_optimizer: bool = arg(
-        False, "share optimizer state among the data parallel ranks"
+    use_distributed_optimizer: bool = mca(
+        False, "share optimizer state among the data parallel ranks", optimizer=True, ddp=True
     )
-    overlap_grad_reduce: bool = arg(False, "reduce gradients during the backward pass")
-    overlap_param_gather: bool = arg(False, "gather parameters during the forward pass")
-    ddp_bucket_size: int | None = arg(
-        None, "parameters a gradient bucket (None: megatron's choice)", low=1
+    overlap_grad_reduce: bool = mca(False, "reduce gradients during the backward pass", ddp=True)
+    overlap_param_gather: bool = mca(
+        False, "gather parameters during the forward pass", optimizer=True, ddp=True
     )
-    grad_reduce_in_fp32: bool = arg(True, "accumulate and reduce gradients in fp32")
-    optimizer_cpu_offload: bool = arg(False, "optimizer state and step on the CPU")
-    optimizer_offload_fraction: float = arg(1.0, "the part of it that is there", low=0, high=1)
+    ddp_bucket_size: int | None = mca(
+        None, "parameters a gradient bucket (None: megatron's choice)", low=1, ddp="bucket_size"
+    )
+    grad_reduce_in_fp32: bool = mca(True, "accumulate and reduce gradients in fp32", ddp=True)
+    optimizer_cpu_offload: bool = mca(False, "optimizer state and step on the CPU", optimizer=True)
+    optimizer_offload_fraction: float = mca(
+        1.0, "fraction of the optimizer state on the CPU", low=0, high=1, optimizer=True
+    )
 
     # memory, kernels and the model
-    recompute_granularity: Literal["full", "selective"] | None = arg(
-        None, "activations computed again in the backward pass"
+    recompute_granularity: Literal["full", "selective"] | None = mca(
+        None, "activations computed again in the backward pass", model="always"
     )
-    recompute_method: Literal["uniform", "block"] | None = arg(None, "for full (None: uniform)")
-    recompute_num_layers: int | None = arg(
-        None, "for full: layers of a unit, or of a stage (None: 1)", low=1
+    recompute_method: Literal["uniform", "block"] | None = mca(
+        None, "for full (None: uniform)", model="always"
     )
-    recompute_modules: list[str] | None = arg(
-        None, "for selective: core_attn, mlp, layernorm, moe, shared_experts"
+    recompute_num_layers: int | None = mca(
+        None, "for full: layers of a unit, or of a stage (None: 1)", low=1, model="always"
     )
-    distribute_saved_activations: bool = arg(
-        False, "share recomputation's inputs among the tensor parallel ranks"
+    recompute_modules: list[str] | None = mca(
+        None, "for selective: core_attn, mlp, layernorm, moe, shared_experts", model="always"
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = arg(
+    distribute_saved_activations: bool = mca(
+        False, "split recomputation's inputs over the tensor parallel ranks", model=True
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = mca(
         "auto", "auto: TE where it works on CUDA"
     )
-    attention_dropout: float | None = arg(None, "None: the model's own", low=0, below=1)
-    hidden_dropout: float | None = arg(None, "None: the model's own", low=0, below=1)
-    bias_activation_fusion: bool | None = arg(None, "None: chosen")
-    bias_dropout_fusion: bool | None = arg(None, "None: chosen")
-    apply_rope_fusion: bool | None = arg(None, "None: chosen")
-    moe_grouped_gemm: bool = arg(
-        True, "one grouped matrix product for the experts; false: one after another"
-    )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg(
-        "alltoall", "how tokens reach their experts' ranks"
+    attention_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
+    hidden_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
+    bias_activation_fusion: bool | None = mca(None, "None: chosen", model=True)
+    bias_dropout_fusion: bool | None = mca(None, "None: chosen", model=True)
+    apply_rope_fusion: bool | None = mca(None, "None: chosen", model=True)
+    moe_grouped_gemm: bool = mca(True, "one grouped matrix product for all experts", model=True)
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = mca(
+        "alltoall", "how tokens reach their experts' ranks", model=True
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
-        "aux_loss", "over a micro-batch's tokens, or over each row's"
+        "aux_loss", "load-balancing loss: over a micro-batch, or over each row", model=True
     )
-    moe_aux_loss_coeff: float = arg(0.0, "weight of that loss", low=0)
-    moe_z_loss_coeff: float | None = arg(None, "weight of the routers' z loss", low=0)
-    moe_router_dtype: Literal["fp32", "fp64"] = arg(
-        "fp32", "precision of the routers' logits and scores"
+    moe_aux_loss_coeff: float = arg(0.0, "weight of the load-balancing loss", low=0, model=True)
+    moe_z_loss_coeff: float | None = arg(
+        None, "weight of the routers' z loss", low=0, model="always"
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] = mca(
+        "fp32", "precision of the routers' logits and scores", model=True
     )
     mtp_num_layers: int | None = arg(
-        None, "layers for multi-token prediction that are trained; 0 or none", low=0
+        None, "layers for multi-token prediction (None: the model's; 0: none)", low=0
     )
-    mtp_loss_scaling_factor: float = arg(0.1, "weight of all their losses together", low=0)
+    mtp_loss_scaling_factor: float = arg(
+        0.1, "weight of all losses of multi-token prediction together", low=0, model=True
+    )
     moe_router_bias_update_rate: float = arg(
-        0.0, "step of the bias that evens out the experts' loads", low=0
+        0.0, "step of the bias that balances the experts' loads", low=0, model=True
     )
-    moe_shared_expert_overlap: bool = arg(False, "run shared experts beside the dispatch")
-    moe_permute_fusion: bool = arg(False, "Transformer Engine's kernels for the dispatch")
-    additional_configs: dict[str, Any] = arg({}, "further fields of megatron's TransformerConfig")
+    moe_shared_expert_overlap: bool = mca(
+        False, "run shared experts beside the dispatch", model=True
+    )
+    moe_permute_fusion: bool = mca(
+        False, "Transformer Engine's kernels for the dispatch", model=True
+    )
+    additional_configs: dict[str, Any] = mca({}, "further fields of megatron's TransformerConfig")
 
-    def _resolve(self, bad: set[str]) -> list[Problem]:
-        # YAML has true and false for it, which the type, a path, does not know.
-        words = {
-            "true": "auto",
-            "yes": "auto",
-            "auto": "auto",
-            "false": None,
-            "no": None,
-            "none": None,
-        }
+    def _resolve(self, judge: Judge) -> None:
+        # a path, for which YAML files have true and false as well
+        words = dict.fromkeys(("true", "yes"), "auto") | dict.fromkeys(("false", "no", "none"))
         value = self.resume_from_checkpoint
         self.resume_from_checkpoint = words.get(str(value).lower(), value)
-        return super()._resolve(bad)
+        super()._resolve(judge)
 
-    def _check(self, bad: set[str]) -> list[Problem]:
-        problems = normalise_training(self, bad)
-        bad = bad | {problem.key for problem in problems}
+    def _check(self, judge: Judge) -> None:
+        normalise_training(self, judge)
         # Without torchrun the arguments may be made for a world that is not there: parse_args decides then.
         if "WORLD_SIZE" in os.environ:
-            problems += check_world(self, bad)
-        return problems + check_training(self, bad | {problem.key for problem in problems})
+            check_world(self, judge)
+        check_training(self, judge)
 
     @property
     def world_size(self) -> int:
@@ -416,51 +426,68 @@ class RunArguments:
     warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        objective = OBJECTIVES[self.finetuning.stage]
+        joins_documents = OBJECTIVES[self.finetuning.stage].joins_documents
         if self.data.packing is None:
-            self.data.packing = objective.joins_documents
-        if self.data.neat_packing or (self.data.packing and not objective.joins_documents):
-            self.training.sequence_packing = (
-                True  # packs of samples reach the model with their borders
-            )
+            self.data.packing = joins_documents
+        if self.data.neat_packing or (self.data.packing and not joins_documents):
+            # packs of samples reach the model with their borders
+            self.training.sequence_packing = True
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
         """The five groups, in the order in which they are written to a file."""
         return self.model, self.finetuning, self.data, self.training, self.backend
 
+    def to_dict(self) -> dict[str, Any]:
+        """Flat key -> value in effect, of all groups."""
+        return {key: value for group in self.groups for key, value in group.to_dict().items()}
+
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Flat key -> value in effect, without the keys that are None (None and absent mean the same). Parsed again in
-        a world of the same size it gives the same run; with global_batch_size it holds for any world, because
-        gradient_accumulation_steps is left to be derived."""
-        values = {
-            key: value
-            for group in self.groups
-            for key, value in group.to_dict().items()
-            if value is not None
-        }
+        """Flat key -> value in effect, without the keys that are None (None and absent mean the same).
+
+        Parsed again in a world of the same size it gives the same run; with global_batch_size it holds for any world,
+        because gradient_accumulation_steps is left to be derived.
+        """
+        values = {key: value for key, value in self.to_dict().items() if value is not None}
         if self.training.global_batch_size is not None:
             del values["gradient_accumulation_steps"]
         return values
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes to_yaml_dict() as YAML to the file `path`, whose folder is made where it is absent."""
+        """Write to_yaml_dict() as YAML to the file `path`, whose folder is made where it is absent."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.to_yaml_dict(), sort_keys=False, allow_unicode=True, width=120)
         path.write_text(text, encoding="utf-8")
 
 
+GROUPS = (ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments)
+
+
+def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
+    """The rules between training arguments and keys of other groups, for trainers that are made without a file.
+
+    Keys that are not given have their defaults; without a stage the rules of objectives are left out. Raises
+    ConfigError, as parse_args does.
+    """
+    items = [item for group in GROUPS for item in dataclasses.fields(group)]
+    values = {item.name: default_of(item) for item in items} | args.to_dict() | keys
+    judge = Judge(SimpleNamespace(**values))
+    check_backend(judge.arguments, judge)
+    if stage is not None:
+        judge.arguments.stage = stage
+        check_objective_run(judge.arguments, judge)
+    judge.close()
+
+
 def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> RunArguments:
-    """The arguments of a run from the words of its command line (sys.argv where argv is None), see ArgumentParser.
+    """The arguments of a run from the words of its command line (None: sys.argv), see ArgumentParser.
 
     The model's config.json is read too (from its folder, or the hub) and checked against the layout. needs_world=False
     is for commands that only look at a configuration: without torchrun the layout need not fit this one process then.
     `-h` and `--help` print the keys and leave. Raises ConfigError with all problems of the run.
     """
-    parser = ArgumentParser(
-        [ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments]
-    )
+    parser = ArgumentParser(GROUPS)
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(argv):
         print(parser.format_help())
@@ -468,33 +495,35 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     values, problems = parser.read(argv)
     switched_off = _use_torch_backend(values)
     parsed = parser.build(values)
-    model, data, finetuning, training, backend = parsed.groups
-    run = RunArguments(model, data, finetuning, training, backend, parsed.warnings)
+    run = RunArguments(*parsed.groups, parsed.warnings)
     problems += parsed.problems
-    bad = {problem.key for problem in problems}
+    facts = SimpleNamespace(**run.to_dict())
+    judge = Judge(facts, {problem.key for problem in problems})
     if needs_world and "WORLD_SIZE" not in os.environ:
-        problems += check_world(training, bad)
-    problems += check_run(run, bad) + check_objective_run(run, bad) + check_frozen_bias(run, bad)
-    if model.model_name_or_path:
-        numbers, found = read_model_numbers(model)
-        problems += found + check_model(numbers, training)
-    if problems:
-        raise ConfigError(problems)
-    if switched_off:
-        run.warnings.append(
-            f"use_mca is false: plain torch DDP does without {', '.join(switched_off)}"
-        )
-    if training.max_steps > 0 and "num_train_epochs" in parsed.given:
-        run.warnings.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
-    if training.eval_strategy == "no" and (data.val_size > 0 or data.eval_dataset):
-        run.warnings.append(
-            "nothing is evaluated although there is data for it: eval_strategy is no"
-        )
+        check_world(run.training, judge)
+    check_run(facts, judge)
+    if facts.model_name_or_path and (numbers := _read_model_numbers(run.model, judge)):
+        check_model(numbers_of(numbers), facts, judge)
+    judge.problems[:0] = problems
+    judge.close()
+    run.warnings += _notes(run, switched_off, parsed.given)
     return run
 
 
+def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[str]:
+    """Lines about values without effect."""
+    training, data, notes = run.training, run.data, []
+    if switched_off:
+        notes.append(f"use_mca is false: plain torch DDP does without {', '.join(switched_off)}")
+    if training.max_steps > 0 and "num_train_epochs" in given:
+        notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
+    if training.eval_strategy == "no" and (data.val_size > 0 or data.eval_dataset):
+        notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
+    return notes
+
+
 def _use_torch_backend(values: dict[str, Any]) -> list[str]:
-    """Where use_mca is false, takes the keys NOT_FOR_TORCH out of values; returns those that had another value."""
+    """Where use_mca is false, take megatron-core's keys out of values -> those that had another value."""
     try:
         if cast(values.get("use_mca", True), bool):
             return []
@@ -502,50 +531,40 @@ def _use_torch_backend(values: dict[str, Any]) -> list[str]:
         return []  # shown with the other problems
     changed = []
     for item in dataclasses.fields(TrainingArguments):
-        if item.name not in NOT_FOR_TORCH or values.get(item.name) is None:
+        if item.metadata.get("torch", True) or values.get(item.name) is None:
             continue
         try:
-            if cast(values[item.name], type_hints(TrainingArguments)[item.name]) != default_of(
-                item
-            ):
-                changed.append(item.name)
-            del values[item.name]
+            value = cast(values[item.name], type_hints(TrainingArguments)[item.name])
         except ValueError:
-            pass  # not even a value of its type: it stays, to be shown with the other problems
+            continue  # not even a value of its type: it stays, to be shown with the other problems
+        del values[item.name]
+        if value != default_of(item):
+            changed.append(item.name)
     return changed
 
 
-def read_model_numbers(model: ModelArguments) -> tuple[dict[str, Any], list[Problem]]:
-    """The model's config.json, or mca_config.json where there is only that; {} and a Problem where there is neither."""
-    name = model.model_name_or_path
-    if (Path(name) / ADAPTER_CONFIG_NAME).is_file() and not (Path(name) / HF_CONFIG_NAME).is_file():
+def _read_model_numbers(model: ModelArguments, judge: Judge) -> dict[str, Any]:
+    """The model's config.json, or mca_config.json where there is only that; {} where there is neither."""
+    name, key = model.model_name_or_path, "model_name_or_path"
+    folder = Path(name)
+    has_config = (folder / HF_CONFIG_NAME).is_file()
+    if (folder / ADAPTER_CONFIG_NAME).is_file() and not has_config:
         reason = "it holds adapters, without the model that they belong to"
-        return {}, [
-            Problem(
-                "model_name_or_path", name, reason, f"that model, and adapter_name_or_path: {name}"
-            )
-        ]
+        judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}")
+        return {}
     try:
-        path = Path(name) / MCA_CONFIG_NAME
-        if (Path(name) / HF_CONFIG_NAME).is_file() or not path.is_file():
-            from transformers.utils import (
-                cached_file,  # seconds to import: only once the rest could be read
-            )
+        path = folder / MCA_CONFIG_NAME
+        if has_config or not path.is_file():
+            # seconds to import: only once the rest could be read
+            from transformers.utils import cached_file
 
             path = cached_file(name, HF_CONFIG_NAME, revision=model.model_revision)
         numbers = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(numbers, dict):
             raise ValueError("expected a JSON object")
-    except (
-        Exception
-    ) as error:  # whatever a hub, a network or a file comes up with is a problem of this key
-        reason = f"its {HF_CONFIG_NAME} cannot be read: {str(error).strip().splitlines()[0] if str(error) else repr(error)}"
-        return {}, [
-            Problem(
-                "model_name_or_path",
-                name,
-                reason,
-                f"a folder with {HF_CONFIG_NAME}, or a model of the hub",
-            )
-        ]
-    return numbers, []
+    except Exception as error:  # whatever a hub, a network or a file comes up with
+        lines = str(error).strip().splitlines() or [repr(error)]
+        reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"
+        judge.refuse(key, reason, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")
+        return {}
+    return numbers

@@ -1,14 +1,10 @@
-"""What is known of keys by their names: aliases, what this version does not take yet, what has no effect here.
-
-The keys that do have an effect are the fields of the groups in args.py.
-"""
+"""Aliases, unsupported keys and ignored keys. The keys that have an effect are the fields in args.py."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from .args_values import Problem, default_of
+from .args_values import Problem
 
 # Other people's names for our keys.
 ALIASES = {
@@ -109,17 +105,3 @@ def unsupported_problem(key: str, value: Any) -> Problem | None:
     choices = " or ".join(str(choice).lower() for choice in row[0] if choice is not None)
     suggestion = "the key left out" if row[0][0] is None else f"{key}: {choices}"
     return Problem(key, value, f"not in this version: {row[1]}", suggestion)
-
-
-def check_unsupported(group: Any, bad: set[str]) -> list[Problem]:
-    """Fields against UNSUPPORTED; a value that is not taken is put back to its default."""
-    problems = []
-    for item in dataclasses.fields(group):
-        known = (
-            item.name in bad or item.name not in UNSUPPORTED
-        )  # a row that ends in * means keys that are no fields
-        problem = None if known else unsupported_problem(item.name, getattr(group, item.name))
-        if problem:
-            problems.append(problem)
-            setattr(group, item.name, default_of(item))
-    return problems

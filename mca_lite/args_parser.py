@@ -12,44 +12,65 @@ import os
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from .args_keys import (
-    ALIASES,
-    HINTS,
-    IGNORED_KEYS,
-    UNSUPPORTED,
-    check_unsupported,
-    lookup,
-    unsupported_problem,
-)
+from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported_problem
 from .args_values import (
     ConfigError,
     ConfigLoader,
+    Judge,
     Problem,
-    cast_fields,
+    cast,
     check_duplicates,
-    check_ranges,
-    default_of,
     loads_yaml,
     type_hints,
 )
 
+_LIMITS = {
+    "low": ("at least", lambda value, limit: value >= limit),
+    "above": ("more than", lambda value, limit: value > limit),
+    "high": ("at most", lambda value, limit: value <= limit),
+    "below": ("less than", lambda value, limit: value < limit),
+}
 
-def arg(default: Any, text: str, **limits: Any) -> Any:
-    """A dataclass field with help and limits: low <= value, above < value, value <= high, value < below.
 
-    choices: a table whose keys are the values, which may grow until the arguments are read."""
-    metadata = {"help": text, **limits}
+def arg(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with a help text and what is known of its key.
+
+    choices: a table of the values, which may grow until the arguments are read.
+    low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
+    torch: False for a key without effect on the plain torch backend.
+    model: the key is a field of McaModelConfig under the same name, which takes it where it is not None; "always" if a
+    None counts too. optimizer: its name in megatron's OptimizerConfig. ddp: in DistributedDataParallelConfig.
+    lora: True for a key that has an effect with adapters only.
+    """
+    metadata = {"help": text, **metadata}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
-    return (
-        field(metadata=metadata)
-        if default is MISSING
-        else field(default=default, metadata=metadata)
-    )
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def default_of(item: dataclasses.Field) -> Any:
+    """A field's default, dataclasses.MISSING where it has none."""
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def example(item: dataclasses.Field) -> str:
+    """What to write instead: the key with its default, or its help text where the default is no value."""
+    default = default_of(item)
+    if default is None and "low" in item.metadata:
+        default = item.metadata["low"]
+    if isinstance(default, bool):
+        default = str(default).lower()
+    if isinstance(default, (str, int, float)):
+        return f"{item.name}: {default}"
+    return f"{item.name}: <{item.metadata['help']}>"
 
 
 @dataclass(kw_only=True)
@@ -60,45 +81,93 @@ class ArgumentGroup:
     """
 
     def __post_init__(self) -> None:
-        problems = self._resolve(set())
-        if problems:
-            raise ConfigError(problems)
+        judge = Judge(self)
+        self._resolve(judge)
+        judge.close()
 
     @classmethod
     def build(cls, values: dict[str, Any]) -> tuple[Any, list[Problem]]:
-        """The group and its problems, which the caller raises. It passes by the constructor: for all errors of a run to
-        be shown together, the checks across groups must see a group that has problems too."""
+        """The group from key -> value and its problems, which the caller raises; other groups' keys are passed over.
+
+        It does without the constructor, since the rules between groups must see a group that has problems too.
+        """
         group = cls.__new__(cls)
-        missing, problems = set(), []
+        judge = Judge(group)
         for item in dataclasses.fields(cls):
             value = values.get(item.name)
             if value is None and default_of(item) is MISSING:
-                missing.add(item.name)
-                suggestion = f"{item.name}: <{item.metadata['help']}>"
-                problems.append(
-                    Problem(item.name, None, "it is required and was not given", suggestion)
-                )
-                value = [] if typing.get_origin(type_hints(cls)[item.name]) is list else ""
+                is_list = typing.get_origin(type_hints(cls)[item.name]) is list
+                value = [] if is_list else ""
+                judge.refuse(item.name, "it is required and was not given", example(item), None)
             setattr(group, item.name, default_of(item) if value is None else value)
-        return group, problems + group._resolve(missing)
+        group._resolve(judge)
+        return group, judge.problems
 
-    def _resolve(self, bad: set[str]) -> list[Problem]:
+    def _resolve(self, judge: Judge) -> None:
         self.notes: list[str] = []
-        problems = []
-        for check in (cast_fields, check_ranges, check_unsupported, type(self)._check):
-            problems += check(self, bad | {problem.key for problem in problems})
-        return problems
+        for item in dataclasses.fields(self):
+            if item.name not in judge.bad:
+                self._check_field(item, judge)
+        self._check(judge)
 
-    def _check(self, bad: set[str]) -> list[Problem]:
-        return []
+    def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
+        """Cast a field in place and check it by itself. None, and a value that does not work, become the default."""
+        key, default, value = item.name, default_of(item), getattr(self, item.name)
+        if value is None and default is not MISSING:
+            value = default
+        try:
+            value = cast(value, type_hints(type(self))[key])
+            if "choices" in item.metadata:
+                value = cast(value, Literal[tuple(item.metadata["choices"])])
+        except ValueError as error:
+            judge.refuse(key, str(error), example(item), value)
+        else:
+            limits = {name: item.metadata[name] for name in _LIMITS if name in item.metadata}
+            kept = all(
+                _LIMITS[name][1](value, limit)
+                for name, limit in limits.items()
+                if value is not None
+            )
+            unsupported = unsupported_problem(key, value) if key in UNSUPPORTED else None
+            if not kept:
+                wanted = " and ".join(
+                    f"{_LIMITS[name][0]} {limit}" for name, limit in limits.items()
+                )
+                judge.refuse(key, f"it must be {wanted}", example(item), value)
+            elif unsupported:
+                judge.refuse(key, unsupported.reason, unsupported.suggestion, value)
+        setattr(self, key, default if key in judge.bad else value)
+
+    def _check(self, judge: Judge) -> None:
+        """The rules of a group; its fields hold values of their types."""
+
+    def changed(self, **metadata: Any) -> list[str]:
+        """The keys with this metadata whose values differ from their defaults."""
+        return [
+            item.name
+            for item in dataclasses.fields(self)
+            if all(item.metadata.get(name) == value for name, value in metadata.items())
+            and getattr(self, item.name) != default_of(item)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, copied; what was left to a default is there with the value in effect."""
         return dataclasses.asdict(self)
 
 
+def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
+    """The Problems of single values by the types and limits of the group's keys, for constructors that take them."""
+    group = group_type.__new__(group_type)
+    judge = Judge(group)
+    for item in dataclasses.fields(group_type):
+        if item.name in values:
+            setattr(group, item.name, values[item.name])
+            group._check_field(item, judge)
+    return judge.problems
+
+
 class Parsed(typing.NamedTuple):
-    """What a parser found: the groups in the order of their types, problems, warnings, and the keys that were given."""
+    """The groups in the order of their types, problems, warnings, and the keys that were given."""
 
     groups: tuple[Any, ...]
     problems: list[Problem]
@@ -107,10 +176,10 @@ class Parsed(typing.NamedTuple):
 
 
 class ArgumentParser:
-    """Fills several argument groups from one flat set of keys: a YAML or JSON file, then command line words over it.
+    """Fills several argument groups from one flat set of keys: a YAML or JSON file, overruled by command line words.
 
-    Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true, and a word that ends
-    in .yaml, .yml or .json is the file. Of a key given twice there the last value holds; null means the default.
+    Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true, and a word that
+    ends in .yaml, .yml or .json is the file. Of a key given twice there the last value holds; null is the default.
     """
 
     def __init__(self, group_types: typing.Iterable[type[ArgumentGroup]]):
@@ -118,20 +187,6 @@ class ArgumentParser:
         self.fields = {
             item.name: item for group in self.group_types for item in dataclasses.fields(group)
         }
-
-    def parse(self, argv: list[str]) -> tuple[Any, ...]:
-        """One object for each type, in their order. Raises ConfigError with everything that is wrong."""
-        return self._finish(*self.read(argv))
-
-    def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """The same from key -> value."""
-        return self._finish(values, [])
-
-    def _finish(self, values: dict[str, Any], problems: list[Problem]) -> tuple[Any, ...]:
-        parsed = self.build(values)
-        if problems + parsed.problems:
-            raise ConfigError(problems + parsed.problems)
-        return parsed.groups
 
     def read(self, argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         """Key -> raw value of the file and the words, and what could not be read."""
@@ -143,23 +198,19 @@ class ArgumentParser:
             except ConfigError as error:
                 problems += error.problems
         if len(paths) > 1:
+            names = ", ".join(paths)
             problems.append(
-                Problem(
-                    "config file", ", ".join(paths), "one file is read", "one file, then key=value"
-                )
+                Problem("config file", names, "one file is read", "one file, then key=value")
             )
         for key, value in words:
             self._merge(values, key, value)
         return values, problems
 
     def _merge(self, values: dict[str, Any], key: str, value: Any) -> None:
-        """A word over the file's value, whichever of its names the file used."""
-        for other in [
-            name
-            for name in values
-            if name != key and ALIASES.get(name, name) == ALIASES.get(key, key)
-        ]:
-            del values[other]
+        """Let a word replace the file's value, whichever of the key's names the file used."""
+        for name in list(values):
+            if ALIASES.get(name, name) == ALIASES.get(key, key):
+                del values[name]
         values[key] = value
 
     def _split(self, argv: list[str]) -> tuple[list[str], list[tuple[str, Any]], list[Problem]]:
@@ -178,22 +229,15 @@ class ArgumentParser:
             elif word.endswith((".yaml", ".yml", ".json")):
                 paths.append(word)
             else:
-                problems.append(
-                    Problem(
-                        word, None, "expected a YAML file, key=value or --key value", "key=value"
-                    )
-                )
+                reason = "expected a YAML file, key=value or --key value"
+                problems.append(Problem(word, None, reason, "key=value"))
         return paths, words, problems
 
     def _is_value(self, option: str, word: str) -> bool:
         """Whether the word after `--option` is its value, rather than the next key or, for a flag, the file."""
         key, equals, _ = word.partition("=")
-        known = (
-            key in self.fields
-            or key in ALIASES
-            or lookup(IGNORED_KEYS, key)
-            or lookup(UNSUPPORTED, key)
-        )
+        known = key in self.fields or key in ALIASES
+        known = known or lookup(IGNORED_KEYS, key) or lookup(UNSUPPORTED, key)
         flag = option in self.fields and isinstance(default_of(self.fields[option]), bool)
         if word.startswith("--") or (equals and known):
             return False
@@ -206,11 +250,8 @@ class ArgumentParser:
             key = ALIASES.get(name, name)
             if key in self.fields:
                 if key in own:
-                    problems.append(
-                        Problem(
-                            name, value, f"{key} is given too, and means the same", f"only {key}"
-                        )
-                    )
+                    reason = f"{key} is given too, and means the same"
+                    problems.append(Problem(name, value, reason, f"only {key}"))
                 own[key] = value
             elif lookup(IGNORED_KEYS, name):
                 ignored.append(f"{name} ({lookup(IGNORED_KEYS, name)})")
@@ -218,26 +259,20 @@ class ArgumentParser:
                 problems += self._foreign(name, value)
         groups, notes = [], []
         for group_type in self.group_types:
-            names = {item.name for item in dataclasses.fields(group_type)}
-            group, found = group_type.build(
-                {key: value for key, value in own.items() if key in names}
-            )
+            group, found = group_type.build(own)
             groups.append(group)
             problems += found
             notes += group.notes
         if ignored:
             notes.insert(0, "these keys have no effect: " + ", ".join(ignored))
-        return Parsed(
-            tuple(groups), problems, notes, {key for key, value in own.items() if value is not None}
-        )
+        given = {key for key, value in own.items() if value is not None}
+        return Parsed(tuple(groups), problems, notes, given)
 
     def _foreign(self, name: str, value: Any) -> list[Problem]:
         """A key of no group: known but not supported, or unknown."""
         if lookup(UNSUPPORTED, name):
-            plain = {"true": True, "false": False, "none": None, "0": 0, "1": 1}.get(
-                str(value).lower(), value
-            )
-            problem = unsupported_problem(name, plain)
+            plain = {"true": True, "false": False, "none": None, "0": 0, "1": 1}
+            problem = unsupported_problem(name, plain.get(str(value).lower(), value))
             return [problem] if problem else []
         near = difflib.get_close_matches(name, [*self.fields, *ALIASES], n=1, cutoff=0.6)
         suggestion = HINTS.get(name) or (near[0] if near else "one of the keys that --help lists")
@@ -249,29 +284,23 @@ class ArgumentParser:
         for group in self.group_types:
             lines += ["", group.__doc__.strip().splitlines()[0]]
             for item in dataclasses.fields(group):
-                default = (
-                    "required" if default_of(item) is MISSING else json.dumps(default_of(item))
-                )
+                default = default_of(item)
+                default = "required" if default is MISSING else json.dumps(default)
                 lines.append(f"  {item.name} ({default}): {item.metadata['help']}")
         return "\n".join(lines)
 
 
 def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
-    """Key -> value of a flat YAML or JSON file. Its numbers and truth values stay text, for their field's type to read.
-    Raises ConfigError where the file is absent, broken or not flat, or where it has a key twice."""
+    """Key -> value of a flat YAML or JSON file. Numbers and truth values stay text, for their field's type to read.
+
+    Raises ConfigError where the file is absent, broken or not flat, or where it has a key twice.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [
-                Problem(
-                    "config file",
-                    str(path),
-                    f"it cannot be read: {error}",
-                    "the path of a YAML file",
-                )
-            ]
-        ) from None
+        reason = f"it cannot be read: {error}"
+        problem = Problem("config file", str(path), reason, "the path of a YAML file")
+        raise ConfigError([problem]) from None
     try:
         # JSON is YAML but for the tabs between its tokens
         loader = ConfigLoader(text.replace("\t", " ") if str(path).endswith(".json") else text)
@@ -290,9 +319,8 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
         }
     except yaml.YAMLError as error:
         reason = f"it is no valid configuration: {_first_line(error)}"
-        raise ConfigError(
-            [Problem("config file", str(path), reason, "key: value, each key once")]
-        ) from None
+        problem = Problem("config file", str(path), reason, "key: value, each key once")
+        raise ConfigError([problem]) from None
 
 
 def _word_value(text: str) -> str | None:

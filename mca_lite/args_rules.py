@@ -1,656 +1,514 @@
-"""The rules of what must agree with what, within a group of arguments, and with the world, the model and the data.
+"""The rules within the arguments of a run: in a group of keys, and between groups.
 
-Every check returns Problems instead of raising. It is given `bad`, the keys that have a problem already: their values
-were put back to the default, and a rule that involves one of them says nothing.
+Every rule stands here once; those that need a model's numbers are in args_rules_model.py. The command line, YAML files and
+the constructors of Python (TrainingArguments, DPOConfig, the trainers) ask these functions. A function is given a Judge
+(args_values.py) and the arguments `a` by their keys; where it also fills in what follows from other keys, it says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import importlib.util
 import math
 import os
-import re
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from .args_keys import unsupported_problem
-from .args_pipeline import balanced_layout, layout_defect, layout_stages
-from .args_rules_experts import check_expert_world, check_experts
-from .args_values import Problem, cast, default_of
-from .objectives import OBJECTIVES, all_metrics
+from .args_rules_model import check_virtual_stages, layout_defect, layout_stages
+from .args_values import Judge, cast, parse_size
+from .objectives import all_metrics, check_objective_keys, check_objective_run
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
-REPORTERS = ("tensorboard", "wandb")
-SCHEDULERS = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-)
+# what report_to may name -> the package that it takes, and the extra that installs it
+REPORTERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb")}
+# Hugging Face's names -> megatron's
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
 DECAY_TYPES = ("linear", "cosine", "exponential", "minus_sqrt")
-SCHEDULER_KWARGS: dict[str, Any] = {
+SCHEDULE_KWARGS: dict[str, Any] = {
     "min_lr": float,
     "min_lr_rate": float,
     "num_decay_steps": int,
     "num_stable_steps": int,
     "decay_type": Literal[DECAY_TYPES],
 }
-SCHEDULER_KWARG_ALIASES = {"min_lr_ratio": "min_lr_rate"}
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
-
-
-# ---- TrainingArguments: normalise, then consistency
-
-
-class Rule(NamedTuple):
-    """A combination that does not work: the keys it involves (the first bears the problem), the test, what is wrong and
-    what would work. `a` stands for the arguments in the texts too."""
-
-    keys: str
-    broken: Callable[[Any], bool]
-    reason: str
-    suggestion: str
-
-
-_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-_NOT_FULL = (
-    "it belongs to full recomputation, and recompute_granularity is {a.recompute_granularity}"
+# fields of megatron's config that additional_configs cannot set: they follow from other keys ...
+DERIVED_FIELDS = (
+    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization"
 )
-TRAINING_RULES = (
-    Rule("bf16 fp16", lambda a: a.bf16 and a.fp16, "fp16 is on too", "bf16: true and fp16: false"),
-    Rule("max_steps", lambda a: a.max_steps == 0, "no step would be taken", "max_steps: -1"),
-    Rule(
-        f"{_VPP} {_PP} pipeline_model_parallel_layout",
-        lambda a: (
-            a.virtual_pipeline_model_parallel_size is not None
-            and a.pipeline_model_parallel_size == 1
-        ),
-        f"virtual stages need a pipeline, and {_PP} is 1",
-        f"{_PP}: 2, or {_VPP} left out",
-    ),
-    Rule(
-        f"gradient_accumulation_steps global_batch_size {_VPP} {_PP}",
-        lambda a: (
-            a.virtual_pipeline_model_parallel_size
-            and a.gradient_accumulation_steps % a.pipeline_model_parallel_size
-        ),
-        "with virtual stages micro-batches run in groups of {a.pipeline_model_parallel_size}, the pipeline's size",
-        "a multiple of {a.pipeline_model_parallel_size} micro-batches a step",
-    ),
-    Rule(
-        "overlap_param_gather use_distributed_optimizer overlap_grad_reduce",
-        lambda a: (
-            a.overlap_param_gather and not (a.use_distributed_optimizer and a.overlap_grad_reduce)
-        ),
-        "it needs the distributed optimizer and overlap_grad_reduce",
-        "use_distributed_optimizer: true and overlap_grad_reduce: true",
-    ),
-    Rule(
-        "optim use_distributed_optimizer",
-        lambda a: a.use_distributed_optimizer and not OPTIMIZERS[a.optim].distributed,
-        "megatron's distributed optimizer knows Adam only",
-        "use_distributed_optimizer: false, or optim: adam",
-    ),
-    Rule(
-        "optimizer_cpu_offload optim",
-        lambda a: a.optimizer_cpu_offload and not OPTIMIZERS[a.optim].offloads,
-        "megatron keeps no state of optim {a.optim} on the CPU",
-        "optimizer_cpu_offload: false, or optim: adam",
-    ),
-    Rule(
-        "expert_model_parallel_size tensor_model_parallel_size sequence_parallel",
-        lambda a: (
-            min(a.expert_model_parallel_size, a.tensor_model_parallel_size) > 1
-            and not a.sequence_parallel
-        ),
-        "experts on several ranks together with tensor parallelism need sequence parallelism",
-        "sequence_parallel: true",
-    ),
-    Rule(
-        "moe_token_dispatcher_type variable_seq_lengths",
-        lambda a: a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths,
-        "it gathers rows of one length, and variable_seq_lengths lets them differ",
-        "moe_token_dispatcher_type: alltoall",
-    ),
-    Rule(
-        "moe_shared_expert_overlap moe_token_dispatcher_type",
-        lambda a: a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall",
-        "shared experts run beside an all-to-all alone",
-        "moe_token_dispatcher_type: alltoall",
-    ),
-    Rule(
-        "moe_aux_loss_coeff moe_router_load_balancing_type",
-        lambda a: a.moe_aux_loss_coeff > 0 and a.moe_router_load_balancing_type == "none",
-        "moe_router_load_balancing_type is none, and it would weigh nothing",
-        "moe_router_load_balancing_type: aux_loss",
-    ),
-    Rule(
-        "warmup_steps max_steps lr_scheduler_type",
-        lambda a: (
-            0 < a.max_steps <= a.warmup_steps and not a.lr_scheduler_type.startswith("constant")
-        ),
-        "the rate would still grow when the run of max_steps {a.max_steps} ends",
-        "warmup_ratio: 0.1 in place of warmup_steps",
-    ),
-    Rule(
-        "metric_for_best_model eval_strategy",
-        lambda a: (
-            a.eval_strategy != "no"
-            and a.metric_for_best_model.removeprefix("eval_") not in all_metrics()
-        ),
-        "an evaluation gives eval_loss, and with stage dpo its metrics",
-        "metric_for_best_model: loss",
-    ),
-    Rule(
-        "load_best_model_at_end eval_strategy",
-        lambda a: a.load_best_model_at_end and a.eval_strategy == "no",
-        "without evaluation no checkpoint is the best one",
-        "eval_strategy: steps and save_strategy: steps",
-    ),
-    Rule(
-        "load_best_model_at_end eval_strategy save_strategy",
-        lambda a: a.load_best_model_at_end and a.eval_strategy != a.save_strategy,
-        "each checkpoint must be evaluated, but eval_strategy is {a.eval_strategy} and save_strategy {a.save_strategy}",
-        "save_strategy: {a.eval_strategy}",
-    ),
-    Rule(
-        "load_best_model_at_end eval_strategy eval_steps save_steps logging_steps",
-        lambda a: (
-            a.load_best_model_at_end and a.eval_strategy == "steps" and a.save_steps % a.eval_steps
-        ),
-        "each checkpoint must be evaluated, but save_steps {a.save_steps} is no multiple of eval_steps {a.eval_steps}",
-        "eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}",
-    ),
-    Rule(
-        "early_stopping_patience eval_strategy",
-        lambda a: a.early_stopping_patience is not None and a.eval_strategy == "no",
-        "it counts evaluations, and eval_strategy is no",
-        "eval_strategy: steps, or early_stopping_patience left out",
-    ),
-    Rule(
-        "recompute_method recompute_granularity",
-        lambda a: a.recompute_method is not None and a.recompute_granularity != "full",
-        _NOT_FULL,
-        "recompute_granularity: full, or recompute_method left out",
-    ),
-    Rule(
-        "recompute_num_layers recompute_granularity",
-        lambda a: a.recompute_num_layers is not None and a.recompute_granularity != "full",
-        _NOT_FULL,
-        "recompute_granularity: full, or recompute_num_layers left out",
-    ),
-    Rule(
-        "recompute_modules recompute_granularity",
-        lambda a: a.recompute_modules is not None and a.recompute_granularity != "selective",
-        "it belongs to selective recomputation, and recompute_granularity is {a.recompute_granularity}",
-        "recompute_granularity: selective, or recompute_modules left out",
-    ),
-    Rule(
-        "recompute_modules",
-        lambda a: not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES),
-        "expected parts of a layer",
-        f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}",
-    ),
-    Rule(
-        "distribute_saved_activations recompute_granularity",
-        lambda a: a.distribute_saved_activations and a.recompute_granularity != "full",
-        "it shares what full recomputation saves, and recompute_granularity is {a.recompute_granularity}",
-        "recompute_granularity: full, or distribute_saved_activations: false",
-    ),
-    Rule(
-        "distribute_saved_activations sequence_parallel",
-        lambda a: a.distribute_saved_activations and a.sequence_parallel,
-        "with sequence_parallel the activations are shared already",
-        "distribute_saved_activations: false",
-    ),
-    Rule(
-        "min_loss_scale initial_loss_scale",
-        lambda a: a.min_loss_scale > a.initial_loss_scale,
-        "it is above initial_loss_scale, {a.initial_loss_scale}",
-        "min_loss_scale: 1.0",
-    ),
-    Rule(
-        "max_shard_size",
-        lambda a: not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]I?)?B?", a.max_shard_size, re.IGNORECASE),
-        "expected a number of bytes with an optional unit",
-        "max_shard_size: 5GB",
-    ),
+# ... or from config.json, whose weights have these sizes
+MODEL_FIELDS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func"
 )
 
 
-def normalise_training(args: Any, bad: set[str]) -> list[Problem]:
-    """Fills what follows from other fields and replaces aliases, in place; `args.notes` says what was switched off."""
-    problems = []
-    for name in args.report_to:
-        if name not in (*REPORTERS, "none", "all"):
-            suggestion = f"report_to: none, {', '.join(REPORTERS)}"
-            problems.append(Problem("report_to", name, "no such place to report to", suggestion))
-    args.report_to = [
-        name for name in REPORTERS if name in args.report_to or "all" in args.report_to
-    ]
-    args.optim = OPTIMIZER_ALIASES.get(args.optim, args.optim)
-    if args.optim not in OPTIMIZERS:
+# ---- TrainingArguments
+
+
+def normalise_training(a: Any, judge: Judge) -> None:
+    """Replace aliases and fill in what follows from other keys, in place; `a.notes` says what was switched off."""
+    unknown = [name for name in a.report_to if name not in (*REPORTERS, "none", "all")]
+    if unknown:
+        choices = f"report_to: none, {', '.join(REPORTERS)}"
+        judge.refuse("report_to", "no such place to report to", choices, ", ".join(unknown))
+    a.report_to = [name for name in REPORTERS if name in a.report_to or "all" in a.report_to]
+    a.optim = OPTIMIZER_ALIASES.get(a.optim, a.optim)
+    if a.optim not in OPTIMIZERS:
         names = ", ".join([*OPTIMIZERS, *OPTIMIZER_ALIASES])
-        problems.append(Problem("optim", args.optim, "no such optimizer", f"optim: {names}"))
-        args.optim = "adam"
-    if 0 < args.warmup_steps < 1 and args.warmup_ratio == 0:
-        args.warmup_steps, args.warmup_ratio = 0, args.warmup_steps
-    if not float(args.warmup_steps).is_integer():
+        judge.refuse("optim", "no such optimizer", f"optim: {names}")
+        a.optim = "adam"
+    if 0 < a.warmup_steps < 1 and a.warmup_ratio == 0:
+        a.warmup_steps, a.warmup_ratio = 0, a.warmup_steps
+    if not float(a.warmup_steps).is_integer():
         reason = "expected whole steps, or a fraction of all steps without warmup_ratio"
-        problems.append(Problem("warmup_steps", args.warmup_steps, reason, "warmup_ratio: 0.1"))
-    args.warmup_steps = int(args.warmup_steps)
-    if args.warmup_steps > 0 and args.warmup_ratio > 0:
-        args.notes.append(
-            f"warmup_ratio {args.warmup_ratio} is not used: warmup_steps is {args.warmup_steps}"
+        judge.refuse("warmup_steps", reason, "warmup_ratio: 0.1")
+    a.warmup_steps = int(a.warmup_steps)
+    if a.warmup_steps > 0 and a.warmup_ratio > 0:
+        a.notes.append(
+            f"warmup_ratio {a.warmup_ratio} is not used: warmup_steps is {a.warmup_steps}"
         )
-        args.warmup_ratio = 0.0
-    args.per_device_eval_batch_size = (
-        args.per_device_eval_batch_size or args.per_device_train_batch_size
-    )
-    if args.eval_strategy == "steps":
-        args.eval_steps = args.eval_steps or args.logging_steps
-    if args.recompute_granularity == "full":
-        args.recompute_method = args.recompute_method or "uniform"
-        args.recompute_num_layers = args.recompute_num_layers or 1
-    if (
-        args.sequence_parallel
-        and args.tensor_model_parallel_size == 1
-        and "tensor_model_parallel_size" not in bad
-    ):
-        args.sequence_parallel = False
-        args.notes.append("sequence_parallel is switched off: tensor_model_parallel_size is 1")
-    return problems + _normalise_layout(args, bad) + _check_additional_configs(args, bad)
+        a.warmup_ratio = 0.0
+    a.per_device_eval_batch_size = a.per_device_eval_batch_size or a.per_device_train_batch_size
+    if a.eval_strategy == "steps":
+        a.eval_steps = a.eval_steps or a.logging_steps
+    if a.recompute_granularity == "full":
+        a.recompute_method = a.recompute_method or "uniform"
+        a.recompute_num_layers = a.recompute_num_layers or 1
+    tp = "tensor_model_parallel_size"
+    if a.sequence_parallel and a.tensor_model_parallel_size == 1 and tp not in judge.bad:
+        a.sequence_parallel = False
+        a.notes.append(f"sequence_parallel is switched off: {tp} is 1")
+    _normalise_layout(a, judge)
 
 
-def _normalise_layout(args: Any, bad: set[str]) -> list[Problem]:
+def _normalise_layout(a: Any, judge: Judge) -> None:
     key, vpp_key = "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"
-    problems = []
-    if args.pipeline_model_parallel_layout is not None and not bad & {
-        key,
-        vpp_key,
-        "pipeline_model_parallel_size",
-    }:
-        layout, pp = (
-            args.pipeline_model_parallel_layout.replace(" ", ""),
-            args.pipeline_model_parallel_size,
-        )
-        reason = layout_defect(layout, pp)
-        if reason:
-            suggestion = f"{key}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
-            problems.append(Problem(key, layout, reason, suggestion))
+    pp = a.pipeline_model_parallel_size
+    if a.pipeline_model_parallel_layout is not None and judge.bad.isdisjoint(
+        {key, vpp_key, "pipeline_model_parallel_size"}
+    ):
+        layout = a.pipeline_model_parallel_layout.replace(" ", "")
+        if reason := layout_defect(layout, pp):
+            example = f"{key}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
+            judge.refuse(key, reason, example, layout)
             layout = None
         else:
-            stages, given = len(layout_stages(layout)), args.virtual_pipeline_model_parallel_size
-            if given not in (None, stages // pp):
+            stages = len(layout_stages(layout))
+            if a.virtual_pipeline_model_parallel_size not in (None, stages // pp):
                 reason = f"the layout has {stages} stages for {pp} pipeline ranks"
-                problems.append(Problem(vpp_key, given, reason, f"{vpp_key}: {stages // pp}"))
-            args.virtual_pipeline_model_parallel_size = stages // pp
-        args.pipeline_model_parallel_layout = layout
-    if args.virtual_pipeline_model_parallel_size == 1:  # megatron's word for it is None
-        args.virtual_pipeline_model_parallel_size = None
-    return problems
+                judge.refuse(vpp_key, reason, f"{vpp_key}: {stages // pp}")
+            a.virtual_pipeline_model_parallel_size = stages // pp
+        a.pipeline_model_parallel_layout = layout
+    if a.virtual_pipeline_model_parallel_size == 1:  # megatron's word for it is None
+        a.virtual_pipeline_model_parallel_size = None
 
 
-def _check_additional_configs(args: Any, bad: set[str]) -> list[Problem]:
-    own = {item.name for item in dataclasses.fields(args)}
-    problems = []
-    for name, value in args.additional_configs.items():
-        problem = unsupported_problem(name, value)
-        if name in own:
-            problems.append(
-                Problem(
-                    f"additional_configs.{name}",
-                    value,
-                    "it has a key of its own",
-                    f"{name}: {value}",
-                )
-            )
-        elif problem:
-            problems.append(problem._replace(key=f"additional_configs.{name}"))
-    return problems
-
-
-def check_world(args: Any, bad: set[str]) -> list[Problem]:
+def check_world(a: Any, judge: Judge) -> None:
     """The parallel degrees against the number of processes."""
     degrees = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "context_parallel_size",
     )
-    world, product = args.world_size, args.model_parallel_size
-    if bad & set(degrees):
-        return []
+    world, product = a.world_size, a.model_parallel_size
     if world % product == 0:
-        return check_expert_world(args, bad)
-    fitting, rest = [], world
+        if judge.bad.isdisjoint(degrees):
+            _check_expert_world(a, judge)
+        return
+    fitting, rest = {}, world
     for name in degrees:
-        fitting.append(math.gcd(getattr(args, name), rest))
-        rest //= fitting[-1]
-    sizes = " x ".join(f"{name.split('_')[0]} {getattr(args, name)}" for name in degrees)
-    changes = [
-        (name, size)
-        for name, size in zip(degrees, fitting, strict=True)
-        if size != getattr(args, name)
-    ]
-    name = next(name for name in degrees if getattr(args, name) > 1)
-    reason = f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, {world}, is no multiple"
-    lower = ", ".join(f"{name}: {size}" for name, size in changes)
-    suggestion = (
-        f"a multiple of {product} processes (torchrun --nproc_per_node {product}), or {lower}"
-    )
-    return [Problem(name, getattr(args, name), reason, suggestion)]
+        fitting[name] = math.gcd(getattr(a, name), rest)
+        rest //= fitting[name]
+    sizes = " x ".join(f"{name.split('_')[0]} {getattr(a, name)}" for name in degrees)
+    lower = ", ".join(f"{k}: {size}" for k, size in fitting.items() if size != getattr(a, k))
+    first = next(name for name in degrees if getattr(a, name) > 1)
+    reason = f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
+    reason += f"{world}, is no multiple"
+    torchrun = f"torchrun --nproc_per_node {product}"
+    remedy = f"a multiple of {product} processes ({torchrun}), or {lower}"
+    judge.refuse(" ".join([first, *degrees]), reason, remedy)
 
 
-def resolve_batches(args: Any, bad: set[str]) -> list[Problem]:
-    """Sets gradient_accumulation_steps, from global_batch_size where that is given."""
-    given = args.gradient_accumulation_steps
-    args.gradient_accumulation_steps = given or 1
-    sizes = {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "global_batch_size",
-        "context_parallel_size",
-    }
-    sizes |= {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
-    if args.global_batch_size is None or bad & sizes:
-        return []
-    micro, dp, total = (
-        args.per_device_train_batch_size,
-        args.data_parallel_size,
-        args.global_batch_size,
-    )
+def _check_expert_world(a: Any, judge: Judge) -> None:
+    """Experts are spread over the ranks of a pipeline stage: all that attention uses for data, context and tensors."""
+    key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
+    etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
+    stage = a.world_size // a.pipeline_model_parallel_size
+    if stage % (ep * etp):
+        fits = math.gcd(ep, max(1, stage // etp))
+        lower = f"{key}: {fits}" if stage % (fits * etp) == 0 else "expert_tensor_parallel_size: 1"
+        reason = f"the experts take {ep} x {etp} ranks (expert x expert tensor parallel), and a "
+        reason += f"pipeline stage has {stage}"
+        remedy = f"a multiple of {ep * etp} processes a stage, or {lower}"
+        judge.refuse(f"{key} expert_tensor_parallel_size", reason, remedy)
+
+
+def check_training(a: Any, judge: Judge) -> None:
+    """Every rule of TrainingArguments; sets gradient_accumulation_steps and casts lr_scheduler_kwargs."""
+    _resolve_batches(a, judge)
+    _check_layout(a, judge)
+    _check_cadence(a, judge)
+    _check_memory(a, judge)
+    _check_additional_configs(a, judge)
+    _check_schedule(a, judge)
+
+
+def _resolve_batches(a: Any, judge: Judge) -> None:
+    given, total = a.gradient_accumulation_steps, a.global_batch_size
+    a.gradient_accumulation_steps = given or 1
+    sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"}
+    sizes |= {f"{name}_parallel_size" for name in ("context", "tensor_model", "pipeline_model")}
+    if total is None or not judge.bad.isdisjoint(sizes):
+        return
+    micro, dp = a.per_device_train_batch_size, a.data_parallel_size
     unit = micro * dp
     what = f"micro-batch {micro} (per_device_train_batch_size) x data parallel {dp}"
-    if total % unit != 0:
-        nearest = " or ".join(
-            str(count * unit) for count in (total // unit, total // unit + 1) if count > 0
-        )
+    count = total // unit
+    if total % unit:
+        nearest = " or ".join(str(n * unit) for n in (count, count + 1) if n > 0)
         reason = f"it is no multiple of {what} = {unit}"
-        return [Problem("global_batch_size", total, reason, f"global_batch_size: {nearest}")]
-    args.gradient_accumulation_steps = total // unit
-    if given not in (None, total // unit):
-        reason = f"global_batch_size {total} = {what} x {total // unit}, not x {given}"
-        suggestion = f"gradient_accumulation_steps left out or {total // unit}, or global_batch_size: {unit * given}"
-        return [Problem("gradient_accumulation_steps", given, reason, suggestion)]
-    return []
+        judge.refuse("global_batch_size", reason, f"global_batch_size: {nearest}")
+        return
+    a.gradient_accumulation_steps = count
+    if given not in (None, count):
+        reason = f"global_batch_size {total} = {what} x {count}, not x {given}"
+        remedy = f"gradient_accumulation_steps left out or {count}, "
+        remedy += f"or global_batch_size: {unit * given}"
+        judge.refuse("gradient_accumulation_steps", reason, remedy, given)
 
 
-def check_training(args: Any, bad: set[str]) -> list[Problem]:
-    """Batches, TRAINING_RULES and the schedule, in this order; sets what follows from them."""
-    problems = resolve_batches(args, bad)
-    bad = bad | {problem.key for problem in problems}
-    for rule in TRAINING_RULES:
-        keys = rule.keys.split()
-        if not bad & set(keys) and rule.broken(args):
-            value = getattr(args, keys[0])
-            problems.append(
-                Problem(keys[0], value, rule.reason.format(a=args), rule.suggestion.format(a=args))
-            )
-            bad = bad | {keys[0]}
-    return problems + check_scheduler(args, bad)
+def _check_layout(a: Any, judge: Judge) -> None:
+    pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
+    check_virtual_stages(a, judge)
+    if vpp and a.gradient_accumulation_steps % pp:
+        keys = "gradient_accumulation_steps global_batch_size virtual_pipeline_model_parallel_size "
+        keys += "pipeline_model_parallel_size"
+        reason = f"with virtual stages micro-batches run in groups of {pp}, the pipeline's size"
+        judge.refuse(keys, reason, f"a multiple of {pp} micro-batches a step")
+    both = a.use_distributed_optimizer and a.overlap_grad_reduce
+    if a.overlap_param_gather and not both:
+        keys = "overlap_param_gather use_distributed_optimizer overlap_grad_reduce"
+        remedy = "use_distributed_optimizer: true and overlap_grad_reduce: true"
+        judge.refuse(keys, "it needs the distributed optimizer and overlap_grad_reduce", remedy)
+    if a.use_distributed_optimizer and not OPTIMIZERS[a.optim].distributed:
+        reason = "megatron's distributed optimizer knows Adam only"
+        remedy = "use_distributed_optimizer: false, or optim: adam"
+        judge.refuse("optim use_distributed_optimizer", reason, remedy)
+    if a.optimizer_cpu_offload and not OPTIMIZERS[a.optim].offloads:
+        reason = f"megatron keeps no state of optim {a.optim} on the CPU"
+        remedy = "optimizer_cpu_offload: false, or optim: adam"
+        judge.refuse("optimizer_cpu_offload optim", reason, remedy)
+    dispatcher, alltoall = "moe_token_dispatcher_type", "moe_token_dispatcher_type: alltoall"
+    if a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths:
+        reason = "it gathers rows of one length, and variable_seq_lengths lets them differ"
+        judge.refuse(f"{dispatcher} variable_seq_lengths", reason, alltoall)
+    if a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall":
+        reason = "shared experts run beside an all-to-all alone"
+        judge.refuse(f"moe_shared_expert_overlap {dispatcher}", reason, alltoall)
+    if a.moe_aux_loss_coeff > 0 and a.moe_router_load_balancing_type == "none":
+        keys = "moe_aux_loss_coeff moe_router_load_balancing_type"
+        reason = "moe_router_load_balancing_type is none, and it would weigh nothing"
+        judge.refuse(keys, reason, "moe_router_load_balancing_type: aux_loss")
 
 
-def check_scheduler(args: Any, bad: set[str]) -> list[Problem]:
-    """lr_scheduler_type and its kwargs: names, types, limits; casts the kwargs in place."""
-    kind = args.lr_scheduler_type
-    if kind not in SCHEDULERS and "lr_scheduler_type" not in bad:
-        return [
-            Problem(
-                "lr_scheduler_type",
-                kind,
-                "no such schedule",
-                f"lr_scheduler_type: {', '.join(SCHEDULERS)}",
-            )
-        ]
-    problems, values, wsd = [], {}, kind == "warmup_stable_decay"
+def _check_cadence(a: Any, judge: Judge) -> None:
+    if a.max_steps == 0:
+        judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
+    if (
+        a.eval_strategy != "no"
+        and a.metric_for_best_model.removeprefix("eval_") not in all_metrics()
+    ):
+        reason = "an evaluation gives eval_loss, and with stage dpo its metrics"
+        judge.refuse("metric_for_best_model eval_strategy", reason, "metric_for_best_model: loss")
+    if a.load_best_model_at_end:
+        _check_best_model(a, judge)
+    if a.early_stopping_patience is not None and a.eval_strategy == "no":
+        reason = "it counts evaluations, and eval_strategy is no"
+        remedy = "eval_strategy: steps, or early_stopping_patience left out"
+        judge.refuse("early_stopping_patience eval_strategy", reason, remedy)
+    for name in a.report_to:
+        package, extra = REPORTERS[name]
+        _check_installed("report_to", package, extra, judge, name)
+    if a.plot_loss:
+        _check_installed("plot_loss", "matplotlib", "plot", judge, True)
+    try:
+        parse_size(a.max_shard_size)
+    except ValueError:
+        reason = "expected a number of bytes with an optional unit"
+        judge.refuse("max_shard_size", reason, "max_shard_size: 5GB")
 
-    def refuse(name: str, reason: str, suggestion: str) -> None:
-        problems.append(
-            Problem(
-                f"lr_scheduler_kwargs.{name}",
-                args.lr_scheduler_kwargs.get(name),
-                reason,
-                suggestion,
-            )
+
+def _check_best_model(a: Any, judge: Judge) -> None:
+    keys, evaluated = (
+        "load_best_model_at_end eval_strategy",
+        "each checkpoint must be evaluated, but",
+    )
+    if a.eval_strategy == "no":
+        remedy = "eval_strategy: steps and save_strategy: steps"
+        judge.refuse(keys, "without evaluation no checkpoint is the best one", remedy)
+    elif a.eval_strategy != a.save_strategy:
+        reason = f"{evaluated} eval_strategy is {a.eval_strategy} and save_strategy "
+        reason += a.save_strategy
+        judge.refuse(f"{keys} save_strategy", reason, f"save_strategy: {a.eval_strategy}")
+    elif a.eval_strategy == "steps" and a.save_steps % a.eval_steps:
+        reason = (
+            f"{evaluated} save_steps {a.save_steps} is no multiple of eval_steps {a.eval_steps}"
         )
+        remedy = f"eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}"
+        judge.refuse(f"{keys} eval_steps save_steps logging_steps", reason, remedy)
 
-    for name, value in args.lr_scheduler_kwargs.items():
-        key = SCHEDULER_KWARG_ALIASES.get(name, name)
-        if key not in SCHEDULER_KWARGS:
-            refuse(name, "no schedule takes it", f"any of {', '.join(SCHEDULER_KWARGS)}")
+
+def _check_installed(key: str, package: str, extra: str, judge: Judge, value: Any) -> None:
+    if importlib.util.find_spec(package) is None:
+        remedy = f"pip install 'mca-lite[{extra}]', or {key} left out"
+        judge.refuse(key, f"it needs {package}, which is not installed", remedy, value)
+
+
+def _check_memory(a: Any, judge: Judge) -> None:
+    granularity = a.recompute_granularity
+    for key in ("recompute_method", "recompute_num_layers"):
+        if getattr(a, key) is not None and granularity != "full":
+            reason = f"it belongs to full recomputation, and recompute_granularity is {granularity}"
+            remedy = f"recompute_granularity: full, or {key} left out"
+            judge.refuse(f"{key} recompute_granularity", reason, remedy)
+    if a.recompute_modules is not None and granularity != "selective":
+        reason = "it belongs to selective recomputation, and recompute_granularity is "
+        remedy = "recompute_granularity: selective, or recompute_modules left out"
+        judge.refuse("recompute_modules recompute_granularity", f"{reason}{granularity}", remedy)
+    if not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES):
+        remedy = f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}"
+        judge.refuse("recompute_modules", "expected parts of a layer", remedy)
+    shared = "distribute_saved_activations"
+    if a.distribute_saved_activations and granularity != "full":
+        reason = (
+            f"it shares what full recomputation saves, and recompute_granularity is {granularity}"
+        )
+        remedy = f"recompute_granularity: full, or {shared}: false"
+        judge.refuse(f"{shared} recompute_granularity", reason, remedy)
+    if a.distribute_saved_activations and a.sequence_parallel:
+        reason = "with sequence_parallel the activations are shared already"
+        judge.refuse(f"{shared} sequence_parallel", reason, f"{shared}: false")
+    if a.bf16 and a.fp16:
+        judge.refuse("bf16 fp16", "fp16 is on too", "bf16: true and fp16: false")
+    if a.min_loss_scale > a.initial_loss_scale:
+        reason = f"it is above initial_loss_scale, {a.initial_loss_scale}"
+        judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")
+
+
+def _check_additional_configs(a: Any, judge: Judge) -> None:
+    """additional_configs can set fields of megatron's config that no key and no config.json decides."""
+    if not a.additional_configs or "additional_configs" in judge.bad:
+        return
+    from . import cpu
+
+    cpu.apply()  # before megatron-core, which takes seconds to import: only where its fields are named
+    from megatron.core.transformer import MLATransformerConfig
+
+    known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
+    own = {item.name for item in dataclasses.fields(a)}
+    for name, value in a.additional_configs.items():
+        unsupported, near = (
+            unsupported_problem(name, value),
+            difflib.get_close_matches(name, known, 1),
+        )
+        if name in own:
+            reason, remedy = "it has a key of its own", f"{name}: {value}"
+        elif unsupported:
+            reason, remedy = unsupported.reason, unsupported.suggestion
+        elif name in DERIVED_FIELDS.split():
+            reason, remedy = "it follows from other keys", f"{name} left out"
+        elif name in MODEL_FIELDS.split():
+            reason, remedy = "the model's config.json decides it", f"{name} left out"
+        elif name not in known:
+            reason = "it is no field of megatron's TransformerConfig"
+            remedy = near[0] if near else f"{name} left out"
+        else:
+            continue
+        judge.refuse("additional_configs", reason, remedy, value, f"additional_configs.{name}")
+
+
+# ---- the schedule of the learning rate
+
+
+def _check_schedule(a: Any, judge: Judge) -> None:
+    """lr_scheduler_type and its kwargs: names, types, limits; casts the kwargs in place."""
+    kind, wsd = a.lr_scheduler_type, a.lr_scheduler_type == "warmup_stable_decay"
+    if kind not in SCHEDULES:
+        remedy = f"lr_scheduler_type: {', '.join(SCHEDULES)}"
+        judge.refuse("lr_scheduler_type", "no such schedule", remedy)
+        return
+    given, values, before = a.lr_scheduler_kwargs, {}, len(judge.problems)
+
+    def refuse(name: str, reason: str, remedy: str) -> None:
+        key = "lr_scheduler_kwargs"
+        judge.refuse(key, reason, remedy, given.get(name), f"{key}.{name}")
+
+    for name, value in given.items():
+        key = "min_lr_rate" if name == "min_lr_ratio" else name
+        if key not in SCHEDULE_KWARGS:
+            refuse(name, "no schedule takes it", f"any of {', '.join(SCHEDULE_KWARGS)}")
         elif kind.startswith("constant") or (key in ("decay_type", "num_stable_steps") and not wsd):
             refuse(name, f"it has no effect on lr_scheduler_type {kind}", "the key left out")
         elif value is not None:
+            value = "minus_sqrt" if value == "1-sqrt" else value  # Hugging Face's name
             try:
-                values[key] = cast(
-                    "minus_sqrt" if value == "1-sqrt" else value, SCHEDULER_KWARGS[key]
-                )
+                values[key] = cast(value, SCHEDULE_KWARGS[key])
             except ValueError as error:
                 refuse(name, str(error), "0" if key != "decay_type" else ", ".join(DECAY_TYPES))
-    limits = {"min_lr": args.learning_rate, "min_lr_rate": 1.0}
+    limits = {"min_lr": a.learning_rate, "min_lr_rate": 1.0}
     for key, value in values.items():
         if key != "decay_type" and not 0 <= value <= limits.get(key, value):
-            refuse(
-                key,
-                f"it must be at least 0{f' and at most {limits[key]}' if key in limits else ''}",
-                f"{key}: 0",
-            )
+            most = f" and at most {limits[key]}" if key in limits else ""
+            refuse(key, f"it must be at least 0{most}", f"{key}: 0")
     if {"min_lr", "min_lr_rate"} <= set(values):
         refuse("min_lr_rate", "min_lr is given too", "one of the two")
     if wsd and not {"num_decay_steps", "num_stable_steps"} & set(values):
-        refuse(
-            "num_decay_steps",
-            "the schedule must know when decay begins",
-            'lr_scheduler_kwargs: {"num_decay_steps": 100}',
-        )
-    args.lr_scheduler_kwargs = values
-    return problems
+        remedy = 'lr_scheduler_kwargs: {"num_decay_steps": 100}'
+        refuse("num_decay_steps", "the schedule must know when decay begins", remedy)
+    a.lr_scheduler_kwargs = values
+    fits = len(judge.problems) == before and judge.bad.isdisjoint({"max_steps", "warmup_steps"})
+    if fits and a.max_steps > 0:
+        _check_schedule_steps(a, schedule_steps(a, a.max_steps), judge)
 
 
-# ---- the model and the run as a whole
+class ScheduleSteps(NamedTuple):
+    """Steps of warm-up, the step at which the lowest rate is reached, and steps of decay (None: all between)."""
+
+    warmup: int
+    end: int
+    decay: int | None
 
 
-def check_model(numbers: dict[str, Any], args: Any) -> list[Problem]:
-    """A config.json's numbers (or those of an mca_config.json) against the parallel degrees of TrainingArguments."""
-
-    def number(*names: str) -> int | None:
-        return next((numbers[name] for name in names if isinstance(numbers.get(name), int)), None)
-
-    heads = number("num_attention_heads")
-    shared = {
-        "attention heads": heads,
-        "query groups": number("num_key_value_heads", "num_query_groups") or heads,
-        "MLP columns": number("intermediate_size", "ffn_hidden_size"),
-    }
-    shared = {what: count for what, count in shared.items() if count}
-    tp = args.tensor_model_parallel_size
-    problems = []
-    uneven = [f"{count} {what}" for what, count in shared.items() if count % tp != 0]
-    if uneven:
-        best = max(
-            size
-            for size in range(1, min(tp, *shared.values()) + 1)
-            if tp % size == 0 and all(n % size == 0 for n in shared.values())
-        )
-        key = "tensor_model_parallel_size"
-        problems.append(
-            Problem(
-                key,
-                tp,
-                f"the model has {' and '.join(uneven)}: no multiple of {tp}",
-                f"{key}: {best}",
-            )
-        )
-    problems += check_experts(
-        number("num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"),
-        number,
-        args,
-    )
-    layers = number("num_hidden_layers", "num_layers")
-    return problems + (_check_layers(layers, args) if layers else [])
+def schedule_steps(a: Any, num_training_steps: int) -> ScheduleSteps:
+    """The steps of the schedule of TrainingArguments over so many optimizer steps."""
+    kwargs, warmup = a.lr_scheduler_kwargs or {}, warmup_steps(a, num_training_steps)
+    if a.lr_scheduler_type == "constant":
+        warmup = 0
+    stable, decay = kwargs.get("num_stable_steps"), kwargs.get("num_decay_steps")
+    if SCHEDULES[a.lr_scheduler_type] != "WSD":
+        return ScheduleSteps(warmup, num_training_steps if decay is None else decay, None)
+    end = num_training_steps
+    if stable is not None:
+        rest = max(num_training_steps - warmup - stable, 1)
+        end = warmup + stable + (rest if decay is None else decay)
+    if decay is None:
+        decay = max(end - warmup - (stable or 0), 1)
+    return ScheduleSteps(warmup, end, decay)
 
 
-def _check_layers(layers: int, args: Any) -> list[Problem]:
-    pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    layout, layout_key = args.pipeline_model_parallel_layout, "pipeline_model_parallel_layout"
-    stages = pp * (vpp or 1)
-    proposal = f"{layout_key}: {balanced_layout(layers, pp, vpp)}" if layers >= stages else ""
-    if layout is not None:
-        held = "".join(layout_stages(layout)).count("t")
-        if held == layers:
-            return []
-        reason = f"it holds {held} layers, and the model has {layers}"
-        return [
-            Problem(
-                layout_key,
-                layout,
-                reason,
-                proposal or f"{layout_key}: <a layout of {layers} layers>",
-            )
-        ]
-    if pp == 1 or (layers >= stages and layers % stages == 0):
-        return []
-    if layers >= stages:
-        key = (
-            "virtual_pipeline_model_parallel_size"
-            if vpp and layers % pp == 0
-            else "pipeline_model_parallel_size"
-        )
-        reason = f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp or 1} = {stages} stages"
-        return [Problem(key, getattr(args, key), reason, proposal)]
-    if vpp and layers >= pp:
-        key = "virtual_pipeline_model_parallel_size"
-        reason = f"it counts chunks on each rank, not layers in a chunk: {pp} x {vpp} stages are more than {layers} layers"
-        fits = [chunks for chunks in range(1, min(vpp, layers + 1)) if layers % (chunks * pp) == 0]
-        suggestion = (
-            f"{key}: {fits[-1]}"
-            if fits
-            else f"{layout_key}: {balanced_layout(layers, pp)} instead of {key}"
-        )
-        return [Problem(key, vpp, reason, suggestion)]
-    key = "pipeline_model_parallel_size"
-    return [
-        Problem(
-            key, pp, f"there are more stages than the model's {layers} layers", f"{key}: {layers}"
-        )
-    ]
+def warmup_steps(a: Any, num_training_steps: int) -> int:
+    """Warm-up in steps, rounded up: warmup_steps, or the share warmup_ratio of all steps."""
+    share = a.warmup_ratio
+    if 0 < a.warmup_steps < 1:  # a share too, as in transformers 5
+        share = a.warmup_steps
+    elif a.warmup_steps:
+        return int(a.warmup_steps)
+    # a share leaves a step to decay in
+    return min(math.ceil(share * num_training_steps), max(num_training_steps - 1, 0))
 
 
-def check_data(args: Any, bad: set[str]) -> list[Problem]:
-    """DataArguments: what its fields must agree on; a val_size that counts samples becomes an int."""
-    weights, problems = args.mix_weights, []
-    if not args.dataset and "dataset" not in bad:
-        problems.append(
-            Problem("dataset", args.dataset, "it names no data", "dataset: <files or names>")
-        )
-    if args.eval_dataset and args.val_size > 0:
+def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
+    warmup, end, decay = steps
+    if warmup >= end and SCHEDULES[a.lr_scheduler_type] != "constant":
+        reason = f"{warmup} warm-up steps leave nothing of the {end} steps to decay in"
+        judge.refuse("warmup_steps lr_scheduler_kwargs", reason, "warmup_ratio: 0.1", warmup)
+    elif decay is not None and not 0 <= decay <= end - warmup:
+        reason = f"it is not between 0 and the {end - warmup} steps that {warmup} warm-up steps "
+        reason += f"leave of {end}"
+        name = "lr_scheduler_kwargs.num_decay_steps"
+        judge.refuse("lr_scheduler_kwargs", reason, f"num_decay_steps: {end - warmup}", decay, name)
+
+
+def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
+    """schedule_steps() of a run whose length is known. Raises ConfigError for steps that do not fit together."""
+    judge, steps = Judge(a), schedule_steps(a, num_training_steps)
+    _check_schedule_steps(a, steps, judge)
+    judge.close()
+    return steps
+
+
+# ---- the other groups
+
+
+def check_data(a: Any, judge: Judge) -> None:
+    """DataArguments: what its keys must agree on; a val_size that counts samples becomes an int."""
+    weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
+    if not a.dataset:
+        judge.refuse("dataset", "it names no data", "dataset: <files or names>")
+    if a.eval_dataset and a.val_size > 0:
         reason = "eval_dataset is given too, and one of them would not be used"
-        problems.append(
-            Problem("val_size", args.val_size, reason, "val_size: 0, or eval_dataset left out")
-        )
-    elif args.val_size > 1 and not args.val_size.is_integer():
+        judge.refuse("val_size", reason, "val_size: 0, or eval_dataset left out")
+    elif a.val_size > 1 and not a.val_size.is_integer():
         reason = "expected a fraction below 1 or a whole number of samples"
-        problems.append(Problem("val_size", args.val_size, reason, "val_size: 0.05"))
-    elif args.val_size >= 1:
-        args.val_size = int(args.val_size)
-    if args.train_on_prompt and args.mask_history:
-        problems.append(
-            Problem("mask_history", True, "train_on_prompt is on too", "one of the two")
-        )
-    if weights is None or {"mix_weights", "dataset"} & bad:
-        return problems
-    if min(weights, default=0) <= 0:
+        judge.refuse("val_size", reason, "val_size: 0.05")
+    elif a.val_size >= 1:
+        a.val_size = int(a.val_size)
+    if a.train_on_prompt and a.mask_history:
+        judge.refuse("mask_history", "train_on_prompt is on too", "one of the two")
+    if weights is not None and min(weights, default=0) <= 0:
         reason = "each rate must be above 0: leave out a dataset that is not wanted"
-        problems.append(
-            Problem("mix_weights", weights, reason, f"mix_weights: {[1.0] * len(args.dataset)}")
-        )
-    elif len(weights) != len(args.dataset):
-        reason = f"{len(weights)} rates for {len(args.dataset)} datasets"
-        problems.append(
-            Problem("mix_weights", weights, reason, f"mix_weights: {[1.0] * len(args.dataset)}")
-        )
-    return problems
+        judge.refuse("mix_weights dataset", reason, one_each)
+    elif weights is not None and len(weights) != len(a.dataset):
+        reason = f"{len(weights)} rates for {len(a.dataset)} datasets"
+        judge.refuse("mix_weights dataset", reason, one_each)
 
 
-def check_finetuning(args: Any, bad: set[str]) -> list[Problem]:
-    """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter brings its own sizes."""
-    of_objectives = {key for objective in OBJECTIVES.values() for key in objective.keys}
-    own = [
-        f
-        for f in dataclasses.fields(args)
-        if f.name not in {"stage", "finetuning_type", *of_objectives}
-    ]
-    given = [f.name for f in own if getattr(args, f.name) != default_of(f)]
-    problems = []
-    if args.finetuning_type == "full":
-        if args.adapter_name_or_path and not bad & {"finetuning_type", "adapter_name_or_path"}:
+def check_finetuning(a: Any, judge: Judge) -> None:
+    """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter has its own sizes."""
+    given = a.changed(lora=True)
+    if a.finetuning_type == "full":
+        if a.adapter_name_or_path and "finetuning_type" not in judge.bad:
             reason = "finetuning_type is full, and the adapter would not be used"
-            problems.append(
-                Problem(
-                    "adapter_name_or_path",
-                    args.adapter_name_or_path,
-                    reason,
-                    "finetuning_type: lora",
-                )
-            )
+            judge.refuse("adapter_name_or_path", reason, "finetuning_type: lora")
         elif given:
-            args.notes.append(f"{', '.join(given)}: no effect, since finetuning_type is full")
-    elif not args.lora_target and "lora_target" not in bad:
-        problems.append(
-            Problem("lora_target", args.lora_target, "it names no layer", "lora_target: all")
-        )
-    elif args.adapter_name_or_path:
-        shaped = {"lora_rank", "lora_alpha", "lora_target", "use_rslora", "modules_to_save"} & set(
-            given
-        )
-        for key in sorted(shaped):
-            args.notes.append(
-                f"{key} is not used: the adapter in {args.adapter_name_or_path} decides it"
-            )
-    return problems
+            a.notes.append(f"{', '.join(given)}: no effect, since finetuning_type is full")
+    elif not a.lora_target:
+        judge.refuse("lora_target", "it names no layer", "lora_target: all")
+    elif a.adapter_name_or_path:
+        shaped = {"lora_rank", "lora_alpha", "lora_target", "use_rslora", "modules_to_save"}
+        for key in sorted(shaped.intersection(given)):
+            folder = a.adapter_name_or_path
+            a.notes.append(f"{key} is not used: the adapter in {folder} decides it")
+    check_objective_keys(a, judge)
 
 
-def check_run(run: Any, bad: set[str]) -> list[Problem]:
-    """What the groups must agree on: stage, data and evaluation."""
-    data, strategy, problems = run.data, run.training.eval_strategy, []
-    has_data = data.eval_dataset or data.val_size > 0
-    if (
-        strategy != "no"
-        and not has_data
-        and not bad & {"eval_strategy", "eval_dataset", "val_size"}
-    ):
-        suggestion = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"
-        problems.append(
-            Problem("eval_strategy", strategy, "there is nothing to evaluate on", suggestion)
-        )
-    if not bad & {"output_dir", "model_name_or_path"} and os.path.isdir(
-        run.model.model_name_or_path or ""
-    ):
-        if os.path.realpath(run.model.model_name_or_path) == os.path.realpath(
-            run.training.output_dir
-        ):
-            reason = "the trained model would overwrite the one that it starts from"
-            problems.append(
-                Problem(
-                    "output_dir",
-                    run.training.output_dir,
-                    reason,
-                    f"output_dir: {run.training.output_dir}-sft",
-                )
-            )
-    for used, reason in (
-        (not run.backend.use_mca, "plain torch has no layers for multi-token prediction"),
-        (
-            run.finetuning.finetuning_type == "lora",
-            "adapters beside layers for multi-token prediction are not built",
-        ),
-    ):
-        if used and run.training.mtp_num_layers and "mtp_num_layers" not in bad:
-            problems.append(
-                Problem("mtp_num_layers", run.training.mtp_num_layers, reason, "mtp_num_layers: 0")
-            )
-    return problems
+# ---- between groups
+
+
+def check_backend(a: Any, judge: Judge) -> None:
+    """What adapters and the backend ask of the keys of training."""
+    mtp, none = "mtp_num_layers", "mtp_num_layers: 0"
+    if a.mtp_num_layers and not a.use_mca:
+        judge.refuse(mtp, "plain torch has no layers for multi-token prediction", none)
+    if a.mtp_num_layers and a.finetuning_type == "lora":
+        judge.refuse(mtp, "adapters beside layers for multi-token prediction are not built", none)
+    if a.moe_router_bias_update_rate and a.finetuning_type == "lora":
+        key, reason = "moe_router_bias_update_rate", "adapters leave the base model as it is, "
+        judge.refuse(f"{key} finetuning_type", f"{reason}the routers' bias too", f"{key}: 0")
+
+
+def check_run(a: Any, judge: Judge) -> None:
+    """What the groups of a run must agree on: data, folders and evaluation."""
+    check_backend(a, judge)
+    check_objective_run(a, judge)
+    if a.eval_strategy != "no" and not (a.eval_dataset or a.val_size > 0):
+        remedy = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"
+        keys = "eval_strategy eval_dataset val_size"
+        judge.refuse(keys, "there is nothing to evaluate on", remedy)
+    start = a.model_name_or_path
+    if os.path.isdir(start or "") and os.path.realpath(start) == os.path.realpath(a.output_dir):
+        reason = "the trained model would overwrite the one that it starts from"
+        keys = "output_dir model_name_or_path"
+        judge.refuse(keys, reason, f"output_dir: {a.output_dir}-sft")

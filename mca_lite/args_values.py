@@ -1,12 +1,10 @@
-"""Single values: Problems and how they are shown, YAML, casting by type, limits.
+"""Problems and who collects them, YAML, and casting of single values by their type.
 
-A value that came from a file, a command line or Python becomes what its field's annotation says. Checks return Problems
-instead of raising, so that all of a run's problems are shown at once.
+Checks collect Problems instead of raising, so that all problems of a run are shown at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import math
@@ -14,6 +12,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -29,7 +28,8 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         came = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
-        return f"{self.key}{'' if self.value is None else f': {came}'}\n    {self.reason}\n    try: {self.suggestion}"
+        value = "" if self.value is None else f": {came}"
+        return f"{self.key}{value}\n    {self.reason}\n    try: {self.suggestion}"
 
 
 class ConfigError(ValueError):
@@ -37,8 +37,45 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''} in the configuration:"
-        super().__init__("\n\n".join([count, *map(str, self.problems)]))
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        title = f"{count} in the configuration:"
+        super().__init__("\n\n".join([title, *map(str, self.problems)]))
+
+
+_OWN_VALUE = object()
+
+
+class Judge:
+    """Collects the Problems of arguments: an object whose attributes are keys.
+
+    bad: the keys that have a problem. Their values were put back to the default, so a rule that involves one of them
+    says nothing more.
+    """
+
+    def __init__(self, arguments: Any, bad: Iterable[str] = ()):
+        self.arguments, self.bad = arguments, set(bad)
+        self.problems: list[Problem] = []
+
+    def refuse(
+        self, keys: str, reason: str, suggestion: str, value: Any = _OWN_VALUE, name: str = ""
+    ) -> None:
+        """Add a Problem of the first of `keys` (by spaces), unless one of them has a problem already.
+
+        value: what came, where it is not the key's own value. name: what to show in place of the key.
+        """
+        first, *_ = keys.split()
+        if not self.bad.isdisjoint(keys.split()):
+            return
+        if value is _OWN_VALUE:
+            value = getattr(self.arguments, first)
+        self.problems.append(Problem(name or first, value, reason, suggestion))
+        if not name:
+            self.bad.add(first)
+
+    def close(self) -> None:
+        """Raise ConfigError with all Problems, if there are any."""
+        if self.problems:
+            raise ConfigError(self.problems)
 
 
 # ---- YAML
@@ -64,7 +101,7 @@ ConfigLoader.add_implicit_resolver(
 
 
 def check_duplicates(node: yaml.MappingNode) -> None:
-    """Raises yaml.MarkedYAMLError where a mapping has the same key twice: YAML would take the last without a word."""
+    """Raise yaml.MarkedYAMLError where a mapping has a key twice: YAML would silently take the last."""
     seen = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -83,19 +120,17 @@ def loads_yaml(text: str) -> Any:
 
 
 def cast(value: Any, hint: Any) -> Any:
-    """`value` as the annotation `hint` wants it: text is read as a number, a truth value, a list (by commas) or a dict
-    (JSON or YAML). Raises ValueError with what was expected."""
+    """Convert `value` to the annotation `hint`: text is read as a number, a truth value, a list (by commas) or a
+    dict (JSON or YAML). Raises ValueError with what was expected."""
     if isinstance(value, enum.Enum):
         value = value.value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        return (
-            None
-            if value is None
-            else cast(value, next(kind for kind in args if kind is not type(None)))
-        )
+        if value is None:
+            return None
+        return cast(value, next(kind for kind in args if kind is not type(None)))
     if origin is Literal:
         # YAML reads a bare no as false, and eval_strategy: no is what everybody writes.
         text = "no" if value is False else str(value).strip().lower()
@@ -175,80 +210,21 @@ def _cast_str(value: Any) -> str:
     raise ValueError("expected text")
 
 
-def _one_of(value: str, choices: dict[str, Any]) -> str:
-    text = value.strip().lower()
-    if text not in choices:
-        raise ValueError(f"expected one of {', '.join(choices)}")
-    return text
-
-
 @functools.cache
 def type_hints(group_class: type) -> dict[str, Any]:
     """Field name -> annotation, as an object."""
     return typing.get_type_hints(group_class)
 
 
-def default_of(item: dataclasses.Field) -> Any:
-    """A field's default, dataclasses.MISSING where it has none."""
-    return (
-        item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-    )
-
-
-def example(key: str, default: Any, help_text: str) -> str:
-    """What to write instead: the key with its default, or what it is where the default is no value."""
-    if isinstance(default, bool):
-        default = str(default).lower()
-    return (
-        f"{key}: {default}" if isinstance(default, (str, int, float)) else f"{key}: <{help_text}>"
-    )
-
-
-def cast_fields(group: Any, bad: set[str]) -> list[Problem]:
-    """Casts each field of a dataclass object in place; None, and a value that cannot be cast, become the default."""
-    problems = []
-    hints = type_hints(type(group))
-    for item in dataclasses.fields(group):
-        if item.name in bad:
-            continue
-        value, default = getattr(group, item.name), default_of(item)
-        if value is None and default is not dataclasses.MISSING:
-            value = default
-        try:
-            value = cast(value, hints[item.name])
-            if "choices" in item.metadata:
-                value = _one_of(value, item.metadata["choices"])
-            setattr(group, item.name, value)
-        except ValueError as error:
-            hint = example(item.name, default, item.metadata.get("help", ""))
-            problems.append(Problem(item.name, value, str(error), hint))
-            setattr(group, item.name, default)
-    return problems
-
-
-def check_ranges(group: Any, bad: set[str]) -> list[Problem]:
-    """Fields against the limits in their metadata (see argument_parser.arg); a value outside becomes the default."""
-    words = {
-        "low": ("at least", lambda value, limit: value >= limit),
-        "above": ("more than", lambda value, limit: value > limit),
-        "high": ("at most", lambda value, limit: value <= limit),
-        "below": ("less than", lambda value, limit: value < limit),
-    }
-    problems = []
-    for item in dataclasses.fields(group):
-        value = getattr(group, item.name)
-        limits = {name: item.metadata[name] for name in words if name in item.metadata}
-        if (
-            item.name in bad
-            or value is None
-            or all(words[name][1](value, limit) for name, limit in limits.items())
-        ):
-            continue
-        wanted = " and ".join(f"{words[name][0]} {limit}" for name, limit in limits.items())
-        default = default_of(item)
-        suggestion = example(
-            item.name, limits.get("low") if default is None else default, item.metadata["help"]
+def parse_size(size: str | int) -> int:
+    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None:
+        raise ValueError(
+            f"max_shard_size: {size!r} is not a size, expected something like 5GB or 500MB"
         )
-        problems.append(Problem(item.name, value, f"it must be {wanted}", suggestion))
-        setattr(group, item.name, default)
-    return problems
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    return math.ceil(float(number) * unit)

@@ -12,6 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sources
+from .args import check_together
+from .args_rules_model import check_torch_packing
+from .args_values import Judge
 from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
 from .loss_tokens import token_losses
@@ -73,13 +76,9 @@ class TokenLossModel(torch.nn.Module):
     def refuse_packing_if_documents_mix(self) -> None:
         """ValueError where the model does not keep packed documents apart by a mask and by positions: tried on one row."""
         config, device = self.model.config.get_text_config(), parallel.device()
-        window = getattr(config, "sliding_window", None)
-        layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-        if window is not None and "sliding_attention" in layers:
-            raise ValueError(
-                f"{config.model_type} has a sliding window of {window} tokens, which the mask of packed rows would replace: "
-                "set packing: false"
-            )
+        judge = Judge(None)
+        check_torch_packing(self.model.config, judge)
+        judge.close()
         cu, ids = (0, 5, 8), torch.arange(8, device=device)[None] % config.vocab_size
         training = self.model.training
         self.model.eval()
@@ -110,11 +109,7 @@ class TorchBackend:
     predicts_ahead = 0.0
 
     def __init__(self, model, args):
-        if args.mtp_num_layers:
-            raise ValueError(
-                f"mtp_num_layers {args.mtp_num_layers}: the plain torch backend has no layers for multi-token prediction: set "
-                "mtp_num_layers: 0, or use_mca: true"
-            )
+        check_together(args, use_mca=False)
         self.args, self.hf_model = args, model
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         wrapped = TokenLossModel(model, args.loss_chunk_size)

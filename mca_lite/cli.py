@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from .args import RunArguments, parse_args
+from .args_rules_model import check_torch_packing, check_window
+from .args_values import Judge
 from .constants import RUN_CONFIG_NAME
+from .objectives import OBJECTIVES
 
 USER_ERROR = 2  # exit code for input that cannot be trained on, and for checkpoints that cannot be read or written
 
@@ -72,22 +75,17 @@ def prepare(run: RunArguments) -> Prepared:
 
     transformers.utils.logging.disable_progress_bar()
     folder = weights_sources.resolve_folder(run.model.model_name_or_path, run.model.model_revision)
-    remote = run.model.trust_remote_code
+    remote, judge = run.model.trust_remote_code, Judge(None)
     if run.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), run.training, remote)
-        vocab_size, window = config.vocab_size, config.sliding_window
-        if (
-            window is not None
-            and run.data.cutoff_len > window
-            and config.transformer_impl != "local"
-        ):
-            raise ValueError(
-                f"cutoff_len {run.data.cutoff_len} is longer than the model's sliding window of {window} tokens, which is not "
-                f"built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
-            )
+        vocab_size = config.vocab_size
+        check_window(run.data.cutoff_len, config.sliding_window, config.transformer_impl, judge)
     else:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
+        if run.training.sequence_packing:
+            check_torch_packing(config, judge)
+    judge.close()
     if not run.model.train_from_scratch and not (folder / "dist").is_dir():
         weights_sources.SafetensorsSource(
             str(folder)
@@ -155,14 +153,12 @@ def add_new_tokens(run: RunArguments, tokenizer, config, old_size: int) -> list[
 
 
 def _check_before_start(args, num_samples: int) -> None:
-    """ValueError for what would otherwise show only when the model is there: trackers, the schedule, the output folder."""
+    """ValueError for a schedule that does not fit the number of steps."""
     import torch
 
     from .data_batches import steps_of_run
-    from .log import check_trackers
     from .optim import get_megatron_lr_scheduler
 
-    check_trackers(args.report_to, args.plot_loss)
     steps = steps_of_run(args, math.ceil(num_samples / args.train_global_batch_size))
     get_megatron_lr_scheduler(args, steps, torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate))
 
@@ -236,13 +232,10 @@ def reference_folder(run: RunArguments, folder: Path, vocab_size: int) -> Path |
     if keys.stage != "dpo" or keys.pref_loss == "orpo":
         return None
     if keys.ref_model in (None, *REFERENCES):
-        if (
-            keys.ref_model == "adapter" and keys.modules_to_save
-        ):  # new tokens bring some that the keys do not name
-            raise ValueError(
-                f"ref_model adapter: {', '.join(keys.modules_to_save)} (modules_to_save) change beside the adapters: "
-                "set ref_model: cached"
-            )
+        judge = Judge(keys)
+        # new tokens bring modules_to_save that the file does not name
+        OBJECTIVES[keys.stage].check_keys(keys, judge)
+        judge.close()
         if (
             keys.ref_model != "model"
             and keys.adapter_name_or_path

@@ -1,6 +1,5 @@
 """What a run says about itself: start summary, progress, trainer_log.jsonl, trackers, loss plot."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -9,9 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .constants import LOSS_PLOT_NAME, TRAINER_LOG_NAME
 from .trainer_callbacks import TrainerCallback
-
-# What report_to may name: the packages it takes and the extra that installs them.
-_TRACKERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb")}
 
 # Keys that the progress line shows in its own way, or not at all: the log file has them.
 _NOT_IN_LINE = {
@@ -193,7 +189,6 @@ class Report(TrainerCallback):
         self.plots = plot_loss
         self.run_name = run_name
         self.config = dict(config or {})
-        check_trackers(self.trackers, plot_loss)
         self.uses_bar = sys.stderr.isatty() if disable_tqdm is None else not disable_tqdm
         self._clock = clock
         self._file = self._bar = self._tensorboard = self._wandb = None
@@ -330,27 +325,6 @@ class Report(TrainerCallback):
         if self._wandb is not None:
             self._wandb.finish()
         self._file = self._bar = self._tensorboard = self._wandb = None
-
-
-def check_trackers(report_to: Iterable[str], plot_loss: bool) -> None:
-    """ValueError for a tracker that is unknown, or that is asked for and not installed."""
-    for name in report_to:
-        if name == "none":
-            continue
-        if name not in _TRACKERS:
-            raise ValueError(
-                f"report_to names {name!r}, expected any of {', '.join(_TRACKERS)} or none"
-            )
-        _require(*_TRACKERS[name], key=f"report_to: {name}")
-    if plot_loss:
-        _require("matplotlib", "plot", key="plot_loss: true")
-
-
-def _require(package: str, extra: str, key: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"{key} needs {package}, which is not installed: pip install 'mca-lite[{extra}]', or unset it"
-        )
 
 
 def run_summary(trainer, plan) -> dict[str, dict]:

@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import lora, parallel, weights_convert
+from .args_rules_model import check_window
+from .args_values import Judge
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_tokens import token_losses
@@ -121,13 +123,6 @@ class McaGPTModel(GPTModel):
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
         self.decoder.__class__ = _Block
-        unit, count = config.recompute_num_layers, len(self.decoder.layers)
-        if (
-            config.recompute_method == "uniform" and count % unit
-        ):  # megatron would look for layers behind the last
-            raise ValueError(
-                f"recompute_num_layers {unit} does not divide the {count} layers of a pipeline stage: set it to 1"
-            )
         if post_process:
             self.output_layer.__class__ = _OutputLayer
         if hasattr(self, "embedding"):
@@ -137,15 +132,12 @@ class McaGPTModel(GPTModel):
                 self.embedding.embedding_dropout.p = 0.0
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
-        window = self.config.sliding_window if self.config.transformer_impl != "local" else None
         length = input_ids.shape[1] * self.config.context_parallel_size
         if kwargs.get("packed_seq_params") is not None:
             length = kwargs["packed_seq_params"].max_seqlen_q
-        if window is not None and length > window:
-            raise ValueError(
-                f"a document of {length} tokens is longer than the model's sliding window of {window}, which is "
-                f"not built on Transformer Engine: set transformer_impl: local, or cutoff_len to at most {window}"
-            )
+        judge = Judge(None)  # a data set of Python may have longer rows than cutoff_len says
+        check_window(length, self.config.sliding_window, self.config.transformer_impl, judge)
+        judge.close()
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
@@ -337,12 +329,7 @@ class VirtualModels:
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
     """This rank's chunks with weights that nobody has filled yet."""
-    tp, vpp = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    if config.ffn_hidden_size % tp:
-        raise ValueError(
-            f"tensor_model_parallel_size {tp} does not divide the MLP's {config.ffn_hidden_size} columns"
-        )
-    models = []
+    vpp, models = config.virtual_pipeline_model_parallel_size, []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
         models.append(

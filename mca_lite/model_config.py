@@ -24,8 +24,12 @@ import torch.nn.functional as F
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from .args import TrainingArguments
+from .args_rules import DERIVED_FIELDS
+from .args_rules_model import ModelNumbers, check_model, check_virtual_stages
+from .args_values import Judge
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .model_families import FAMILIES, SAME_AS, Family, get_family
+from .model_families import SAME_AS, Family, get_family
 from .model_layers import resolve_transformer_impl, transformer_engine_works
 from .parallel import device
 
@@ -37,21 +41,6 @@ ACTIVATIONS = {
     "relu": F.relu,
 }
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
-
-# fields that TrainingArguments and megatron name alike: taken over as they are where the argument is not None
-_FROM_ARGUMENTS = (
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "sequence_parallel bf16 fp16 variable_seq_lengths distribute_saved_activations attention_dropout hidden_dropout "
-    "bias_activation_fusion bias_dropout_fusion apply_rope_fusion calculate_per_token_loss loss_chunk_size "
-    "mtp_loss_scaling_factor "
-    "moe_grouped_gemm moe_token_dispatcher_type moe_router_load_balancing_type moe_aux_loss_coeff moe_router_dtype "
-    "moe_router_bias_update_rate moe_shared_expert_overlap moe_permute_fusion"
-).split()
-# None included: a saved layout must not outlive the run that it was made for
-_ALWAYS_FROM_ARGUMENTS = (
-    "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout expert_tensor_parallel_size "
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules moe_z_loss_coeff"
-).split()
 
 
 @dataclass
@@ -146,14 +135,7 @@ _DERIVED = {
     "pipeline_dtype",
     "autocast_dtype",
 }
-_OVERWRITTEN = {
-    "params_dtype",
-    "pipeline_dtype",
-    "overlap_p2p_comm",
-    "batch_p2p_comm",
-    "use_cpu_initialization",
-}
-_DERIVED |= {"microbatch_group_size_per_vp_stage"} | _OVERWRITTEN
+_DERIVED |= {"microbatch_group_size_per_vp_stage", *DERIVED_FIELDS.split()}
 _LEFT_OUT = object()
 
 
@@ -240,63 +222,75 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     # fields whose other values only the local layers know
     _ONLY_LOCAL = (
         "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
-        "final_logit_softcapping attn_logit_softcapping rope_interleave layernorm_zero_centered_gamma "
-        "multi_latent_attention mtp_num_layers"
+        "final_logit_softcapping attn_logit_softcapping rope_interleave "
+        "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
     ).split()
 
     # attention that only megatron's own modules know
-    _NOT_LOCAL = "window_size window_attn_skip_freq softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+    _NOT_LOCAL = (
+        "window_size window_attn_skip_freq softmax_type no_rope_freq qk_clip "
+        "experimental_attention_variant"
+    ).split()
+
+    def _changed(self, names: list[str]) -> list[str]:
+        """Those of the fields that have another value than their default."""
+        default = {f.name: f.default for f in fields(McaModelConfig)}
+        return [name for name in names if getattr(self, name) != default[name]]
 
     def _resolve_layers(self) -> None:
-        """Put what it comes to in place of transformer_impl "auto", and switch fused kernels off that do not suit."""
+        """Resolve transformer_impl "auto", and switch off fused kernels that do not suit."""
         if self.activation_func not in (F.silu, F.gelu):
             self.bias_activation_fusion = False
-        default = {f.name: f.default for f in fields(McaModelConfig)}
-        special = [name for name in self._ONLY_LOCAL if getattr(self, name) != default[name]]
         if self.transformer_impl == "auto":
+            special = self._changed(self._ONLY_LOCAL)
             self.transformer_impl = "local" if special else resolve_transformer_impl("auto")
-        elif self.transformer_impl == "transformer_engine" and special:
-            raise ValueError(
-                f"transformer_impl: 'transformer_engine' was set, and {self.hf_model_type} needs {', '.join(special)}, which "
-                "only the local layers have: set transformer_impl: local or auto"
+
+    def _check_layers(self, judge: Judge) -> None:
+        """What only one of the two implementations of the layers has."""
+        special, ignored = self._changed(self._ONLY_LOCAL), self._changed(self._NOT_LOCAL)
+        if self.transformer_impl == "transformer_engine" and special:
+            reason = (
+                f"{self.hf_model_type} needs {', '.join(special)}, which only the local layers have"
             )
-        ignored = [name for name in self._NOT_LOCAL if getattr(self, name) != default[name]]
-        if self.transformer_impl == "local" and ignored:
-            raise ValueError(
-                f"additional_configs: {', '.join(ignored)}: the local layers have no such thing, leave it out"
-            )
+            judge.refuse("transformer_impl", reason, "transformer_impl: local or auto")
+        for name in ignored if self.transformer_impl == "local" else ():
+            reason = f"{name}: the local layers have no such thing"
+            key = f"additional_configs.{name}"
+            judge.refuse(name, reason, f"{name} left out", getattr(self, name), key)
 
     def validate(self) -> None:
-        """Check the layout against the model; ValueError says what to set. Needs no process group."""
-        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        vpp = self.virtual_pipeline_model_parallel_size or 1
-        if vpp > 1 and pp == 1:
-            raise ValueError(
-                "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1"
-            )
-        if self.num_layers % (pp * vpp) and self.pipeline_model_parallel_layout is None:
-            raise ValueError(
-                f"{self.num_layers} layers cannot be cut evenly into pipeline {pp} x virtual {vpp} stages: set "
-                "pipeline_model_parallel_layout, or sizes that divide the layers"
-            )
-        if self.sequence_parallel and tp == 1:
+        """Check the layout against the model; ConfigError says what to set. Needs no process group."""
+        if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False
-        if "layernorm" in (self.recompute_modules or ()) and not transformer_engine_works():
-            raise ValueError(
-                "recompute_modules: layernorm needs Transformer Engine, which does not work here: leave it out of the list"
-            )
-        if self.num_moe_experts:
-            self._validate_experts(tp)
-        if self.mtp_num_layers:
-            self._validate_prediction_layers()
-        if self.num_attention_heads % tp:
-            raise ValueError(
-                f"{self.num_attention_heads} attention heads do not divide by tensor parallel {tp}"
-            )
-        if self.qk_norm_over_heads and (self.num_query_groups or self.num_attention_heads) % tp:
-            raise ValueError(
-                f"num_query_groups {self.num_query_groups} do not divide by tensor parallel {tp}"
-            )
+        layout, more = self.pipeline_model_parallel_layout, "m" * (self.mtp_num_layers or 0)
+        if isinstance(layout, str) and (more or "m" in layout):
+            # in megatron's syntax m is a layer for multi-token prediction: they stand before the loss
+            layout = re.sub(r"m(\*\d+)?", "", layout)
+            self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
+        family = get_family(self.hf_model_type) if self.hf_model_type else None
+        numbers = ModelNumbers(
+            num_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_experts=self.num_moe_experts,
+            expert_columns=self.moe_ffn_hidden_size,
+            has_expert_bias=self.moe_router_enable_expert_bias,
+            has_prediction_layers=family and family.prediction_layers,
+            embedding_is_head=self.tie_embeddings_and_output_weights,
+            model_type=self.hf_model_type,
+            te_works=transformer_engine_works(),
+        )
+        judge = Judge(self)
+        self._check_layers(judge)
+        check_virtual_stages(self, judge)
+        check_model(numbers, self, judge)
+        judge.close()
+        if self.mtp_num_layers and self.hf_config is not None:
+            # config.json says how many the files hold: a model drawn from a seed may have more
+            there = self.hf_config.get("num_nextn_predict_layers") or 0
+            count = max(there, self.mtp_num_layers)
+            self.hf_config = {**self.hf_config, "num_nextn_predict_layers": count}
 
     def layer_type(self, layer_number: int) -> str:
         """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
@@ -304,57 +298,6 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.sliding_layers is None or layer_number - 1 in self.sliding_layers
         )
         return "sliding_attention" if slides else "full_attention"
-
-    def _validate_experts(self, tp: int) -> None:
-        ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tp
-        if tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"experts and tensor parallel {tp} need sequence parallelism: set sequence_parallel: true"
-            )
-        if self.num_moe_experts % ep:
-            raise ValueError(
-                f"expert_model_parallel_size {ep} does not divide the model's {self.num_moe_experts} experts: set one that does"
-            )
-        if self.moe_ffn_hidden_size and self.moe_ffn_hidden_size % etp:
-            raise ValueError(
-                f"expert_tensor_parallel_size {etp} does not divide the {self.moe_ffn_hidden_size} columns of an expert: set "
-                "expert_tensor_parallel_size: 1"
-            )
-        if self.moe_router_bias_update_rate and not self.moe_router_enable_expert_bias:
-            raise ValueError(
-                f"moe_router_bias_update_rate {self.moe_router_bias_update_rate}: the routers of this model have no "
-                "bias to update: set it to 0, and moe_aux_loss_coeff to even out the loads"
-            )
-        if self.moe_permute_fusion and not transformer_engine_works():
-            raise ValueError(
-                "moe_permute_fusion needs Transformer Engine, which does not work here: set it to false"
-            )
-
-    def _validate_prediction_layers(self) -> None:
-        if self.hf_model_type and not get_family(self.hf_model_type).prediction_layers:
-            names = ", ".join(name for name, family in FAMILIES.items() if family.prediction_layers)
-            raise ValueError(
-                f"mtp_num_layers {self.mtp_num_layers}: {self.hf_model_type} has no layers for multi-token prediction ({names} "
-                "have): set mtp_num_layers: 0"
-            )
-        if self.tie_embeddings_and_output_weights:
-            raise ValueError(
-                "mtp_num_layers with tied embeddings is not built: set mtp_num_layers: 0"
-            )
-        if (
-            self.hf_config is not None
-        ):  # config.json says how many the files hold: a model drawn from a seed may have more
-            there = self.hf_config.get("num_nextn_predict_layers") or 0
-            self.hf_config = {
-                **self.hf_config,
-                "num_nextn_predict_layers": max(there, self.mtp_num_layers),
-            }
-        layout = self.pipeline_model_parallel_layout
-        if isinstance(
-            layout, str
-        ):  # in megatron's syntax m is such a layer: they stand in front of the loss
-            layout = re.sub(r"m(\*\d+)?", "", layout)
-            self.pipeline_model_parallel_layout = layout[:-1] + "m" * self.mtp_num_layers + "L"
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer, by its number in the whole model, is a mixture of experts."""
@@ -571,24 +514,20 @@ def rope_frequencies(
 
 
 def _from_arguments(args) -> dict[str, Any]:
-    """Fields of the config that TrainingArguments sets."""
-    out = {n: getattr(args, n) for n in _FROM_ARGUMENTS if getattr(args, n, None) is not None}
-    asked = getattr(args, "transformer_impl", "auto")
+    """The fields of the config that TrainingArguments set."""
+    keys = {f.name: f.metadata["model"] for f in fields(TrainingArguments) if "model" in f.metadata}
+    # a saved layout must not outlive the run that it was made for: there None counts too
+    values = {key: getattr(args, key) for key in keys}
+    out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
+    asked = args.transformer_impl
     out["transformer_impl"] = asked if asked == "auto" else resolve_transformer_impl(asked)
     cuda = torch.cuda.is_available()
     # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
-    out.setdefault("bias_activation_fusion", cuda)
-    out.setdefault("bias_dropout_fusion", cuda)
-    out.setdefault("apply_rope_fusion", cuda)
-    out.update({n: getattr(args, n) for n in _ALWAYS_FROM_ARGUMENTS})
-    if getattr(args, "mtp_num_layers", None) is not None:  # else a checkpoint's own
+    for name in ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion"):
+        out.setdefault(name, cuda)
+    if args.mtp_num_layers is not None:  # else a checkpoint's own
         out["mtp_num_layers"] = args.mtp_num_layers or None
-    more = args.additional_configs or {}
-    if derived := sorted(_OVERWRITTEN & more.keys()):
-        raise ValueError(
-            f"additional_configs: {', '.join(derived)} cannot be set: it follows from other keys"
-        )
-    return {**out, **more}
+    return {**out, **(args.additional_configs or {})}
 
 
 def _to_json(value):

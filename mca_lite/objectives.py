@@ -7,14 +7,13 @@ package is named by "module:Class".
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from .args_values import Problem, default_of
+from .args_values import Judge
 from .constants import HF_CONFIG_NAME
 from .loss_preference import LOSSES, METRICS, REFERENCES
 
@@ -24,8 +23,8 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 
-def _asks_nothing(arguments: Any, bad: set[str]) -> list[Problem]:
-    return []
+def _asks_nothing(arguments: Any, judge: Judge) -> None:
+    """No rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class Objective:
     trainer: McaTrainer or a subclass, or "module:Class" of this package.
     metrics: the names of its metrics; eval_<name> may decide which checkpoint is best.
     keys: configuration keys of FinetuningArguments that have no effect with another objective.
-    check_keys(finetuning arguments, bad), check_run(run arguments, bad) -> Problems; `bad` are the keys that have one.
+    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys of all groups.
     describe(finetuning arguments) -> what the start summary says after the stage's name.
     """
 
@@ -45,8 +44,8 @@ class Objective:
     trainer: type | str = "trainer:McaTrainer"
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
-    check_keys: Callable[[Any, set[str]], list[Problem]] = _asks_nothing
-    check_run: Callable[[Any, set[str]], list[Problem]] = _asks_nothing
+    check_keys: Callable[[Any, Judge], None] = _asks_nothing
+    check_run: Callable[[Any, Judge], None] = _asks_nothing
     describe: Callable[[Any], str] = lambda keys: ""
     help: str = ""
 
@@ -104,54 +103,44 @@ def all_metrics() -> set[str]:
     return {name for objective in OBJECTIVES.values() for name in objective.metrics}
 
 
-def check_objective_keys(keys: Any, bad: set[str]) -> list[Problem]:
-    """FinetuningArguments against the row of their stage. `keys.notes` names keys that belong to other objectives."""
-    own = OBJECTIVES[keys.stage].keys
+def check_objective_keys(a: Any, judge: Judge) -> None:
+    """FinetuningArguments against the row of their stage. `a.notes` names keys that belong to other objectives."""
+    own = OBJECTIVES[a.stage].keys
     others = {key for objective in OBJECTIVES.values() for key in objective.keys} - set(own)
-    fields = [item for item in dataclasses.fields(keys) if item.name in others]
-    given = [item.name for item in fields if getattr(keys, item.name) != default_of(item)]
-    if given:
-        keys.notes.append(f"{', '.join(given)}: no effect, since stage is {keys.stage}")
-    return OBJECTIVES[keys.stage].check_keys(keys, bad)
+    if given := [key for key in a.changed() if key in others]:
+        a.notes.append(f"{', '.join(given)}: no effect, since stage is {a.stage}")
+    OBJECTIVES[a.stage].check_keys(a, judge)
 
 
-def check_objective_run(run: Any, bad: set[str]) -> list[Problem]:
-    """A run's arguments against the row of its stage."""
-    objective, problems = OBJECTIVES[run.finetuning.stage], []
-    key, metric = "metric_for_best_model", run.training.metric_for_best_model.removeprefix("eval_")
+def check_objective_run(a: Any, judge: Judge) -> None:
+    """The keys of all groups against the row of the stage."""
+    objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
     # a metric of no objective at all is a problem of TrainingArguments
-    if metric in all_metrics() - set(objective.metrics) and key not in bad:
-        reason = f"stage {objective.stage} has no such metric"
-        problems.append(Problem(key, metric, reason, f"{key}: {objective.metrics[0]}"))
-    return problems + objective.check_run(run, bad)
+    if metric in all_metrics() - set(objective.metrics):
+        reason = f"stage {a.stage} has no such metric"
+        remedy = f"metric_for_best_model: {objective.metrics[0]}"
+        judge.refuse("metric_for_best_model", reason, remedy, metric)
+    objective.check_run(a, judge)
 
 
 # -- preference training
 
 
-def _check_preferences(run: Any, bad: set[str]) -> list[Problem]:
-    keys, args, problems = run.finetuning, run.training, []
-
-    def refuse(key: str, value: Any, reason: str, suggestion: str) -> None:
-        if key not in bad:
-            problems.append(Problem(key, value, reason, suggestion))
-
-    if not args.calculate_per_token_loss:
-        reason = "a preference loss is the mean over the pairs of the global batch, in every layout"
+def _check_preferences(a: Any, judge: Judge) -> None:
+    if not a.calculate_per_token_loss:
         key = "calculate_per_token_loss"
-        refuse(key, False, reason, f"{key}: true")
-    if args.mtp_num_layers:
+        reason = "a preference loss is the mean over the pairs of the global batch, in every layout"
+        judge.refuse(key, reason, f"{key}: true")
+    if a.mtp_num_layers:
         reason = "layers for multi-token prediction have no part in a preference loss"
-        refuse("mtp_num_layers", args.mtp_num_layers, reason, "mtp_num_layers: 0")
-    if run.data.train_on_prompt:
+        judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
+    if a.train_on_prompt:
         reason = "answers are compared, and both have the same prompt"
-        refuse("train_on_prompt", True, reason, "train_on_prompt: false")
-    folder = keys.ref_model
-    known = folder in (None, *REFERENCES) or folder == run.model.model_name_or_path
-    if not known and not os.path.isfile(os.path.join(folder, HF_CONFIG_NAME)):
-        suggestion = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"
-        refuse("ref_model", folder, f"it is no folder with {HF_CONFIG_NAME}", suggestion)
-    return problems
+        judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
+    known = a.ref_model in (None, *REFERENCES, a.model_name_or_path)
+    if not known and not os.path.isfile(os.path.join(a.ref_model, HF_CONFIG_NAME)):
+        remedy = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"
+        judge.refuse("ref_model", f"it is no folder with {HF_CONFIG_NAME}", remedy)
 
 
 def _describe_preferences(keys: Any) -> str:
@@ -163,28 +152,22 @@ def _describe_preferences(keys: Any) -> str:
     return ", ".join(words)
 
 
-def _check_preference_keys(keys: Any, bad: set[str]) -> list[Problem]:
-    """FinetuningArguments of a preference objective against the row of their loss, and what can be its reference."""
-    loss, problems = LOSSES[keys.pref_loss], []
-
-    def refuse(key: str, reason: str, suggestion: str) -> None:
-        if not bad & {key, "pref_loss", "finetuning_type"}:
-            problems.append(Problem(key, getattr(keys, key), reason, suggestion))
-
-    if not loss.has_reference and keys.ref_model is not None:
-        reason = f"pref_loss {keys.pref_loss} has no reference model"
-        refuse("ref_model", reason, "ref_model left out")
-    elif keys.ref_model == "adapter" and keys.finetuning_type != "lora":
-        suggestion = "ref_model: cached, or finetuning_type: lora"
-        refuse("ref_model", "there are no adapters to switch off", suggestion)
-    elif keys.ref_model == "adapter" and keys.modules_to_save:
+def _check_preference_keys(a: Any, judge: Judge) -> None:
+    """Which loss has which keys, and what can be its reference."""
+    loss = LOSSES[a.pref_loss]
+    if not loss.has_reference and a.ref_model is not None:
+        reason = f"pref_loss {a.pref_loss} has no reference model"
+        judge.refuse("ref_model pref_loss", reason, "ref_model left out")
+    elif a.ref_model == "adapter" and a.finetuning_type != "lora":
+        remedy = "ref_model: cached, or finetuning_type: lora"
+        judge.refuse("ref_model finetuning_type", "there are no adapters to switch off", remedy)
+    elif a.ref_model == "adapter" and a.modules_to_save:
         reason = "modules_to_save changes the model beside its adapters"
-        refuse("ref_model", reason, "ref_model: cached")
-    if keys.dpo_label_smoothing and "dpo_label_smoothing" not in loss.keys:
+        judge.refuse("ref_model finetuning_type", reason, "ref_model: cached")
+    if a.dpo_label_smoothing and "dpo_label_smoothing" not in loss.keys:
         having = [name for name, row in LOSSES.items() if "dpo_label_smoothing" in row.keys]
         reason = f"only pref_loss {', '.join(having)} has it"
-        refuse("dpo_label_smoothing", reason, "dpo_label_smoothing: 0")
-    return problems
+        judge.refuse("dpo_label_smoothing pref_loss", reason, "dpo_label_smoothing: 0")
 
 
 register_objective("pt", records=TEXT, help="plain text")

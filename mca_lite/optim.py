@@ -19,20 +19,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from .args_rules import SCHEDULES, plan_schedule
 from .optimizers import OPTIMIZERS
-
-# HF's names -> megatron's
-LR_DECAY_STYLES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "cosine_warmup_with_min_lr": "cosine",
-    "inverse_sqrt": "inverse-square-root",
-    "warmup_stable_decay": "WSD",
-}
-WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
@@ -61,55 +49,13 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
 
     lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps, num_stable_steps and
     decay_type for warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
-    ValueError for a schedule, a keyword or a number of steps that cannot be.
+    Raises ConfigError for a number of steps that does not fit.
     """
-    if args.lr_scheduler_type not in LR_DECAY_STYLES:
-        raise ValueError(
-            f"lr_scheduler_type {args.lr_scheduler_type!r}: expected one of {', '.join(LR_DECAY_STYLES)}"
-        )
-    style = LR_DECAY_STYLES[args.lr_scheduler_type]
-    kwargs = dict(args.lr_scheduler_kwargs or {})
-    warmup = 0 if args.lr_scheduler_type == "constant" else warmup_steps(args, num_training_steps)
-    min_lr = kwargs.pop("min_lr", None)
-    rate = kwargs.pop("min_lr_rate", None)
-    if min_lr is not None and rate is not None:
-        raise ValueError(
-            f"lr_scheduler_kwargs: min_lr {min_lr} and min_lr_rate {rate} are both given: set one of them"
-        )
+    kwargs, style = args.lr_scheduler_kwargs, SCHEDULES[args.lr_scheduler_type]
+    warmup, end, decay = plan_schedule(args, num_training_steps)
+    min_lr = kwargs.get("min_lr")
     if min_lr is None:
-        min_lr = (rate or 0.0) * args.learning_rate
-    decay_steps = kwargs.pop("num_decay_steps", None)
-    stable_steps = kwargs.pop("num_stable_steps", None) if style == "WSD" else None
-    decay_type = kwargs.pop("decay_type", "linear") if style == "WSD" else None
-    if kwargs:
-        raise ValueError(
-            f"lr_scheduler_kwargs: {', '.join(kwargs)} is not known to {args.lr_scheduler_type}"
-        )
-    end, wsd_steps = num_training_steps, None
-    if style == "WSD":
-        if stable_steps is not None:
-            rest = max(num_training_steps - warmup - stable_steps, 1)
-            end = warmup + stable_steps + (rest if decay_steps is None else decay_steps)
-        wsd_steps = (
-            decay_steps if decay_steps is not None else max(end - warmup - (stable_steps or 0), 1)
-        )
-        if decay_type not in WSD_DECAY_STYLES:
-            raise ValueError(
-                f"lr_scheduler_kwargs: decay_type {decay_type!r}: expected one of {WSD_DECAY_STYLES}"
-            )
-    elif decay_steps is not None:
-        end = decay_steps
-    if not 0 <= min_lr <= args.learning_rate:
-        raise ValueError(f"min_lr {min_lr} is not between 0 and learning_rate {args.learning_rate}")
-    if warmup >= end and style != "constant":
-        raise ValueError(
-            f"{warmup} warm-up steps leave nothing of the {end} steps to decay in: set warmup_steps below {end}"
-        )
-    if wsd_steps is not None and not 0 <= wsd_steps <= end - warmup:
-        raise ValueError(
-            f"lr_scheduler_kwargs: num_decay_steps {wsd_steps} is not between 0 and the {end - warmup} steps "
-            f"that {warmup} warm-up steps leave of {end}"
-        )
+        min_lr = kwargs.get("min_lr_rate", 0.0) * args.learning_rate
     return MegatronLRScheduler(
         optimizer,
         init_lr=0.0 if warmup else args.learning_rate,
@@ -122,25 +68,9 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
         end_wd=args.weight_decay,
         wd_incr_steps=max(num_training_steps, 1),
         wd_incr_style="constant",
-        wsd_decay_steps=wsd_steps,
-        lr_wsd_decay_style=decay_type,
+        wsd_decay_steps=decay,
+        lr_wsd_decay_style=kwargs.get("decay_type", "linear") if style == "WSD" else None,
     )
-
-
-def warmup_steps(args, num_training_steps: int) -> int:
-    """Warm-up in steps, rounded up: warmup_steps (below 1: a fraction, as in transformers 5), else warmup_ratio."""
-    share = (
-        args.warmup_steps
-        if 0 < args.warmup_steps < 1
-        else args.warmup_ratio
-        if not args.warmup_steps
-        else None
-    )
-    if share is None:
-        return int(args.warmup_steps)
-    return min(
-        -int(-share * num_training_steps // 1), max(num_training_steps - 1, 0)
-    )  # a share leaves a step to decay in
 
 
 def decays(parameter: torch.nn.Parameter) -> bool:

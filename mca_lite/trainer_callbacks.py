@@ -9,6 +9,10 @@ import math
 import os
 from dataclasses import asdict, dataclass, field
 
+from .args import TrainingArguments
+from .args_parser import check_keys
+from .args_values import ConfigError
+
 # TrainerState's names that Hugging Face's trainer_state.json spells differently.
 _HF_NAMES = {"best_step": "best_global_step"}
 
@@ -191,14 +195,9 @@ class EarlyStopping(_MetricWatcher):
         metric: str | None = None,
         greater_is_better: bool | None = None,
     ):
-        if patience < 1:
-            raise ValueError(
-                f"early_stopping_patience is {patience}, expected 1 or more: set 1 or leave it out"
-            )
-        if threshold < 0:
-            raise ValueError(
-                f"early_stopping_threshold is {threshold}, expected 0 or more: set 0.0"
-            )
+        keys = dict(early_stopping_patience=patience, early_stopping_threshold=threshold)
+        if problems := check_keys(TrainingArguments, **keys):
+            raise ConfigError(problems)
         super().__init__(metric, greater_is_better)
         self.patience = patience
         self.threshold = threshold

@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import Subset
 
 from . import ckpt_folder, lora, loss_preference, parallel
-from .args import FinetuningArguments
+from .args import FinetuningArguments, check_together
+from .args_values import Judge
 from .ckpt_folder import CheckpointError
 from .constants import IGNORE_INDEX
 from .data_batches import FILLER, BatchPlan, documents_of, make_loader, split_documents
@@ -58,29 +59,30 @@ class DPOConfig:
     model_source: str = ""
 
     def __post_init__(self):
-        keys = FinetuningArguments(  # the same rules as for a configuration file
+        keys = self.check_with()
+        self.pref_loss, self.beta, self.ftx = keys.pref_loss, keys.pref_beta, keys.pref_ftx
+        self.label_smoothing = keys.dpo_label_smoothing
+        judge, needs = Judge(self), LOSSES[self.pref_loss].has_reference
+        if self.reference not in (None, *REFERENCES):
+            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
+        if self.use_ref_model not in (None, needs):
+            reason = f"pref_loss {self.pref_loss} has {'a' if needs else 'no'} reference model"
+            judge.refuse("use_ref_model", reason, "use_ref_model left out")
+        judge.close()
+        self.use_ref_model = needs
+
+    def check_with(self, finetuning_type: str = "lora", modules_to_save=()) -> FinetuningArguments:
+        """The keys of a run that mean the same, on a model with such adapters. Raises ConfigError by their rules."""
+        return FinetuningArguments(
             stage="dpo",
-            finetuning_type="lora",  # whether the model has adapters is seen with the model
+            finetuning_type=finetuning_type,
+            modules_to_save=list(modules_to_save),
             pref_loss=self.pref_loss,
             pref_beta=self.beta,
             pref_ftx=self.ftx,
             dpo_label_smoothing=self.label_smoothing,
             ref_model=self.reference,
         )
-        self.pref_loss, self.beta, self.ftx = keys.pref_loss, keys.pref_beta, keys.pref_ftx
-        self.label_smoothing = keys.dpo_label_smoothing
-        if self.reference not in (None, *REFERENCES):
-            raise ValueError(
-                f"reference {self.reference!r}: expected {', '.join(REFERENCES)}, or None"
-            )
-        needs = LOSSES[self.pref_loss].has_reference
-        if self.use_ref_model not in (None, needs):
-            article = "a" if needs else "no"
-            raise ValueError(
-                f"use_ref_model {self.use_ref_model}: pref_loss {self.pref_loss} has {article} "
-                "reference model"
-            )
-        self.use_ref_model = needs
 
 
 class Documents(NamedTuple):
@@ -108,24 +110,12 @@ class DPOTrainer(McaTrainer):
     ):
         self.train_config = config = train_config or DPOConfig()
         self.reference = _choose_reference(config, model, ref_model)
-        if not args.calculate_per_token_loss:
-            raise ValueError(
-                "calculate_per_token_loss false: a preference loss is the mean over the pairs of the global batch, in every "
-                "layout: set calculate_per_token_loss: true"
-            )
-        if getattr(model.config, "mtp_num_layers", None):
-            raise ValueError(
-                f"mtp_num_layers {model.config.mtp_num_layers}: layers for multi-token prediction have no part in a preference "
-                "loss: set mtp_num_layers: 0"
-            )
+        mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
+        check_together(args, stage="dpo", mtp_num_layers=mtp)
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             if dataset is not None and len(dataset):
                 _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
-        if self.backend.predicts_ahead:
-            raise ValueError(
-                "a preference loss takes no layers for multi-token prediction: set mtp_num_layers: 0"
-            )
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
         self._was_trained = self._start_is_checked = False
 
@@ -523,11 +513,8 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
     kind = config.reference or ("model" if ref_model is not None else by_default)
     if (kind == "model") != (ref_model is not None):
         raise ValueError(f"reference {kind}: expected {'a' if kind == 'model' else 'no'} ref_model")
-    if kind == "adapter" and by_default != "adapter":
-        why = (
-            "the model has no adapters"
-            if spec is None
-            else "modules_to_save changes the model beside its adapters"
-        )
-        raise ValueError(f"ref_model adapter: {why}: set ref_model: cached, or model")
+    if spec is None:
+        config.check_with("full")
+    else:
+        config.check_with("lora", spec.modules_to_save)
     return kind

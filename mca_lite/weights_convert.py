@@ -20,9 +20,10 @@ from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
 
 from . import parallel
+from .args_values import parse_size
 from .model_families import rows_of
 from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, Row, is_of_expert
-from .weights_files import name_shards, parse_size, write_hf_config, write_shards
+from .weights_files import name_shards, write_hf_config, write_shards
 from .weights_sources import (
     InitSource,
     SafetensorsSource,

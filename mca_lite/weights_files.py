@@ -7,7 +7,6 @@ writes a tensor for each projection of each expert, under names that differ betw
 
 import functools
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from .args_values import parse_size
 from .constants import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
@@ -125,20 +125,6 @@ def write_hf_config(
             write_file(folder / path.name, path.read_bytes())
             written.append(path.name)
     return written
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
-    if match is None:
-        raise ValueError(
-            f"max_shard_size: {size!r} is not a size, expected something like 5GB or 500MB"
-        )
-    number, prefix, binary = match.groups()
-    base = 1024 if binary else 1000
-    return math.ceil(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
 # -- the names of experts --------------------------------------------------------------------------

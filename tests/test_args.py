@@ -9,21 +9,17 @@ import pytest
 import yaml
 
 from mca_lite.args import (
+    GROUPS,
     DataArguments,
-    FinetuningArguments,
-    ModelArguments,
     Seq2SeqTrainingArguments,
     TrainingArguments,
-    UseMcaArguments,
     parse_args,
 )
 from mca_lite.args_parser import ArgumentParser, read_config_file
-from mca_lite.args_pipeline import balanced_layout
-from mca_lite.args_rules import check_model
-from mca_lite.args_values import ConfigError
+from mca_lite.args_rules_model import balanced_layout, check_model, numbers_of
+from mca_lite.args_values import ConfigError, Judge
 from tests.shared.commands import keys_of
 
-GROUPS = [ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments]
 NUMBERS = {
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
@@ -45,6 +41,13 @@ def base(tmp_path):
     """The words of a run that has nothing wrong."""
     (tmp_path / "config.json").write_text(json.dumps(NUMBERS))
     return [f"model_name_or_path={tmp_path}", "dataset=train.jsonl", "output_dir=out"]
+
+
+def problems_with(numbers, args):
+    """What a config.json's numbers and TrainingArguments have against each other."""
+    judge = Judge(args)
+    check_model(numbers_of(numbers), args, judge)
+    return judge.problems
 
 
 def training(**values):
@@ -138,12 +141,6 @@ def test_a_file_that_is_no_flat_mapping_is_an_error(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     assert "config file" in keys_of(read_config_file, path)
-
-
-def test_parse_dict_takes_python_values():
-    parser = ArgumentParser([FinetuningArguments, UseMcaArguments])
-    finetuning, backend = parser.parse_dict({"stage": "pt", "use_mca": False})
-    assert finetuning.stage == "pt" and backend.use_mca is False
 
 
 def test_help_names_every_key(capsys):
@@ -263,9 +260,8 @@ def test_packs_of_samples_reach_the_model_with_their_borders(base, words, packs)
 
 def test_both_names_of_a_key_are_an_error():
     values = {"eval_strategy": "no", "evaluation_strategy": "no"}
-    assert "evaluation_strategy" in keys_of(
-        ArgumentParser([TrainingArguments]).parse_dict, {"output_dir": "o", **values}
-    )
+    parsed = ArgumentParser([TrainingArguments]).build({"output_dir": "o", **values})
+    assert [problem.key for problem in parsed.problems] == ["evaluation_strategy"]
 
 
 def test_best_checkpoint_must_have_been_evaluated():
@@ -501,13 +497,13 @@ def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
 
 
 def test_heads_and_query_groups_must_be_shared_evenly():
-    (problem,) = check_model(
+    (problem,) = problems_with(
         {**NUMBERS, "num_key_value_heads": 2}, training(tensor_model_parallel_size=4)
     )
     assert (
         "2 query groups" in problem.reason and problem.suggestion == "tensor_model_parallel_size: 2"
     )
-    assert check_model(NUMBERS, training(tensor_model_parallel_size=4)) == []
+    assert problems_with(NUMBERS, training(tensor_model_parallel_size=4)) == []
 
 
 def test_more_virtual_stages_than_layers_is_read_as_a_mistaken_layer_count():
@@ -516,19 +512,19 @@ def test_more_virtual_stages_than_layers_is_read_as_a_mistaken_layer_count():
         virtual_pipeline_model_parallel_size=8,
         gradient_accumulation_steps=2,
     )
-    (problem,) = check_model(NUMBERS, args)
+    (problem,) = problems_with(NUMBERS, args)
     assert "not layers in a chunk" in problem.reason
     assert problem.suggestion == "virtual_pipeline_model_parallel_size: 4"
 
 
 def test_layers_that_do_not_divide_get_a_layout_proposed():
     args = training(pipeline_model_parallel_size=3)
-    (problem,) = check_model(NUMBERS, args)
+    (problem,) = problems_with(NUMBERS, args)
     key, _, layout = problem.suggestion.partition(": ")
     # 8 layers on 3 stages: 3 + 3 + 2, and the loss is on the stage with 2
     assert (key, layout) == ("pipeline_model_parallel_layout", "Et*3|t*3|t*2L")
     assert (
-        check_model(
+        problems_with(
             NUMBERS, training(pipeline_model_parallel_size=3, pipeline_model_parallel_layout=layout)
         )
         == []
@@ -538,7 +534,7 @@ def test_layers_that_do_not_divide_get_a_layout_proposed():
 def test_a_layout_that_loses_a_layer_is_an_error():
     for pp, layout in ((2, "Et*4|t*3L"), (1, "Et*7L")):
         args = training(pipeline_model_parallel_size=pp, pipeline_model_parallel_layout=layout)
-        (problem,) = check_model(NUMBERS, args)
+        (problem,) = problems_with(NUMBERS, args)
         assert problem.key == "pipeline_model_parallel_layout" and "7 layers" in problem.reason
 
 
@@ -607,4 +603,6 @@ def test_an_mca_config_alone_is_checked_too(tmp_path, base):
     ids=lambda path: path.stem,
 )
 def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
-    assert len(ArgumentParser(GROUPS).parse([str(path)])) == len(GROUPS)
+    parser = ArgumentParser(GROUPS)
+    values, problems = parser.read([str(path)])
+    assert problems + parser.build(values).problems == []

@@ -346,7 +346,7 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     [texts] = world.run(refusals, 1, *start, str(tmp_path))
     words = [
         "expected one of sigmoid, orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
-        "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "the model has no adapters",
+        "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
         "packs of pairs, and sequence_packing is false", "before it is trained",
         "mtp_num_layers: 0",

@@ -231,7 +231,7 @@ def test_the_keys_are_those_of_llama_factory():
         lora_alpha=32,
         additional_target="lm_head",
     )
-    [got] = ArgumentParser([FinetuningArguments]).parse_dict(values)
+    [got] = ArgumentParser([FinetuningArguments]).build(values).groups
     assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
     assert got.modules_to_save == ["lm_head"]
 

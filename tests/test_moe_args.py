@@ -128,7 +128,7 @@ def test_what_a_model_asks_for_and_is_not_built_is_refused(name, changes, text):
     "keys, text",
     [
         (TP2_SP | dict(sequence_parallel=False), "sequence_parallel: true"),
-        (dict(EP2, expert_model_parallel_size=3), "does not divide"),
+        (dict(EP2, expert_model_parallel_size=3), "cannot be shared evenly by 3 ranks"),
         (dict(expert_tensor_parallel_size=3), "expert_tensor_parallel_size: 1"),
         (BIAS, "no bias to update"),
         (dict(moe_permute_fusion=True), "Transformer Engine"),

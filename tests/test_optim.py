@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from mca_lite.args import TrainingArguments
+from mca_lite.args_rules import warmup_steps
+from mca_lite.args_values import ConfigError
 from mca_lite.optim import (
     create_torch_optimizer,
     decays,
     get_megatron_lr_scheduler,
     get_optimizer_config,
-    warmup_steps,
 )
 
 MAX = 0.4
@@ -188,38 +189,46 @@ def test_a_run_of_one_step_trains_at_the_full_rate():
     assert rates(arguments(), 1) == [MAX]
 
 
+STABLE = "warmup_stable_decay"
+
+
 @pytest.mark.parametrize(
-    "args, message",
+    "kind, kwargs, key, reason",
     [
-        (
-            unchecked("polynomial"),
-            "lr_scheduler_type 'polynomial': expected one of constant, constant_with_warmup",
-        ),
-        (unchecked(power=2), "lr_scheduler_kwargs: power is not known to linear"),
-        (unchecked("cosine", decay_type="linear"), "decay_type is not known to cosine"),
-        (unchecked("linear", num_stable_steps=2), "num_stable_steps is not known to linear"),
-        (
-            unchecked("warmup_stable_decay", num_decay_steps=2, warmup_type="cosine"),
-            "warmup_type is not known",
-        ),
-        (
-            unchecked("warmup_stable_decay", num_decay_steps=2, decay_type="step"),
-            "decay_type 'step': expected one of",
-        ),
-        (
-            unchecked("warmup_stable_decay", warmup=4, num_decay_steps=7),
-            "num_decay_steps 7 is not between 0 and the 6",
-        ),
-        (unchecked("warmup_stable_decay", num_decay_steps=-1), "num_decay_steps -1 is not between"),
-        (unchecked("cosine", min_lr=0.1, min_lr_rate=0.1), "both given: set one of them"),
-        (unchecked("cosine", min_lr=0.5), "min_lr 0.5 is not between 0 and learning_rate 0.4"),
-        (unchecked("cosine", min_lr=-0.1), "min_lr -0.1 is not between 0"),
-        (unchecked("linear", warmup=10), "10 warm-up steps leave nothing of the 10 steps"),
-        (unchecked("linear", num_decay_steps=0), "0 warm-up steps leave nothing of the 0 steps"),
+        ("polynomial", {}, "lr_scheduler_type", "no such schedule"),
+        ("linear", {"power": 2}, "power", "no schedule takes it"),
+        ("cosine", {"decay_type": "linear"}, "decay_type", "no effect on .* cosine"),
+        ("linear", {"num_stable_steps": 2}, "num_stable_steps", "no effect on .* linear"),
+        (STABLE, {"num_decay_steps": 2, "warmup_type": "cosine"}, "warmup_type", "no schedule"),
+        (STABLE, {"num_decay_steps": 2, "decay_type": "step"}, "decay_type", "expected one of"),
+        (STABLE, {"num_decay_steps": -1}, "num_decay_steps", "at least 0"),
+        ("cosine", {"min_lr": 0.1, "min_lr_rate": 0.1}, "min_lr_rate", "min_lr is given too"),
+        ("cosine", {"min_lr": 0.5}, "min_lr", "at most 0.4"),
+        ("cosine", {"min_lr": -0.1}, "min_lr", "at least 0"),
     ],
 )
-def test_what_no_schedule_can_do_is_refused_before_training(args, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_no_schedule_can_do_is_refused_with_the_arguments(kind, kwargs, key, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        arguments(lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs)
+    assert [problem.key.rsplit(".")[-1] for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    "kind, warmup, kwargs, reason",
+    [
+        (STABLE, 4, {"num_decay_steps": 7}, "it is not between 0 and the 6 steps"),
+        ("linear", 10, {}, "10 warm-up steps leave nothing of the 10 steps"),
+        ("linear", 0, {"num_decay_steps": 0}, "0 warm-up steps leave nothing of the 0 steps"),
+    ],
+)
+def test_a_schedule_longer_than_the_run_is_refused_as_soon_as_its_length_is_known(
+    kind, warmup, kwargs, reason
+):
+    values = dict(lr_scheduler_type=kind, warmup_steps=warmup, lr_scheduler_kwargs=kwargs)
+    with pytest.raises(ConfigError, match=reason):
+        arguments(**values, max_steps=10)
+    args = arguments(**values)
+    with pytest.raises(ConfigError, match=reason):
         get_megatron_lr_scheduler(args, 10, optimizer())
 
 
