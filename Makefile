@@ -41,8 +41,8 @@ dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the em
 test: $(STAMP)  ## run the tests (CPU, no network)
 	$(BIN)/python -m pytest -q
 
-lint: $(STAMP)  ## ruff: lint and format
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/bench.py
 	$(BIN)/python -m tests.tools.bench $(ARGS)
@@ -57,5 +57,5 @@ families: $(STAMP)  ## measure every family against transformers, and write the 
 	$(BIN)/python -m tests.tools.family_table
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
-	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -366,7 +366,8 @@ def _locate(mine: dict) -> dict:
         mpu.get_data_parallel_group(with_context_parallel=True),
         mpu.get_expert_data_parallel_group(),
     )
-    told, located = [], {}
+    told = []
+    located: dict[tuple[str, int | None], _Location] = {}
     for key, parameter in mine.items():
         of_expert = is_of_expert(key[0])
         if cuts[of_expert].rank() == replicas[of_expert].rank() == 0:
