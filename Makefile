@@ -16,10 +16,10 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu families help install train dpo orpo test lint bench chaos clean
+.PHONY: gpu families help install train dpo orpo test test-all lint bench chaos clean
 
 help:  ## this list
-	@grep -hE '^[a-z ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 install: $(STAMP)  ## set up .venv (PYTHON=python3.12 picks the interpreter)
 
@@ -38,11 +38,14 @@ dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the em
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/$@.yaml $(ARGS)
 	$(BIN)/python configs/tiny/preference.py $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/$@) output/sft
 
-test: $(STAMP)  ## run the tests (CPU, no network)
+test: $(STAMP)  ## run the tests (CPU, no network): every capability and layout, products of both thinned
 	$(BIN)/python -m pytest -q
 
-lint: $(STAMP)  ## ruff: lint and format
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+test-all: $(STAMP)  ## run every test
+	$(BIN)/python -m pytest -q -m ""
+
+lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/bench.py
 	$(BIN)/python -m tests.tools.bench $(ARGS)
@@ -57,5 +60,5 @@ families: $(STAMP)  ## measure every family against transformers, and write the 
 	$(BIN)/python -m tests.tools.family_table
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
-	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -123,13 +123,13 @@ def odds_ratio_loss(chosen, rejected, chosen_lens, rejected_lens, beta):
     return losses, beta * chosen.detach(), beta * rejected.detach()
 
 
-def _sigmoid(responses: Responses, config):
-    chosen, rejected, _, _, *reference = responses
-    return dpo_loss(chosen, rejected, *reference, config.beta, config.label_smoothing)
+def _sigmoid(r: Responses, config):
+    reference = (r.reference_chosen, r.reference_rejected)
+    return dpo_loss(r.chosen, r.rejected, *reference, config.beta, config.label_smoothing)
 
 
-def _orpo(responses: Responses, config):
-    return odds_ratio_loss(*responses[:4], config.beta)
+def _orpo(r: Responses, config):
+    return odds_ratio_loss(r.chosen, r.rejected, r.chosen_lens, r.rejected_lens, config.beta)
 
 
 register_loss(

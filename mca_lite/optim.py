@@ -29,7 +29,7 @@ class MegatronLRScheduler(OptimizerParamScheduler):
     Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
     """
 
-    _last_lr: list[float] | None = None
+    _last_lr: list[float]  # the constructor makes step 0
 
     def get_lr(self, param_group: dict) -> float:
         return float(super().get_lr(param_group))

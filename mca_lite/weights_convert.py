@@ -9,7 +9,7 @@ them, and one rank writes it.
 import itertools
 import math
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,7 +167,7 @@ def _cut_group(row: Row):
 
 def _merge(row: Row, layer, source, config) -> torch.Tensor:
     """This rank's part of the megatron tensor of a row, in the source's dtype."""
-    names = [hf.format(layer) for hf in row.hf]
+    names: Sequence = [hf.format(layer) for hf in row.hf]
     tp, rank = _degree(row, config), _cut_group(row).rank()
     if row.fused:
         sizes = [source.shape(names[0])[0] // row.num_parts] * row.num_parts
@@ -367,7 +367,8 @@ def _locate(mine: dict) -> dict:
         mpu.get_data_parallel_group(with_context_parallel=True),
         mpu.get_expert_data_parallel_group(),
     )
-    told, located = [], {}
+    told = []
+    located: dict[tuple[str, int | None], _Location] = {}
     for key, parameter in mine.items():
         of_expert = is_of_expert(key[0])
         if cuts[of_expert].rank() == replicas[of_expert].rank() == 0:

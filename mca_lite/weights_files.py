@@ -45,7 +45,9 @@ def write_shards(
     """
     from safetensors.torch import save_file
 
-    limit, shards, shard, size = parse_size(max_shard_size), [], {}, 0
+    limit, size = parse_size(max_shard_size), 0
+    shards: list[Shard] = []
+    shard: dict[str, torch.Tensor] = {}
 
     def flush():
         name = f".shard-{tag}-{len(shards)}.safetensors.tmp"
@@ -148,10 +150,11 @@ _IN_ROW = re.compile(r"model\.layers\.\{\}\.(.+)\.experts\.\[\]\.(.+)\.weight")
 def _expert_names(model_type: str) -> _ExpertNames | None:
     """The names in a family's files, from its rows; None for a family without experts."""
     rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca]
-    matches = [_IN_ROW.fullmatch(name) for row in rows for name in row.hf]
-    if not matches:
+    names = [name for row in rows for name in row.hf]
+    if not names:
         return None
-    assert all(matches) and len(matches) == 3, f"{model_type}: rows of experts are {rows}"
+    matches = [match for name in names if (match := _IN_ROW.fullmatch(name))]
+    assert len(matches) == len(names) == 3, f"{model_type}: rows of experts are {rows}"
     return _ExpertNames(matches[0][1], *(match[2] for match in matches))
 
 

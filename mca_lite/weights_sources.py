@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ class SafetensorsSource:
         from safetensors import safe_open
 
         self.folder = resolve_folder(model_name_or_path)
-        self._open, self._safe_open = {}, safe_open
+        self._open: dict[str, Any] = {}  # file -> handle
+        self._safe_open = safe_open
         self._file_of = _read_index(self.folder, safe_open)
         self._part_of: dict[str, tuple[str, tuple]] = {}  # name -> (stored tensor, index into it)
         if model_type is not None and holds_fused_experts(self._file_of):
@@ -187,9 +189,12 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
     """
     if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
         return True
-    layer, first = re.match(r"model\.layers\.(\d+)\.", name), hf_config.get("num_hidden_layers")
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
     ahead = hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0
-    return bool(ahead and layer) and first + (num_trained or 0) <= int(layer[1]) < first + ahead
+    if layer is None or not ahead:
+        return False
+    first = hf_config["num_hidden_layers"]
+    return first + (num_trained or 0) <= int(layer[1]) < first + ahead
 
 
 def weights_folder(source: str | None) -> Path | None:
