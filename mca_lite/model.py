@@ -1,4 +1,5 @@
-"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
+"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank,
+AutoModel makes them."""
 
 import os
 import re
@@ -9,7 +10,6 @@ import torch
 
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -35,7 +35,8 @@ from .model_config import (
     load_hf_config,
     rope_frequencies,
 )
-from .model_families import TE_ALIASES, rows_of
+from .model_families import rows_of
+from .model_family_rows import TE_ALIASES
 from .model_layers import block_spec
 from .model_moe import routers_of
 from .model_mtp import prediction_spec
@@ -48,7 +49,8 @@ _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class _OutputLayer(ColumnParallelLinear):
-    """The output layer, which passes the hidden states through while a loss is taken: loss_tokens.py holds no logits.
+    """The output layer, which passes hidden states through while a loss is taken: loss_tokens.py
+    holds no logits.
 
     It must be *called* in either case: the hooks of megatron's DDP on it wait for its weight.
     """
@@ -61,19 +63,16 @@ class _OutputLayer(ColumnParallelLinear):
         return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
-class _ScaledEmbedding(LanguageModelEmbedding):
-    """The embedding times config.embedding_multiplier, which is rounded to the weights' dtype as in Gemma."""
-
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        return out * torch.tensor(self.config.embedding_multiplier, dtype=out.dtype)
+def _scale_embedding(embedding, args, output):
+    """A forward hook: config.embedding_multiplier, rounded to the weights' dtype as in Gemma."""
+    return output * torch.tensor(embedding.config.embedding_multiplier, dtype=output.dtype)
 
 
 class _Block(TransformerBlock):
-    """The layers. With recompute_method: block, megatron gives those that it does not recompute no mask of padding, and
-    their routers would count it."""
+    """The layers. With recompute_method: block, megatron gives those that it does not recompute no
+    mask of padding, and their routers would count it."""
 
-    _mask = None
+    _mask = None  # while the layers are run
 
     def _checkpointed_forward(self, *args, padding_mask=None, **kwargs):
         self._mask = padding_mask
@@ -86,18 +85,41 @@ class _Block(TransformerBlock):
         layer, mask = super()._get_layer(layer_number), self._mask
         if mask is None:  # there is none; or a layer runs again, and brings its own
             return layer
-        return lambda padding_mask=None, **kwargs: layer(
-            padding_mask=mask if padding_mask is None else padding_mask, **kwargs
-        )
+
+        def with_mask(padding_mask=None, **kwargs):
+            if padding_mask is None:
+                padding_mask = mask
+            return layer(padding_mask=padding_mask, **kwargs)
+
+        return with_mask
+
+
+# megatron's GPTModel makes these two parts itself, and takes no other classes for them. Ours add
+# methods and no state, so that an instance can become one of ours in place.
+_OUR_CLASSES = {TransformerBlock: _Block, ColumnParallelLinear: _OutputLayer}
+
+
+def _make_ours(part: torch.nn.Module) -> None:
+    part.__class__ = _OUR_CLASSES[type(part)]
+
+
+# what megatron's GPTModel._preprocess returns, as its forward() unpacks it
+_PREPROCESSED = (
+    "decoder_input rotary_pos_emb rotary_pos_cos rotary_pos_sin sequence_len_offset padding_mask"
+).split()
+_MASK_PLACE = _PREPROCESSED.index("padding_mask")
 
 
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
-    forward(input_ids [b, s], position_ids, which local layers do not read (positions count from 0 in each document),
-    attention_mask bool [b or 1, 1, s, s] with True meaning hidden, or None for causal, labels [b, s], packing.Targets or None):
-    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or of Targets [b, s, 1 + layers for
-    multi-token prediction]; without, logits [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
+    forward(input_ids [b, s], position_ids, attention_mask, labels): local layers do not read
+    position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1, s, s]
+    with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or None.
+
+    Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or
+    with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
+    tp]; on a pipeline stage that is not the last, its hidden states.
     """
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
@@ -116,18 +138,19 @@ class McaGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         if config.transformer_impl == "local":
-            # our core attention rotates by cached tables: megatron's own way waits for the device twice a layer
+            # our core attention rotates by cached tables: megatron's own way waits for the device
+            # twice a layer
             self.position_embedding_type = "none"
             if hasattr(self, "rotary_pos_emb"):
                 del self.rotary_pos_emb
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
-        self.decoder.__class__ = _Block
+        _make_ours(self.decoder)
         if post_process:
-            self.output_layer.__class__ = _OutputLayer
+            _make_ours(self.output_layer)
         if hasattr(self, "embedding"):
             if config.embedding_multiplier != 1.0:
-                self.embedding.__class__ = _ScaledEmbedding
+                self.embedding.register_forward_hook(_scale_embedding)
             if not config.drop_embeddings:
                 self.embedding.embedding_dropout.p = 0.0
 
@@ -141,57 +164,60 @@ class McaGPTModel(GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
-        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence parallelism cuts the tokens;
-        megatron cuts it on the first stage alone."""
-        outputs = super()._preprocess(*args, **kwargs)
+        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence
+        parallelism cuts the tokens; megatron cuts it on the first stage alone."""
+        outputs = list(super()._preprocess(*args, **kwargs))
         tp = self.config.tensor_model_parallel_size
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
-        self._padding_mask = (
-            padding_mask  # for the layers of multi-token prediction, which megatron would not tell
-        )
-        return (*outputs[:5], padding_mask, *outputs[6:])
+        # the layers of multi-token prediction, which megatron would not tell, read it here
+        self._padding_mask = padding_mask
+        outputs[_MASK_PLACE] = padding_mask
+        return tuple(outputs)
 
     def _postprocess(
         self, hidden_states, labels=None, attention_mask=None, packed_seq_params=None, **unused
     ):
         if not self.post_process:
             return hidden_states
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else None
-        )
         self.output_layer.passes_hidden = labels is not None
         if labels is None:
-            logits = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
-            logits, cap = logits / self.config.logits_scaling, self.config.final_logit_softcapping
+            logits = self.output_layer(hidden_states, weight=self._tied_weight())[0]
+            logits = logits.transpose(0, 1).contiguous() / self.config.logits_scaling
+            cap = self.config.final_logit_softcapping
             return logits if cap is None else cap * torch.tanh(logits / cap)
         if not isinstance(labels, Targets):
-            return self._losses(labels, hidden_states, weight)
-        losses, kwargs = (
-            [self._losses(labels.labels, hidden_states, weight)],
-            {"padding_mask": self._padding_mask},
-        )
-        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+            return self._losses(labels, hidden_states)
+        losses = [self._losses(labels.labels, hidden_states)]
         for layer, ids, next_labels in zip(
             self.mtp.layers, labels.next_ids, labels.next_labels, strict=True
         ):
             hidden_states = layer(
-                self.embedding(input_ids=ids, position_ids=None), hidden_states, **kwargs
+                self.embedding(input_ids=ids, position_ids=None),
+                hidden_states,
+                attention_mask=attention_mask,
+                packed_seq_params=packed_seq_params,
+                padding_mask=self._padding_mask,
             )
-            losses.append(self._losses(next_labels, hidden_states, weight))
+            losses.append(self._losses(next_labels, hidden_states))
         return torch.stack(losses, -1)
 
-    def _losses(self, labels, hidden_states, weight):
-        return self.compute_language_model_loss(
-            labels, self.output_layer(hidden_states, weight=weight)[0]
-        )
+    def _tied_weight(self):
+        """The embedding's weight where it is the output layer's too, else None."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return None
+
+    def _losses(self, labels, hidden_states):
+        hidden = self.output_layer(hidden_states, weight=self._tied_weight())[0]
+        return self.compute_language_model_loss(labels, hidden)
 
     def compute_language_model_loss(self, labels, hidden):
-        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
+        [b, s]."""
+        weight = self._tied_weight()
+        if weight is None:
+            weight = self.output_layer.weight
         if self.config.logits_scaling != 1.0:
             hidden = hidden / self.config.logits_scaling
         extra = lora.extra_factors(self.output_layer, hidden)
@@ -213,15 +239,17 @@ class McaGPTModel(GPTModel):
         ).t()
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the metadata unasked."""
+        """megatron's ShardedTensors; its copy of the embedding reads the metadata unasked."""
         return super().sharded_state_dict(
             prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
         )
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(name with {} for the layer's number, the layer's number in the whole model or None, parameter).
+        """(name with {} for the layer's number, the layer's number in the whole model or None,
+        parameter).
 
-        A router's bias, which is a buffer, is among them; of experts there are views of each matrix, under the names of rows.
+        A router's bias, which is a buffer, is among them; of experts there are views of each
+        matrix, under the names of rows.
         """
         biases = (
             (name, buffer)
@@ -240,16 +268,14 @@ class McaGPTModel(GPTModel):
             if ".mlp.experts." not in name:
                 yield f"{block}.layers.{{}}.{rest}", number, parameter
             elif rest.endswith("mlp.experts.fc1"):
+                experts = rest.removesuffix("fc1")
                 for e, matrix, view in layer.mlp.experts.matrices():
-                    yield (
-                        f"{block}.layers.{{}}.{rest.removesuffix('fc1')}{e}.{matrix}.weight",
-                        number,
-                        view,
-                    )
+                    yield f"{block}.layers.{{}}.{experts}{e}.{matrix}.weight", number, view
 
 
 class VirtualModels:
-    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of modules."""
+    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of
+    modules."""
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         self.config = config
@@ -267,7 +293,8 @@ class VirtualModels:
         return iter(self.models)
 
     def __call__(self, *args, **kwargs):
-        """The forward pass of the only chunk; a rank with several runs through megatron's schedule."""
+        """The forward pass of the only chunk; a rank with several runs through megatron's
+        schedule."""
         if len(self.models) != 1:
             raise ValueError(
                 f"this rank holds {len(self.models)} chunks: run them through the pipeline schedule"
@@ -308,7 +335,8 @@ class VirtualModels:
             model.load_state_dict(state_dict[self._key(i)], strict=strict and self.lora is None)
 
     def sharded_state_dict(self) -> dict:
-        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters those that are trained."""
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
+        those that are trained."""
         if self.lora is not None:
             return {self._key(i): lora.sharded_state(model) for i, model in enumerate(self.models)}
         return {self._key(i): model.sharded_state_dict() for i, model in enumerate(self.models)}
@@ -319,11 +347,11 @@ class VirtualModels:
     def save_pretrained(
         self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"
     ) -> None:
-        """Write the Hugging Face checkpoint: config.json and safetensors. All ranks must call it."""
+        """Write config.json and safetensors of Hugging Face. All ranks must call it."""
         weights_convert.export_hf(self, save_directory, max_shard_size)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the padding of the vocabulary."""
+        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the vocabulary's padding."""
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 
@@ -332,24 +360,21 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
     vpp, models = config.virtual_pipeline_model_parallel_size, []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
-        models.append(
-            McaGPTModel(
-                config,
-                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                vp_stage=vp_stage,
-            )
-        )
-        models[-1].to(device=parallel.device(), dtype=config.params_dtype)
-        for router in routers_of(models[-1:]):
+        first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        model = McaGPTModel(config, first, last, vp_stage)
+        model.to(device=parallel.device(), dtype=config.params_dtype)
+        for router in routers_of([model]):
             router._maintain_float32_expert_bias()
-        _mark_tensor_parallel(models[-1])
+        _mark_tensor_parallel(model)
+        models.append(model)
     return VirtualModels(config, models)
 
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
-    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises them, which is left out
-    here; a parameter without the mark counts as a duplicate, and the gradient norm comes out too small."""
+    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises
+    them, which is left out here; a parameter without the mark counts as a duplicate, and the
+    gradient norm comes out too small."""
     kinds = {row.mca: row.kind for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         kind = kinds.get(TE_ALIASES.get(name, name), "copy")
@@ -367,17 +392,21 @@ class AutoModel:
         trust_remote_code: bool = False,
         vocab_size: int | None = None,
     ) -> VirtualModels:
-        """The model with the folder's (or hub name's) Hugging Face weights, or those of a checkpoint, cut for this rank.
+        """The model with the folder's (or hub name's) Hugging Face weights, or those of a
+        checkpoint, cut for this rank.
 
-        vocab_size: tokens that it shall have, where they are more than it has; weights_vocabulary.py says how their rows begin.
-        Each rank reads only the bytes of its slices. Collectives: those that start the world.
-        Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
+        vocab_size: tokens that it shall have, where they are more than it has;
+        weights_vocabulary.py says how their rows begin. Each rank reads only the bytes of its
+        slices. Collectives: those that start the world. Raises ValueError for a model or layout
+        that cannot be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
         if (folder / DIST_NAME).is_dir() and (folder / ADAPTER_CONFIG_NAME).is_file():
             raise ValueError(
-                f"{folder} is a checkpoint of adapters, without the model that they belong to: load that one, and these by "
-                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert BASE DST --merge CHECKPOINT"
+                f"{folder} is a checkpoint of adapters, without the model that they belong to: "
+                "load that one, and these by "
+                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert "
+                "BASE DST --merge CHECKPOINT"
             )
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
@@ -385,7 +414,8 @@ class AutoModel:
         grow(config, vocab_size or old)
         if config.vocab_size > old and (folder / DIST_NAME).is_dir():
             raise ValueError(
-                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are asked for: make a Hugging "
+                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are "
+                "asked for: make a Hugging "
                 "Face folder of it first, python -m mca_lite convert"
             )
         models = build_chunks(config)
@@ -405,7 +435,8 @@ class AutoModel:
 
     @staticmethod
     def from_config(config: McaModelConfig, args=None, seed: int = 42) -> VirtualModels:
-        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in every layout."""
+        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in
+        every layout."""
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
@@ -421,9 +452,11 @@ def load_torch_model(
     trust_remote_code=False,
     vocab_size: int | None = None,
 ):
-    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and every test's oracle.
+    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and
+    every test's oracle.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as AutoModel.from_pretrained.
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as
+    AutoModel.from_pretrained.
     """
     import transformers
 
