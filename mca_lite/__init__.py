@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoConfig": "model_config",
     "AutoModel": "model",
-    "DPOConfig": "trainer_dpo",
+    "DPOConfig": "trainer_dpo_config",
     "DPOTrainer": "trainer_dpo",
     "McaGPTModel": "model",
     "McaModelConfig": "model_config",
@@ -25,6 +25,9 @@ _HOME = {
     "get_ltor_masks_and_position_ids": "packed_rows",
     "get_megatron_lr_scheduler": "optim",
     "get_seqlens_in_batch": "packed_rows",
+    "register_loss": "loss_preference",
+    "register_objective": "objectives",
+    "register_optimizer": "optimizers",
 }
 __all__ = sorted(_HOME)
 

@@ -1,10 +1,30 @@
-"""`python -m mca_lite config.yaml [key=value ...]`: the same as train.py. `python -m mca_lite convert ...`: see cli_convert.py."""
+"""`python -m mca_lite config.yaml [key=value ...]` trains, as train.py does; `python -m mca_lite
+<command>` does the rest.
+"""
 
 import sys
+from importlib import import_module
+
+# name -> (module with a main(words) -> exit code, what it does)
+COMMANDS = {
+    "train": ("cli", "train a model from a configuration file"),
+    "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
+}
+
+
+def main(words: list[str]) -> int:
+    """Run the command that the first word names; training where it names none -> exit code."""
+    if not words:
+        print("python -m mca_lite <command> ...", "", sep="\n")
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:10} {text}")
+        return 0
+    if words[0] in COMMANDS:
+        module, words = COMMANDS[words[0]][0], words[1:]
+    else:
+        module = "cli"
+    return import_module(f".{module}", __package__).main(words)
+
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["convert"]:
-        from .cli_convert import main
-    else:
-        from .cli import main
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,12 @@
-"""Commands beside training, on the CPU, in one process.
+"""Weights between formats, on the CPU, in one process.
 
 python -m mca_lite convert SRC DST [--merge ADAPTER] [--verify]
-    SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads (model_name_or_path: DST)
+    SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads
+                                           (model_name_or_path: DST)
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
-    --merge: SRC a Hugging Face folder or hub name, ADAPTER the folder of a PEFT adapter of it, or a checkpoint with
-             adapters: DST becomes a Hugging Face folder with the adapter in its weights
+    --merge: SRC a Hugging Face folder or hub name, ADAPTER the folder of a PEFT adapter of it, or
+             a checkpoint with adapters: DST becomes a Hugging Face folder with the adapter in its
+             weights
 """
 
 import argparse
@@ -30,23 +32,23 @@ _SIDE_FILES += ("generation_config.json", "*.py")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` names -> exit code."""
+    """Convert as `argv` (None: the command line) says -> exit code. A leading word "convert" is
+    left out.
+    """
     parser = argparse.ArgumentParser(
-        prog="mca_lite", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="mca_lite convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    sub = parser.add_subparsers(dest="command", required=True).add_parser(
-        "convert", help="between formats of weights"
-    )
-    sub.add_argument("src")
-    sub.add_argument("dst")
-    sub.add_argument(
+    parser.add_argument("src")
+    parser.add_argument("dst")
+    parser.add_argument(
         "--merge", metavar="ADAPTER", help="put the adapter of this folder into the weights of SRC"
     )
-    sub.add_argument(
+    parser.add_argument(
         "--verify", action="store_true", help="load both and compare their logits in float32"
     )
-    sub.add_argument("--max-shard-size", default="5GB")
-    options = parser.parse_args(argv)
+    parser.add_argument("--max-shard-size", default="5GB")
+    words = sys.argv[1:] if argv is None else argv
+    options = parser.parse_args(words[1:] if words[:1] == ["convert"] else words)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
     try:
         if options.merge is None:
@@ -95,10 +97,11 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line that says what was done.
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line that
+    says what was done.
 
-    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where src is no such model, the
-    adapter is damaged or of another model, or dst holds something."""
+    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where
+    src is no such model, the adapter is damaged or of another model, or dst holds something."""
     import torch
 
     from . import ckpt_folder, lora_files, weights_files
@@ -124,8 +127,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
-    """Load both, run the same tokens through them in float32 -> a line with the largest difference of a logit. With an
-    adapter: of src with it beside its weights, and of dst.
+    """Load both, run the same tokens through them in float32 -> a line with the largest difference
+    of a logit. With an adapter: of src with it beside its weights, and of dst.
 
     ValueError where it is more than rounding."""
     import torch
@@ -176,7 +179,8 @@ def _compare(ours, theirs, src: str, dst: str, tolerance: float) -> str:
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
         raise ValueError(
-            f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not use {dst}"
+            f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not "
+            f"use {dst}"
         )
     return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
 

@@ -3,11 +3,12 @@
 log p(response) = sum over its tokens of log softmax(z_t)[y_t]
 DPO (arXiv:2305.18290)    D = (pi_c - pi_r) - (ref_c - ref_r)
                           L = -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)
-ORPO (arXiv:2403.07691)   a = log p / tokens;  log odds = (a_c - a_r) - (log(1 - exp a_c) - log(1 - exp a_r))
+ORPO (arXiv:2403.07691)   a = log p / tokens
+                          log odds = (a_c - a_r) - (log(1 - exp a_c) - log(1 - exp a_r))
                           L = -a_c - beta log sigmoid(log odds)
 
-The rules of configuration keys read the table too, so torch is imported in the functions: a typing error must not wait
-for it.
+The rules of configuration keys read the table too, so torch is imported in the functions: a typing
+error must not wait for it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ METRICS = (
 
 
 class Responses(NamedTuple):
-    """What a preference loss is a function of, each float32 [P]: the policy's log-probabilities of the responses, their
-    numbers of tokens, and the reference's log-probabilities (None for a loss without a reference)."""
+    """What a preference loss is a function of, each float32 [P]: the policy's log-probabilities of
+    the responses, their numbers of tokens, and the reference's log-probabilities (None for a loss
+    without a reference)."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -47,10 +49,10 @@ class Responses(NamedTuple):
 class PreferenceLoss(NamedTuple):
     """One row of LOSSES.
 
-    formula(responses, config) -> (losses, rewards of chosen, rewards of rejected), each [P]; rewards are detached, and
-    config is a DPOConfig (beta, label_smoothing).
-    has_reference: whether it compares with a reference model.
-    keys: the configuration keys that it reads, beside pref_ftx, which every loss has.
+    formula(responses, config) -> (losses, rewards of chosen, rewards of rejected), each [P];
+    rewards are detached, and config is a DPOConfig (beta, label_smoothing). has_reference: whether
+    it compares with a reference model. keys: the configuration keys that it reads, beside pref_ftx,
+    which every loss has.
     """
 
     formula: Callable[[Responses, Any], tuple]
@@ -70,7 +72,8 @@ def register_loss(
     keys: tuple[str, ...] = ("pref_beta",),
     help: str = "",
 ) -> None:
-    """Let `pref_loss: <name>` train with `formula` (see PreferenceLoss). ValueError for a name that is taken.
+    """Let `pref_loss: <name>` train with `formula` (see PreferenceLoss). ValueError for a name that
+    is taken.
 
     Call it before the configuration is parsed, on every rank.
     """
@@ -82,8 +85,9 @@ def register_loss(
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(x)) of x <= 0, finite everywhere.
 
-    Near 0 through expm1 and far from it through log1p: the other way loses all digits in each case. From -1e-7 on, where
-    a model is certain of every token, value and gradient saturate (the gradient is 0 there).
+    Near 0 through expm1 and far from it through log1p: the other way loses all digits in each case.
+    From -1e-7 on, where a model is certain of every token, value and gradient saturate (the
+    gradient is 0 there).
     """
     import torch
 
@@ -98,9 +102,11 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
 def dpo_loss(
     policy_chosen, policy_rejected, reference_chosen, reference_rejected, beta, label_smoothing=0.0
 ):
-    """(losses, rewards of chosen, rewards of rejected), each [P], of the responses' log-probabilities [P].
+    """(losses, rewards of chosen, rewards of rejected), each [P], of the responses'
+    log-probabilities [P].
 
-    A reward is beta (policy - reference), detached. Label smoothing is the share of pairs that are thought to be swapped.
+    A reward is beta (policy - reference), detached. Label smoothing is the share of pairs that are
+    thought to be swapped.
     """
     from torch.nn.functional import logsigmoid
 
@@ -111,9 +117,11 @@ def dpo_loss(
 
 
 def odds_ratio_loss(chosen, rejected, chosen_lens, rejected_lens, beta):
-    """(losses, rewards of chosen, rewards of rejected), each [P], of log-probabilities [P] and their numbers of tokens [P].
+    """(losses, rewards of chosen, rewards of rejected), each [P], of log-probabilities [P] and
+    their numbers of tokens [P].
 
-    A reward is beta times the mean log-probability of a token, detached. The loss has its own supervised term.
+    A reward is beta times the mean log-probability of a token, detached. The loss has its own
+    supervised term.
     """
     from torch.nn.functional import logsigmoid
 

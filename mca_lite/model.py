@@ -382,6 +382,12 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
             set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, 1)
 
 
+NO_NEW_ROWS = (
+    "{} is a checkpoint of a model of {} tokens, and {} are asked for: make a Hugging Face folder of it first, "
+    "python -m mca_lite convert"
+)
+
+
 class AutoModel:
     """Makes VirtualModels; starts the distributed world from `args` where that has not happened."""
 
@@ -391,12 +397,17 @@ class AutoModel:
         args,
         trust_remote_code: bool = False,
         vocab_size: int | None = None,
+        *,
+        config: McaModelConfig | None = None,
+        source=None,
     ) -> VirtualModels:
         """The model with the folder's (or hub name's) Hugging Face weights, or those of a
         checkpoint, cut for this rank.
 
         vocab_size: tokens that it shall have, where they are more than it has;
-        weights_vocabulary.py says how their rows begin. Each rank reads only the bytes of its
+        weights_vocabulary.py says how their rows begin. config, source: what was read of the
+        folder before: its config, with as many tokens as the model shall have, and a source of its
+        tensors (weights_sources.py) with as many rows. Each rank reads only the bytes of its
         slices. Collectives: those that start the world. Raises ValueError for a model or layout
         that cannot be built, and for weights that do not fill it exactly.
         """
@@ -409,22 +420,20 @@ class AutoModel:
                 "BASE DST --merge CHECKPOINT"
             )
         parallel.initialize(args)
-        config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
+        if config is None:
+            config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
         old = config.vocab_size
         grow(config, vocab_size or old)
         if config.vocab_size > old and (folder / DIST_NAME).is_dir():
-            raise ValueError(
-                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are "
-                "asked for: make a Hugging "
-                "Face folder of it first, python -m mca_lite convert"
-            )
+            raise ValueError(NO_NEW_ROWS.format(folder, old, config.vocab_size))
         models = build_chunks(config)
         if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
             saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
         else:
-            source = SafetensorsSource(model_name_or_path, config.hf_model_type)
+            if source is None:
+                source = SafetensorsSource(model_name_or_path, config.hf_model_type)
             if config.vocab_size > old:
                 source = GrownSource(
                     source, weights_convert.vocabulary_names(config), config.vocab_size
@@ -451,16 +460,18 @@ def load_torch_model(
     seed=42,
     trust_remote_code=False,
     vocab_size: int | None = None,
+    config=None,
 ):
     """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and
     every test's oracle.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as
-    AutoModel.from_pretrained.
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: tokens
+    that the model shall have, where they are more than it has. config: transformers' config of the
+    folder, where it was read before; it belongs to the model afterwards.
     """
     import transformers
 
-    hf = load_hf_config(model_name_or_path, trust_remote_code)
+    hf = load_hf_config(model_name_or_path, trust_remote_code) if config is None else config
     kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
     if getattr(hf.get_text_config(), "attn_logit_softcapping", None):
         kwargs["attn_implementation"] = (

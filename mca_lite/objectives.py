@@ -1,8 +1,8 @@
 """The objectives: one table, OBJECTIVES, by the names that the key `stage` takes.
 
-An objective is a kind of records, a trainer (McaTrainer or a class over it, whose hooks are the loss), its metrics, and
-what it asks of other keys. The rules of configuration keys read the table, so it imports no torch: a trainer of this
-package is named by "module:Class".
+An objective is a kind of records, a trainer (McaTrainer or a class over it, whose hooks are the
+loss), its metrics, and what it asks of other keys. The rules of configuration keys read the table,
+so it imports no torch: a trainer of this package is named by "module:Class".
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def _asks_nothing(arguments: Any, judge: Judge) -> None:
 class Objective:
     """One row of OBJECTIVES.
 
-    records: the kind of records that it reads: TEXT, CONVERSATIONS or PAIRS; the data's datasets, cache and packs follow.
-    trainer: McaTrainer or a subclass, or "module:Class" of this package.
-    metrics: the names of its metrics; eval_<name> may decide which checkpoint is best.
-    keys: configuration keys of FinetuningArguments that have no effect with another objective.
-    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys of all groups.
-    describe(finetuning arguments) -> what the start summary says after the stage's name.
+    records: the kind of records that it reads: TEXT, CONVERSATIONS or PAIRS; the data's datasets,
+    cache and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package.
+    metrics: the names of its metrics; eval_<name> may decide which checkpoint is best. keys:
+    configuration keys of FinetuningArguments that have no effect with another objective.
+    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
+    of all groups. describe(finetuning arguments) -> what the start summary says after the stage's
+    name.
     """
 
     stage: str
@@ -56,7 +57,9 @@ class Objective:
 
     @property
     def joins_documents(self) -> bool:
-        """Whether packing means to join and cut documents, rather than to put whole samples into a row."""
+        """Whether packing means to join and cut documents, rather than to put whole samples into a
+        row.
+        """
         return self.records == TEXT
 
     @property
@@ -76,10 +79,11 @@ OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(stage: str, **fields: Any) -> Objective:
-    """Let `stage: <name>` train with an objective; fields: Objective's, of which `records` is required -> the row.
+    """Let `stage: <name>` train with an objective; fields: Objective's, of which `records` is
+    required -> the row.
 
-    Call it before the configuration is parsed, on every rank. ValueError for a name that is taken, and for a kind of
-    records that there is not.
+    Call it before the configuration is parsed, on every rank. ValueError for a name that is taken,
+    and for a kind of records that there is not.
     """
     objective = Objective(stage=stage, **fields)
     if stage in OBJECTIVES:
@@ -104,7 +108,9 @@ def all_metrics() -> set[str]:
 
 
 def check_objective_keys(a: Any, judge: Judge) -> None:
-    """FinetuningArguments against the row of their stage. `a.notes` names keys that belong to other objectives."""
+    """FinetuningArguments against the row of their stage. `a.notes` names keys that belong to other
+    objectives.
+    """
     own = OBJECTIVES[a.stage].keys
     others = {key for objective in OBJECTIVES.values() for key in objective.keys} - set(own)
     if given := [key for key in a.changed() if key in others]:

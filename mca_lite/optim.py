@@ -7,9 +7,10 @@ max * n / w in the warm-up, then by style:
     linear               min + (max - min) (1 - rho)
     cosine               min + (max - min) (1 + cos(pi rho)) / 2
     inverse-square-root  max(min, max sqrt(max(w, 1)) / sqrt(n))
-    WSD                  max until D - wsd_decay_steps, then linear, cosine, exponential or minus_sqrt down to min
+    WSD                  max until D - wsd_decay_steps, then linear, cosine, exponential or
+                         minus_sqrt down to min
 
-and min behind D. The first update uses the rate of n = 0.
+and min after D. The first update uses the rate of n = 0.
 """
 
 import torch
@@ -35,7 +36,7 @@ class MegatronLRScheduler(OptimizerParamScheduler):
         return float(super().get_lr(param_group))
 
     def step(self, increment: int = 1) -> None:
-        """Count `increment` finished steps and set every group's rate and decay for the next one."""
+        """Count `increment` finished steps and set every group's rate and decay."""
         super().step(increment)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -47,9 +48,9 @@ class MegatronLRScheduler(OptimizerParamScheduler):
 def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
     """The schedule that `args` (TrainingArguments) names, over num_training_steps optimizer steps.
 
-    lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps, num_stable_steps and
-    decay_type for warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
-    Raises ConfigError for a number of steps that does not fit.
+    lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps,
+    num_stable_steps and decay_type for warmup_stable_decay; for other schedules num_decay_steps is
+    the step at which min is reached. Raises ConfigError for a number of steps that does not fit.
     """
     kwargs, style = args.lr_scheduler_kwargs, SCHEDULES[args.lr_scheduler_type]
     warmup, end, decay = plan_schedule(args, num_training_steps)
@@ -74,13 +75,14 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
 
 
 def decays(parameter: torch.nn.Parameter) -> bool:
-    """Weight decay is for matrices: norms and biases, whose tensors have one dimension, have none."""
+    """Weight decay is for matrices: norms and biases, of one dimension, have none."""
     return parameter.dim() != 1
 
 
 def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     """megatron's OptimizerConfig of `args` (TrainingArguments)."""
-    # without a GPU everything is on the CPU already, and megatron's hybrid optimizer finds no GPU tensors to pair
+    # without a GPU everything is on the CPU already, and megatron's hybrid optimizer finds no GPU
+    # tensors to pair
     offload = args.optimizer_cpu_offload and torch.cuda.is_available()
     return OptimizerConfig(
         # megatron-core knows two: an SGD, which has no state yet, keeps the place of any other
@@ -112,7 +114,9 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
 
 
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
-    """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master weights."""
+    """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master
+    weights.
+    """
     row = OPTIMIZERS[args.optim]
     config = get_optimizer_config(args, params_dtype)
     optimizer = get_megatron_optimizer(config, chunks)
@@ -131,7 +135,9 @@ def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> 
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The parameter groups of an optimizer that has not stepped, without what only its own kind reads."""
+    """The parameter groups of an optimizer that has not stepped, without what only its own kind
+    reads.
+    """
     kept = ("lr", "weight_decay")
     return [
         {key: value for key, value in group.items() if key in kept or key not in optimizer.defaults}
@@ -151,7 +157,9 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 def create_grad_scaler(args):
-    """megatron's loss scaler of fp16 for the plain torch backend: constant with loss_scale, else it adapts."""
+    """megatron's loss scaler of fp16 for the plain torch backend: constant with loss_scale, else it
+    adapts.
+    """
     if args.loss_scale is not None:
         return ConstantGradScaler(args.loss_scale)
     return DynamicGradScaler(
@@ -165,7 +173,9 @@ def create_grad_scaler(args):
 
 
 def scaler_states(scalers: list) -> list[dict]:
-    """What loss scalers that adapt know, as JSON takes it: the scale, and how far they are on the way to the next one."""
+    """What loss scalers that adapt know, as JSON takes it: the scale, and how far they are on the
+    way to the next one.
+    """
     return [
         {k: float(v) if torch.is_tensor(v) else v for k, v in scaler.state_dict().items()}
         for scaler in scalers
@@ -173,8 +183,9 @@ def scaler_states(scalers: list) -> list[dict]:
 
 
 def load_scaler_states(scalers: list, states: list[dict]) -> None:
-    """Put scalers where scaler_states() found them. A constant one stays as it is; where a layout has another number of
-    parts, all of which follow the same overflows, the last one's state stands for the rest."""
+    """Put scalers where scaler_states() found them. A constant one stays as it is; where a layout
+    has another number of parts, all of which follow the same overflows, the last one's state stands
+    for the rest."""
     for i, scaler in enumerate(scalers):
         state = states[min(i, len(states) - 1)] if states else {}
         if state and isinstance(scaler, DynamicGradScaler):

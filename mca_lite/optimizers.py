@@ -1,7 +1,7 @@
 """The optimizers: one table, OPTIMIZERS, by the names that the key `optim` takes.
 
-The rules of configuration keys read the table too, so torch is imported in the functions: a typing error must not wait
-for it.
+The rules of configuration keys read the table too, so torch is imported in the functions: a typing
+error must not wait for it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 class Optimizer(NamedTuple):
     """One row of OPTIMIZERS.
 
-    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"); args: TrainingArguments. Both
-    backends set each group's lr and weight_decay before every step, so that decay should be decoupled.
-    states: the names of its tensors that have a parameter's shape, which checkpoints keep.
-    counts_steps: whether it keeps the number of updates as a tensor "step" beside them.
-    megatron: its name in megatron-core, which then makes it on that backend; None: make() does there too.
-    distributed: whether megatron-core's distributed optimizer can cut its states.
+    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"); args:
+    TrainingArguments. Both backends set each group's lr and weight_decay before every step, so that
+    decay should be decoupled. states: the names of its tensors that have a parameter's shape, which
+    checkpoints keep. counts_steps: whether it keeps the number of updates as a tensor "step" beside
+    them. megatron: its name in megatron-core, which then makes it on that backend; None: make()
+    does there too. distributed: whether megatron-core's distributed optimizer can cut its states.
     offloads: whether megatron-core can keep it on the CPU (optimizer_cpu_offload).
     """
 
@@ -42,8 +42,9 @@ def register_optimizer(
     counts_steps: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> None:
-    """Let `optim: <name>` train with what `make` returns (see Optimizer), on both backends, with float32 master weights
-    under megatron-core. ValueError for a name that is taken. Call it before the configuration is parsed, on every rank.
+    """Let `optim: <name>` train with what `make` returns (see Optimizer), on both backends, with
+    float32 master weights under megatron-core. ValueError for a name that is taken. Call it before
+    the configuration is parsed, on every rank.
     """
     _add(name, Optimizer(make, tuple(states), counts_steps), *aliases)
 

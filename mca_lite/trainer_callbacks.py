@@ -1,12 +1,20 @@
-"""What the training loop tells others, and how they answer.
+"""TrainerState, TrainerControl, the callbacks, and the signals that end a run early.
 
-The loop calls every callback on every rank with the same numbers, so a callback that changes `TrainerControl` changes
-it everywhere and no rank is left alone in a collective. A callback that writes files does so on one rank only.
+The loop calls every callback on every rank with the same numbers, so a callback that changes
+`TrainerControl` changes it everywhere and no rank is left alone in a collective. A callback that
+writes files does so on one rank only.
+
+SIGTERM and SIGUSR1, which schedulers send before they take a machine away, mean: finish the step,
+save, leave. torchrun passes SIGTERM on to its ranks by itself, SIGUSR1 with --signals-to-handle
+SIGTERM,SIGINT,SIGUSR1, and kills them --shutdown-timeout seconds later (30 where it is not set):
+set that above the time of a step and a checkpoint.
 """
 
 import json
 import math
 import os
+import signal
+import threading
 from dataclasses import asdict, dataclass, field
 
 from .args import TrainingArguments
@@ -19,7 +27,9 @@ _HF_NAMES = {"best_step": "best_global_step"}
 
 @dataclass
 class TrainerState:
-    """Where a run stands; written to trainer_state.json. Counts are over all ranks, a step is an optimizer step."""
+    """Where a run stands; written to trainer_state.json. Counts are over all ranks, a step is an
+    optimizer step.
+    """
 
     global_step: int = 0
     epoch: float = 0.0
@@ -37,7 +47,9 @@ class TrainerState:
         return {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     def save(self, path: str) -> None:
-        """Writes the state as JSON; the file at `path` is the old one or the new one, never half of it."""
+        """Writes the state as JSON; the file at `path` is the old one or the new one, never half of
+        it.
+        """
         record = self.to_record()
         temporary = f"{path}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
@@ -47,7 +59,8 @@ class TrainerState:
 
     @classmethod
     def load(cls, path: str) -> "TrainerState":
-        """Returns the state in the JSON file `path`. Keys that only Hugging Face's Trainer knows are passed over.
+        """Returns the state in the JSON file `path`. Keys that only Hugging Face's Trainer knows
+        are passed over.
 
         Raises OSError where there is no such file, ValueError where it does not hold a state.
         """
@@ -70,16 +83,34 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask of the loop. The loop acts on a flag after the callbacks of a step, and lowers it."""
+    """What callbacks ask of the loop. The loop acts on a flag after the callbacks of a step, and
+    lowers it.
+    """
 
     should_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
 
+    def set_for_step(self, args, state: TrainerState, end_of_epoch: bool) -> None:
+        """What the TrainingArguments ask for after the step that `state` has just counted."""
+        step, last = state.global_step, state.global_step >= state.max_steps
+
+        def is_time(strategy: str, interval: int) -> bool:
+            if strategy == "no":
+                return False
+            if strategy == "epoch":
+                return last or end_of_epoch
+            return last or step % interval == 0
+
+        self.should_log = is_time("steps", args.logging_steps)
+        self.should_evaluate = is_time(args.eval_strategy, args.eval_steps)
+        self.should_save = is_time(args.save_strategy, args.save_steps)
+
 
 class TrainerCallback:
-    """Base of all callbacks: each method may read `args` and `state` and set flags of `control`; none returns anything.
+    """Base of all callbacks: each method may read `args` and `state` and set flags of `control`;
+    none returns anything.
 
     Order within a step: on_step_end, on_log, on_evaluate, on_save.
     """
@@ -93,7 +124,9 @@ class TrainerCallback:
     def on_log(
         self, args, state: TrainerState, control: TrainerControl, logs: dict, **kwargs
     ) -> None:
-        """`logs` is one line of the log: numbers over all ranks, for the steps since the line before."""
+        """`logs` is one line of the log: numbers over all ranks, for the steps since the line
+        before.
+        """
 
     def on_evaluate(
         self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
@@ -103,14 +136,18 @@ class TrainerCallback:
     def on_save(
         self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs
     ) -> None:
-        """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps may have been made."""
+        """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps
+        may have been made.
+        """
 
     def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         """After the last step, before the final export."""
 
 
 def full_metric_name(name: str) -> str:
-    """Returns the key of `name` among the metrics of an evaluation: "loss" and "eval_loss" both mean "eval_loss"."""
+    """Returns the key of `name` among the metrics of an evaluation: "loss" and "eval_loss" both
+    mean "eval_loss".
+    """
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
@@ -127,7 +164,9 @@ class _MetricWatcher(TrainerCallback):
         self.greater_is_better = greater_is_better
 
     def _settle(self, args) -> None:
-        """What the constructor left open comes from the training arguments, then from the metric's name."""
+        """What the constructor left open comes from the training arguments, then from the metric's
+        name.
+        """
         if self.metric is None:
             self.metric = getattr(args, "metric_for_best_model", None) or "loss"
         self.metric = full_metric_name(self.metric)
@@ -139,8 +178,9 @@ class _MetricWatcher(TrainerCallback):
     def _value(self, metrics: dict) -> float:
         if self.metric not in metrics:
             raise ValueError(
-                f"the evaluation gave no {self.metric}, only {', '.join(sorted(metrics)) or 'nothing'}: "
-                "set metric_for_best_model to one of them"
+                f"the evaluation gave no {self.metric}, only "
+                f"{', '.join(sorted(metrics)) or 'nothing'}: set metric_for_best_model to one of "
+                "them"
             )
         return float(metrics[self.metric])
 
@@ -153,10 +193,12 @@ class _MetricWatcher(TrainerCallback):
 
 
 class BestModel(_MetricWatcher):
-    """Keeps state.best_metric, best_step and best_model_checkpoint; the trainer reloads from there at the end.
+    """Keeps state.best_metric, best_step and best_model_checkpoint; the trainer reloads from there
+    at the end.
 
-    `metric` and `greater_is_better` default to the training arguments' metric_for_best_model and greater_is_better. The
-    checkpoint counts for the best step when it is saved at that very step, before or after the evaluation.
+    `metric` and `greater_is_better` default to the training arguments' metric_for_best_model and
+    greater_is_better. The checkpoint counts for the best step when it is saved at that very step,
+    before or after the evaluation.
     """
 
     def __init__(self, metric: str | None = None, greater_is_better: bool | None = None):
@@ -182,10 +224,11 @@ class BestModel(_MetricWatcher):
 
 
 class EarlyStopping(_MetricWatcher):
-    """Asks the loop to stop after `patience` evaluations in a row that are not better by more than `threshold`.
+    """Asks the loop to stop after `patience` evaluations in a row that are not better by more than
+    `threshold`.
 
-    A resumed run goes on counting where it was: the count is read off state.log_history, which the checkpoint holds.
-    Raises ValueError where patience is not at least 1 or threshold is negative.
+    A resumed run goes on counting where it was: the count is read off state.log_history, which the
+    checkpoint holds. Raises ValueError where patience is not at least 1 or threshold is negative.
     """
 
     def __init__(
@@ -222,3 +265,53 @@ class EarlyStopping(_MetricWatcher):
         self._count(self._value(metrics))
         if self.evaluations_without_gain >= self.patience:
             control.should_stop = True
+
+
+def callbacks_of(args) -> list[TrainerCallback]:
+    """Those that TrainingArguments ask for."""
+    found: list[TrainerCallback] = []
+    if args.eval_strategy != "no":
+        found.append(BestModel())
+    if args.early_stopping_patience is not None:
+        found.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
+    return found
+
+
+# -- signals
+
+# of a run that was asked to stop, saved, and can go on with resume_from_checkpoint: auto
+EXIT_CODE = 85
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupted(SystemExit):
+    """The run has saved and stops. `signal` is the one that asked for it; the process ends with
+    EXIT_CODE.
+    """
+
+    def __init__(self, number: int, step: int):
+        super().__init__(EXIT_CODE)
+        self.signal, self.step = signal.Signals(number), step
+
+
+class StopSignals:
+    """While it is entered, SIGTERM and SIGUSR1 are noted in `received` (0: none) instead of ending
+    the process.
+
+    Handlers are a matter of the main thread: in another one nothing is changed."""
+
+    def __init__(self):
+        self.received = 0
+        self._before = {}
+
+    def _note(self, number, frame) -> None:
+        self.received = number
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

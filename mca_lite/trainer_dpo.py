@@ -1,105 +1,60 @@
 """DPOTrainer: preference training as hooks over McaTrainer's loop, which it does not own.
 
-    _arrange                pairs -> a packed row of documents, or rows: chosen and rejected in turn (data_batches.py)
-    _prepare_micro_batches  what the reference model says of them, where it is not known from before
-    _pre_compute_loss, _post_compute_loss   token losses -> log-probabilities of the responses -> (loss, pairs, 8 metrics)
+    _arrange                pairs -> a packed row of documents, or rows, chosen and rejected in turn
+    _prepare_micro_batches  what the reference says of them, where it is not known from before
+    _pre_compute_loss, _post_compute_loss
+                            token losses -> log-probabilities of the responses -> loss, 8 metrics
 
-The loss is the mean over the pairs of the global batch, in every layout. Letters: P pairs of a micro-batch, s positions.
+The loss is the mean over the pairs of the global batch, in every layout. Letters: P pairs of a
+micro-batch, s positions.
 """
 
 import contextlib
 import functools
+import json
 import math
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
 
-from . import ckpt_folder, lora, loss_preference, parallel
-from .args import FinetuningArguments, check_together
+from . import lora, loss_preference, parallel
+from .args import check_together
 from .args_values import Judge
 from .ckpt_folder import CheckpointError
-from .constants import IGNORE_INDEX
-from .data_batches import FILLER, BatchPlan, documents_of, make_loader, split_documents
+from .constants import ADAPTER_CONFIG_NAME, IGNORE_INDEX
+from .data_batches import documents_of, split_documents
+from .data_cache import default_cache_dir
 from .data_files import SIDES
 from .data_packs import Packs, WithReference
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
+from .objectives import OBJECTIVES
 from .packed_rows import pack_batch
 from .trainer import McaTrainer
-from .trainer_reference import ReferenceStore, files_of_model
-from .trainer_signals import Interrupted
+from .trainer_dpo_config import DPOConfig, choose_reference
+from .trainer_reference import is_same_model, reference_of, score
+from .weights_sources import resolve_folder
 
-SAY_EVERY_S = 10.0
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
-PART_PAIRS = 1024  # pairs of a part that a reference pass keeps: what is lost when it dies
-
-
-@dataclass(kw_only=True)
-class DPOConfig:
-    """The objective. ValueError for what does not fit together.
-
-    pref_loss: sigmoid (DPO) or orpo. beta: how strongly the reference holds, or the weight of the odds ratio.
-    label_smoothing: the share of pairs thought to be swapped. ftx: weight of the sft term, the mean loss of a token of the
-    chosen response. use_ref_model: whether there is a reference (None: where the loss has one). reference: cached, adapter or
-    model (None: a model that is given, else the model without its adapters, else cached). cache_dir: where log-probabilities
-    of a cached reference are kept (None: nowhere). model_source: what tells the start model from others of its folder.
-    """
-
-    beta: float = 0.1
-    pref_loss: str = "sigmoid"
-    label_smoothing: float = 0.0
-    use_ref_model: bool | None = None
-    ftx: float = 0.0
-    reference: str | None = None
-    cache_dir: str | None = None
-    model_source: str = ""
-
-    def __post_init__(self):
-        keys = self.check_with()
-        self.pref_loss, self.beta, self.ftx = keys.pref_loss, keys.pref_beta, keys.pref_ftx
-        self.label_smoothing = keys.dpo_label_smoothing
-        judge, needs = Judge(self), LOSSES[self.pref_loss].has_reference
-        if self.reference not in (None, *REFERENCES):
-            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
-        if self.use_ref_model not in (None, needs):
-            reason = f"pref_loss {self.pref_loss} has {'a' if needs else 'no'} reference model"
-            judge.refuse("use_ref_model", reason, "use_ref_model left out")
-        judge.close()
-        self.use_ref_model = needs
-
-    def check_with(self, finetuning_type: str = "lora", modules_to_save=()) -> FinetuningArguments:
-        """The keys of a run that mean the same, on a model with such adapters. Raises ConfigError by their rules."""
-        return FinetuningArguments(
-            stage="dpo",
-            finetuning_type=finetuning_type,
-            modules_to_save=list(modules_to_save),
-            pref_loss=self.pref_loss,
-            pref_beta=self.beta,
-            pref_ftx=self.ftx,
-            dpo_label_smoothing=self.label_smoothing,
-            ref_model=self.reference,
-        )
 
 
 class Documents(NamedTuple):
-    """Where a micro-batch's responses are. lengths: this rank's tokens of each document of a packed row, None where each row
-    is one. real float32 [P]: 0 for a pair that only fills the batch."""
+    """Where a micro-batch's responses are. lengths: this rank's tokens of each document of a packed
+    row, None where each row is one. real float32 [P]: 0 for a pair that only fills the batch."""
 
     lengths: list[int] | None
     real: torch.Tensor
 
 
 class DPOTrainer(McaTrainer):
-    """Trains `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen and rejected, as a list or as
-    {"chosen", "rejected"}, or on packs (lists) of pairs.
+    """Trains `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen
+    and rejected, as a list or as {"chosen", "rejected"}, or on packs (lists) of pairs.
 
-    train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference: model; it may share
-    nothing with `model`. The other arguments are McaTrainer's; per_device_train_batch_size counts pairs, or packs.
-    Raises ValueError for what cannot be trained so, before anything is computed.
+    train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference:
+    model; it may share nothing with `model`. The other arguments are McaTrainer's;
+    per_device_train_batch_size counts pairs, or packs. Raises ValueError for what cannot be trained
+    so, before anything is computed.
     """
 
     metrics_keys = list(METRICS)
@@ -109,7 +64,7 @@ class DPOTrainer(McaTrainer):
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
     ):
         self.train_config = config = train_config or DPOConfig()
-        self.reference = _choose_reference(config, model, ref_model)
+        self.reference = choose_reference(config, model, ref_model)
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
         check_together(args, stage="dpo", mtp_num_layers=mtp)
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
@@ -119,14 +74,57 @@ class DPOTrainer(McaTrainer):
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
         self._was_trained = self._start_is_checked = False
 
+    # -- a run of the command line
+
+    @classmethod
+    def second_model_folder(cls, arguments, planned) -> Path | None:
+        keys = arguments.finetuning
+        if not LOSSES[keys.pref_loss].has_reference:
+            return None
+        if keys.ref_model == "model":
+            return planned.folder
+        if keys.ref_model not in (None, *REFERENCES):
+            return Path(resolve_folder(keys.ref_model, arguments.model.model_revision))
+        judge = Judge(keys)
+        # new tokens bring modules_to_save that the file does not name
+        OBJECTIVES[keys.stage].check_keys(keys, judge)
+        judge.close()
+        if keys.adapter_name_or_path and _saves_modules(keys.adapter_name_or_path):
+            raise ValueError(
+                f"{keys.adapter_name_or_path} has modules of its own (modules_to_save), and "
+                "without its adapters the model is not the one that it began with: set ref_model: "
+                "model"
+            )
+        return None
+
+    @classmethod
+    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+        keys, source = arguments.finetuning, ""
+        if arguments.model.train_from_scratch:
+            source = f"drawn from seed {arguments.training.seed}"
+        config = DPOConfig(
+            beta=keys.pref_beta,
+            pref_loss=keys.pref_loss,
+            label_smoothing=keys.dpo_label_smoothing,
+            ftx=keys.pref_ftx,
+            reference=keys.ref_model if second_model is None else "model",
+            cache_dir=str(Path(arguments.data.cache_dir or default_cache_dir()).expanduser()),
+            model_source=source,
+        )
+        return {"train_config": config, "ref_model": second_model}
+
     # -- the loss
 
     def preference_loss(self, responses: Responses):
-        """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of pref_loss."""
+        """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of
+        pref_loss.
+        """
         return LOSSES[self.train_config.pref_loss].formula(responses, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
-        """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of chosen, then rejected."""
+        """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of
+        chosen, then rejected.
+        """
         return loss_preference.odds_ratio_loss(
             chosen_logps, rejected_logps, *response_lens.chunk(2), beta=self.train_config.beta
         )
@@ -165,7 +163,8 @@ class DPOTrainer(McaTrainer):
         return Documents(lengths, batch["real"].to(parallel.device()))
 
     def _response_logps(self, labels, documents: Documents, losses):
-        """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and rejected in turn.
+        """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and
+        rejected in turn.
 
         Collective under context parallelism: one sum over its group."""
         both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
@@ -180,7 +179,8 @@ class DPOTrainer(McaTrainer):
     def _post_compute_loss(self, labels, documents, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
 
-        labels [b, s]; documents says where the responses are; ref_*_logps float32 [P], None for a loss without reference.
+        labels [b, s]; documents says where the responses are; ref_*_logps float32 [P], None for a
+        loss without reference.
         """
         logps, lens = self._response_logps(labels, documents, losses)
         real, config = documents.real, self.train_config
@@ -206,7 +206,8 @@ class DPOTrainer(McaTrainer):
             key: torch.stack([(value.detach() * real).sum(), count])
             for key, value in values.items()
         }
-        # all context-parallel ranks have the same pairs, and megatron adds up what they count: one of them counts
+        # all context-parallel ranks have the same pairs, and megatron adds up what they count: one
+        # of them counts
         counts = self.backend.context_parallel[1] == 0
         return (of_pairs * real).sum(), (count * counts).int(), metrics
 
@@ -220,7 +221,8 @@ class DPOTrainer(McaTrainer):
     def _arrange(self, batch: dict) -> dict:
         if "attention_mask" not in batch:
             raise ValueError(
-                "the data collator gave no attention_mask: expected one that numbers a row's documents from 1"
+                "the data collator gave no attention_mask: expected one that numbers a row's "
+                "documents from 1"
             )
         counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
         if (counts % 2).any():
@@ -249,14 +251,17 @@ class DPOTrainer(McaTrainer):
         return {**super()._to_length(tokens, at_least), **of_pairs}
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches with the reference's log-probabilities, where the loss takes them and the data does not."""
+        """The micro-batches with the reference's log-probabilities, where the loss takes them and
+        the data does not.
+        """
         if not self.train_config.use_ref_model or self.reference == "cached":
             if self.reference == "cached" and any(
                 "reference" not in batch for batch in micro_batches
             ):
                 raise ValueError(
-                    'the data collator dropped "reference", the log-probabilities [b, documents] that the samples bring: hand '
-                    "them on, or use ref_model: model"
+                    'the data collator dropped "reference", the '
+                    "log-probabilities [b, documents] that the samples bring: hand them on, or use "
+                    "ref_model: model"
                 )
             return micro_batches
         chunks = self.models if self.ref_chunks is None else self.ref_chunks
@@ -277,8 +282,9 @@ class DPOTrainer(McaTrainer):
     def compute_reference_log_probs(
         self, models, data_list: list[dict], seq_length: int, micro_batch_size=None
     ):
-        """[{"reference_chosen_logps", "reference_rejected_logps"}, each [P]] of each micro-batch; None on pipeline stages
-        before the last. models: the policy's chunks, which run without adapters and dropout, or those of a reference.
+        """[{"reference_chosen_logps", "reference_rejected_logps"}, each [P]] of each micro-batch;
+        None on pipeline stages before the last. models: the policy's chunks, which run without
+        adapters and dropout, or those of a reference.
 
         Collectives: those of the schedule, forward only.
         """
@@ -315,113 +321,17 @@ class DPOTrainer(McaTrainer):
             return dataset
         if self._was_trained:
             raise ValueError(
-                "a cached reference is computed by the model before it is trained: give this dataset to DPOTrainer as "
-                "train_dataset or eval_dataset"
+                "a cached reference is computed by the model before it is trained: give this "
+                "dataset to DPOTrainer as train_dataset or eval_dataset"
             )
-        referenced = WithReference(view, self._reference_of(view))
+        referenced = WithReference(view, reference_of(self, view))
         return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
 
-    def _reference_of(self, pairs) -> np.ndarray:
-        """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now. Collective."""
-        store, num = self._store(pairs), len(pairs)
-        done = (
-            parallel.on_main(store.load, CheckpointError) if store else np.zeros((0, 2), np.float32)
-        )
-        if len(done):
-            self._check_kept(pairs, done, store)
-        said, missing = time.monotonic(), num - len(done)
-        whole_steps = (
-            self.args.per_device_eval_batch_size
-            * self.args.gradient_accumulation_steps
-            * self.backend.dp_size
-        )
-        part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
-        while len(done) < num:
-            start = len(done)
-            logps = self._score(Subset(pairs, range(start, min(start + part, num))))
-            done = np.concatenate([done, logps])
-            if store:
-                parallel.on_main(functools.partial(store.add, start, logps), CheckpointError)
-            if time.monotonic() - said > SAY_EVERY_S or len(done) == num:
-                said = time.monotonic()
-                self.report.print(f"reference model: {len(done):,} of {num:,} pairs")
-            self._stop_if_asked(store)
-        if store and missing:
-            parallel.on_main(functools.partial(store.finish, done), CheckpointError)
-        elif store:
-            self.report.print(f"reference model: {num:,} pairs from {store.folder}")
-        return done
-
-    def _stop_if_asked(self, store: ReferenceStore | None) -> None:
-        """Interrupted between two parts of a reference pass, which may take longer than a scheduler waits. Collective."""
-        [number] = parallel.largest(self._signals.received)
-        if number:
-            kept = (
-                f"the pass goes on from what is in {store.folder}"
-                if store
-                else "nothing of the pass is kept"
-            )
-            stop = Interrupted(number, self.state.global_step)
-            self.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
-            raise stop
-
-    def _store(self, pairs) -> ReferenceStore | None:
-        """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times of files may differ."""
-        fingerprint = getattr(pairs, "fingerprint", None)
-        if self.train_config.cache_dir is None or fingerprint is None:
-            return None
-        name = getattr(getattr(self.model, "config", None), "name_or_path", None) or None
-        identity = {
-            "model": [
-                name,
-                self.train_config.model_source,
-                ckpt_folder.model_identity(self.backend.hf_config),
-            ],
-            "files": files_of_model(name),
-            "precision": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32",
-            "data": fingerprint,
-        }
-        return ReferenceStore(self.train_config.cache_dir, identity, len(pairs))
-
     def _score(self, pairs) -> np.ndarray:
-        """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them now. Collective."""
-        args, backend = self.args, self.backend
-        sizes = (
-            args.per_device_eval_batch_size,
-            args.gradient_accumulation_steps,
-            backend.dp_rank,
-            backend.dp_size,
-        )
-        plan = BatchPlan(len(pairs), *sizes, seed=0, shuffle=False)
-        loader = iter(make_loader(pairs, self.data_collator, plan, num_epochs=1))
-        values = torch.zeros(len(pairs), 2, dtype=torch.float64, device=parallel.device())
-        for step in range(plan.steps_per_epoch):
-            batches, seq_length, _ = self._get_step_iterator_and_seq_length(loader, plan, step)
-            found = self.compute_reference_log_probs(self.models, batches, seq_length)
-            if (
-                found and backend.context_parallel[1] == 0
-            ):  # what follows the plan's micro-batches is empty
-                for numbers, of_batch in zip(plan.step(0, step), found, strict=False):
-                    numbers = [n for n in numbers if n != FILLER]
-                    values[numbers] = torch.stack(list(of_batch.values()), -1)[: len(numbers)].to(
-                        values.dtype
-                    )
-        return backend.reduce(values.flatten()).view(-1, 2).cpu().numpy().astype(np.float32)
-
-    def _check_kept(self, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
-        """CheckpointError where the model gives other log-probabilities to the first pairs than what was kept says."""
-        count = min(len(kept), self.args.per_device_eval_batch_size * self.backend.dp_size)
-        now = self._score(Subset(pairs, range(count)))
-        if not self._same_model(now, kept[:count]):
-            raise CheckpointError(
-                f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} to the first pair, and this "
-                f"model gives {now[0].tolist()}: remove the folder, and the reference is computed again"
-            )
-
-    def _same_model(self, ours: np.ndarray, theirs: np.ndarray) -> bool:
-        """Whether two passes over the same pairs differ by rounding only."""
-        share = 3e-2 if self.args.bf16 or self.args.fp16 else 1e-3
-        return bool(np.allclose(ours, theirs, rtol=share, atol=share))
+        """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them
+        now. Collective.
+        """
+        return score(self, pairs)
 
     # -- around the loop
 
@@ -440,46 +350,56 @@ class DPOTrainer(McaTrainer):
         return super().evaluate(self._with_reference(eval_dataset), metric_key_prefix)
 
     def training_step(self, models, data_iterator, seq_length: int):
-        """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's pairs."""
+        """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's
+        pairs.
+        """
         answer = super().training_step(models, data_iterator, seq_length)
         if (
             not self._start_is_checked
             and self.train_config.use_ref_model
             and self.state.global_step == 0
         ):
-            self._check_start(self._means(self.backend.reduce(self._sum_metrics(answer[1]))))
+            self._check_start(self._over_ranks(self._numbers(answer[1])).means())
         self._was_trained = self._start_is_checked = True
         return answer
 
     def _check_start(self, means: dict[str, float]) -> None:
-        """At the first step policy and reference are one model: D = 0, and the loss is ln 2 with any label smoothing."""
+        """At the first step policy and reference are one model: D = 0, and the loss is ln 2 with
+        any label smoothing.
+        """
         loss = means["loss"] - self.train_config.ftx * means["sft_loss"]
         share = 5e-2 if self.args.bf16 or self.args.fp16 else 1e-3
         if abs(loss - math.log(2)) <= share * max(1.0, self.train_config.beta / 0.1):
             return
         causes = [
-            "the reference is not the model that training starts from (ref_model, an adapter that was trained before)"
+            "the reference is not the model that training starts from (ref_model, an adapter that "
+            "was trained before)"
         ]
         causes += [
-            "dropout is on in the policy and off in the reference (attention_dropout, hidden_dropout, lora_dropout)"
+            "dropout is on in the policy and off in the reference (attention_dropout, "
+            "hidden_dropout, lora_dropout)"
         ]
         self.report.print(
-            f"warning: the first preference loss is {loss:.4f}, and it is ln 2 = 0.6931 where policy and reference are the "
-            f"same: {'; or '.join(causes)}; or the model's numbers are not reproducible"
+            f"warning: the first preference loss is {loss:.4f}, and it is ln 2 = 0.6931 where "
+            f"policy and reference are the same: {'; or '.join(causes)}; or the model's numbers "
+            "are not reproducible"
         )
 
     def objective_facts(self) -> dict:
-        """The reference's log-probabilities of the first pairs: a run goes on with the reference that it began with."""
+        """The reference's log-probabilities of the first pairs: a run goes on with the reference
+        that it began with.
+        """
         packed = isinstance(self.train_dataset, Packs)
         view = self.train_dataset.dataset if packed else self.train_dataset
         return {"reference": view.logps[:4].tolist()} if isinstance(view, WithReference) else {}
 
     def check_objective(self, facts: dict, folder: Path) -> None:
         theirs, ours = facts.get("reference"), self.objective_facts().get("reference")
-        if theirs and ours and not self._same_model(np.array(ours), np.array(theirs)):
+        if theirs and ours and not is_same_model(self.args, np.array(ours), np.array(theirs)):
             raise CheckpointError(
-                f"{folder} was trained against another reference model, which gave {theirs[0]} to the first pair, and this one "
-                f"gives {ours[0]}: set model_name_or_path to the model that the run started from"
+                f"{folder} was trained against another reference model, which gave {theirs[0]} to "
+                f"the first pair, and this one gives {ours[0]}: set model_name_or_path to the "
+                "model that the run started from"
             )
 
 
@@ -494,27 +414,13 @@ def _check_pairs(dataset, packs: bool) -> None:
             f"documents, and this one has {got}: use a data set of pairs, or stage: sft"
         )
     if not packs and (isinstance(dataset, Packs) or count > len(SIDES)):
-        # as rows, micro-batches would differ in their number of rows, which pipeline stages have to know
+        # as rows, micro-batches would differ in their number of rows, which pipeline stages have to
+        # know
         raise ValueError(
             "the data set has packs of pairs, and sequence_packing is false: set it to true"
         )
 
 
-def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
-    """The kind of reference, None for a loss without one. ValueError for one that there cannot be."""
-    if not config.use_ref_model:
-        if ref_model is not None:
-            raise ValueError(
-                f"pref_loss {config.pref_loss} has no reference model: leave ref_model out"
-            )
-        return None
-    spec = lora.spec_of(model)
-    by_default = "adapter" if spec is not None and not spec.modules_to_save else "cached"
-    kind = config.reference or ("model" if ref_model is not None else by_default)
-    if (kind == "model") != (ref_model is not None):
-        raise ValueError(f"reference {kind}: expected {'a' if kind == 'model' else 'no'} ref_model")
-    if spec is None:
-        config.check_with("full")
-    else:
-        config.check_with("lora", spec.modules_to_save)
-    return kind
+def _saves_modules(adapter: str) -> bool:
+    path = Path(adapter) / ADAPTER_CONFIG_NAME
+    return path.is_file() and bool(json.loads(path.read_text()).get("modules_to_save"))

@@ -1,24 +1,36 @@
-"""The log-probabilities that a reference model gives to a data set's pairs, kept on disk between runs.
+"""The pass of a reference model over a data set's pairs, and its log-probabilities, kept on disk
+between runs.
 
     <cache_dir>/reference/<hash of identity>/
       meta.json         the identity: which model, in which precision, which data
-      part-<first>.npy  float32 [pairs, 2] from pair <first> on, written as the pass goes: a run that dies goes on there
+      part-<first>.npy  float32 [pairs, 2] from pair <first> on, written as the pass
+                        goes: a run that dies goes on there
       logps.npy         all of them, when the pass is done
 
 One process reads and writes, and tells the others.
 """
 
+import functools
 import hashlib
 import json
+import math
 import os
+import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch.utils.data import Subset
 
+from . import ckpt_folder, parallel
 from .ckpt_folder import CheckpointError
 from .constants import HF_CONFIG_NAME
+from .data_batches import FILLER, BatchPlan, make_loader
+from .trainer_callbacks import Interrupted
 
 FORMAT = 1
+SAY_EVERY_S = 10.0
+PART_PAIRS = 1024  # pairs of a part that the pass keeps: what is lost when it dies
 
 
 def files_of_model(name_or_path: str | None) -> list:
@@ -44,7 +56,9 @@ class ReferenceStore:
         self.folder, self.num_pairs = Path(cache_dir) / "reference" / digest, num_pairs
 
     def load(self) -> np.ndarray:
-        """float32 [n, 2] of the first n pairs, as many as are there. CheckpointError for files of another model or data."""
+        """float32 [n, 2] of the first n pairs, as many as are there. CheckpointError for files of
+        another model or data.
+        """
         meta, whole = self.folder / "meta.json", self.folder / "logps.npy"
         if not meta.is_file():
             return np.zeros((0, 2), np.float32)
@@ -55,8 +69,8 @@ class ReferenceStore:
         if found != self.identity:
             other = [key for key in self.identity if found.get(key) != self.identity[key]]
             raise CheckpointError(
-                f"{self.folder} is the reference of another run: its {', '.join(other)} differ from this run's: remove the "
-                "folder, and the reference is computed again"
+                f"{self.folder} is the reference of another run: its {', '.join(other)} differ "
+                "from this run's: remove the folder, and the reference is computed again"
             )
         if whole.is_file():
             return self._read(whole, self.num_pairs)
@@ -102,3 +116,123 @@ class ReferenceStore:
         with open(temporary, "wb") as file:
             write(file)
         os.replace(temporary, path)
+
+
+# -- the pass; trainer: a DPOTrainer, whose model is not trained yet
+
+
+def reference_of(trainer, pairs) -> np.ndarray:
+    """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now.
+    Collective.
+    """
+    args, num, done = trainer.args, len(pairs), np.zeros((0, 2), np.float32)
+    store = _store_of(trainer, pairs)
+    if store is not None:
+        done = parallel.on_main(store.load, CheckpointError)
+    if len(done):
+        _check_kept(trainer, pairs, done, store)
+    said, missing = time.monotonic(), num - len(done)
+    per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
+    whole_steps = per_rank * trainer.backend.dp_size
+    part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
+    while len(done) < num:
+        start = len(done)
+        logps = trainer._score(Subset(pairs, range(start, min(start + part, num))))
+        done = np.concatenate([done, logps])
+        if store is not None:
+            parallel.on_main(functools.partial(store.add, start, logps), CheckpointError)
+        if time.monotonic() - said > SAY_EVERY_S or len(done) == num:
+            said = time.monotonic()
+            trainer.report.print(f"reference model: {len(done):,} of {num:,} pairs")
+        _stop_if_asked(trainer, store)
+    if store is not None and missing:
+        parallel.on_main(functools.partial(store.finish, done), CheckpointError)
+    elif store is not None:
+        trainer.report.print(f"reference model: {num:,} pairs from {store.folder}")
+    return done
+
+
+def score(trainer, pairs) -> np.ndarray:
+    """float32 [pairs, 2]: the log-probabilities that the trainer's model, without adapters, gives
+    to them now. Collective.
+    """
+    args, backend = trainer.args, trainer.backend
+    plan = BatchPlan(
+        len(pairs),
+        args.per_device_eval_batch_size,
+        args.gradient_accumulation_steps,
+        backend.dp_rank,
+        backend.dp_size,
+        seed=0,
+        shuffle=False,
+    )
+    loader = iter(make_loader(pairs, trainer.data_collator, plan, num_epochs=1))
+    values = torch.zeros(len(pairs), 2, dtype=torch.float64, device=parallel.device())
+    for step in range(plan.steps_per_epoch):
+        batches, seq_length, _ = trainer._get_step_iterator_and_seq_length(loader, plan, step)
+        found = trainer.compute_reference_log_probs(trainer.models, batches, seq_length)
+        if not found or backend.context_parallel[1] > 0:
+            continue
+        # micro-batches after the plan's are empty
+        for numbers, of_batch in zip(plan.step(0, step), found, strict=False):
+            numbers = [number for number in numbers if number != FILLER]
+            logps = torch.stack(list(of_batch.values()), -1)
+            values[numbers] = logps[: len(numbers)].to(values.dtype)
+    return backend.reduce(values.flatten()).view(-1, 2).cpu().numpy().astype(np.float32)
+
+
+def is_same_model(args, ours: np.ndarray, theirs: np.ndarray) -> bool:
+    """Whether two passes over the same pairs differ by rounding only."""
+    share = 3e-2 if args.bf16 or args.fp16 else 1e-3
+    return bool(np.allclose(ours, theirs, rtol=share, atol=share))
+
+
+def _check_kept(trainer, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
+    """CheckpointError where the model gives other log-probabilities to the first pairs than what
+    was kept says.
+    """
+    count = min(len(kept), trainer.args.per_device_eval_batch_size * trainer.backend.dp_size)
+    now = trainer._score(Subset(pairs, range(count)))
+    if not is_same_model(trainer.args, now, kept[:count]):
+        raise CheckpointError(
+            f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} to "
+            f"the first pair, and this model gives {now[0].tolist()}: remove the folder, and the "
+            "reference is computed again"
+        )
+
+
+def _stop_if_asked(trainer, store: ReferenceStore | None) -> None:
+    """Interrupted between two parts of the pass, which may take longer than a scheduler waits.
+    Collective.
+    """
+    [number] = parallel.largest(trainer._signals.received)
+    if not number:
+        return
+    kept = "nothing of the pass is kept"
+    if store is not None:
+        kept = f"the pass goes on from what is in {store.folder}"
+    stop = Interrupted(number, trainer.state.global_step)
+    trainer.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
+    raise stop
+
+
+def _store_of(trainer, pairs) -> ReferenceStore | None:
+    """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times
+    of files may differ.
+    """
+    config, args = trainer.train_config, trainer.args
+    fingerprint = getattr(pairs, "fingerprint", None)  # other people's datasets have none
+    if config.cache_dir is None or fingerprint is None:
+        return None
+    name = getattr(getattr(trainer.model, "config", None), "name_or_path", None) or None
+    precision = "fp32"
+    if args.bf16 or args.fp16:
+        precision = "bf16" if args.bf16 else "fp16"
+    model = [name, config.model_source, ckpt_folder.model_identity(trainer.backend.hf_config)]
+    identity = {
+        "model": model,
+        "files": files_of_model(name),
+        "precision": precision,
+        "data": fingerprint,
+    }
+    return ReferenceStore(config.cache_dir, identity, len(pairs))

@@ -333,8 +333,7 @@ def test_in_the_background_a_checkpoint_is_named_once_all_have_written_and_befor
 
 def interrupted(path: str, out: str, number: int, **keys):
     """A run whose rank 1 gets a signal in step 3; (exit code, step of the newest checkpoint)."""
-    from mca_lite.trainer_callbacks import TrainerCallback
-    from mca_lite.trainer_signals import Interrupted
+    from mca_lite.trainer_callbacks import Interrupted, TrainerCallback
     from tests.shared import training
 
     class Send(TrainerCallback):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
 
 
 def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monkeypatch):
-    from mca_lite import cli
+    from mca_lite.trainer_dpo import DPOTrainer
 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"modules_to_save": ["lm_head"]}))
     monkeypatch.chdir(ROOT)
@@ -148,10 +149,11 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
         "finetuning_type=lora",
         f"adapter_name_or_path={tmp_path}",
     ]
+    planned, folder_of = SimpleNamespace(folder=ROOT), DPOTrainer.second_model_folder
     with pytest.raises(ValueError, match="set ref_model: model"):
-        cli.reference_folder(parse_args(words), ROOT, 512)
-    assert cli.reference_folder(parse_args([*words, "ref_model=model"]), ROOT, 512) == ROOT
+        folder_of(parse_args(words), planned)
+    assert folder_of(parse_args([*words, "ref_model=model"]), planned) == ROOT
     new_tokens = parse_args([*words[:-1], "ref_model=adapter"])
     new_tokens.finetuning.modules_to_save = ["embed_tokens"]  # as new tokens make it
     with pytest.raises(ValueError, match="set ref_model: cached"):
-        cli.reference_folder(new_tokens, ROOT, 512)
+        folder_of(new_tokens, planned)

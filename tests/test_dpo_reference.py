@@ -226,9 +226,9 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
 
 def asked_to_stop(path, out, cache) -> tuple:
     """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the first part of the pass."""
-    from mca_lite import trainer_dpo
+    from mca_lite import trainer_reference
 
-    trainer_dpo.PART_PAIRS = 4
+    trainer_reference.PART_PAIRS = 4
     said = io.StringIO()
 
     def at_first_part(trainer):

@@ -1,0 +1,322 @@
+"""A run from its arguments: planned once, then built and trained from the plan alone.
+
+make_plan() reads everything that no process group is needed for (configs, tokenizer, weights'
+index, adapter, data), and refuses what cannot be trained on, on every rank alike, before ranks
+meet. What follows takes the plan and asks nothing again. The command line (cli.py) parses, plans
+and trains.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from . import lora, lora_files, model, model_config, parallel, weights_convert, weights_vocabulary
+from .args import RunArguments
+from .args_rules import plan_schedule
+from .args_rules_model import check_torch_packing, check_window
+from .args_values import Judge
+from .ckpt_megatron import DIST_NAME
+from .constants import RUN_CONFIG_NAME
+from .data import DatasetBundle, load_datasets
+from .data_batches import steps_of_run
+from .objectives import Objective, objective_of
+from .trainer_callbacks import TrainerCallback
+from .weights_sources import SafetensorsSource, resolve_folder
+from .weights_vocabulary import GrownSource
+
+
+@dataclass
+class PlannedModel:
+    """A model that is to be built, as it was found. config: McaModelConfig, with the rows of new
+    tokens; or, on the torch backend, the transformers config of the folder."""
+
+    folder: Path
+    config: Any
+    old_vocab_size: int  # of the folder
+    vocab_size: int  # with new tokens
+    from_scratch: bool = False
+    source: SafetensorsSource | GrownSource | None = (
+        None  # None: drawn from a seed, or a checkpoint of ours
+    )
+
+
+@dataclass
+class Plan:
+    """What a run needs, each read once."""
+
+    arguments: RunArguments
+    objective: Objective
+    model: PlannedModel
+    tokenizer: Any
+    data: DatasetBundle
+    adapters: lora.LoraSpec | None = None
+    second_model: PlannedModel | None = None  # of the objective: a reference
+
+
+# -- planning
+
+
+def make_plan(arguments: RunArguments) -> Plan:
+    """Read tokenizer, configs, weights' index, adapter and data. ValueError says what is wrong with
+    them. No collectives: ranks that wait for the token cache poll for it."""
+    transformers.utils.logging.disable_progress_bar()
+    keys, objective = arguments.finetuning, objective_of(arguments.finetuning.stage)
+    folder = resolve_folder(arguments.model.model_name_or_path, arguments.model.model_revision)
+    planned = _plan_model(arguments, folder, arguments.model.train_from_scratch)
+    _open_source(planned)
+    tokenizer = _load_tokenizer(folder, arguments.model.trust_remote_code)
+    num_new, report = _plan_new_tokens(arguments, tokenizer, planned)
+    adapters = None
+    if keys.finetuning_type == "lora":
+        adapters = lora_files.spec_of_keys(keys)
+        if num_new:
+            weights_vocabulary.check_trained(adapters.modules_to_save, num_new)
+        _check_adapters(arguments, planned.config, adapters)
+    second_model = None
+    second_folder = objective.trainer_class().second_model_folder(arguments, planned)
+    if second_folder == folder:
+        second_model = planned
+    elif second_folder is not None:
+        second_model = _plan_second_model(arguments, second_folder, planned)
+    seed = arguments.training.data_seed
+    if seed is None:
+        seed = arguments.training.seed
+    data = load_datasets(arguments.data, keys.stage, tokenizer, seed)
+    data.report[:0] = report
+    args = arguments.training
+    steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
+    plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves nothing to decay
+    return Plan(arguments, objective, planned, tokenizer, data, adapters, second_model)
+
+
+def _plan_model(arguments: RunArguments, folder: Path, from_scratch: bool) -> PlannedModel:
+    remote, judge = arguments.model.trust_remote_code, Judge(None)
+    if arguments.backend.use_mca:
+        config = model_config.AutoConfig.from_pretrained(str(folder), arguments.training, remote)
+        vocab_size = config.vocab_size
+        window, cutoff_len = config.sliding_window, arguments.data.cutoff_len
+        check_window(cutoff_len, window, config.transformer_impl, judge)
+    else:
+        config = model_config.load_hf_config(str(folder), remote)
+        vocab_size = config.get_text_config().vocab_size
+        if arguments.training.sequence_packing:
+            check_torch_packing(config, judge)
+    judge.close()
+    return PlannedModel(folder, config, vocab_size, vocab_size, from_scratch)
+
+
+def _open_source(planned: PlannedModel) -> None:
+    """Read the index of a planned model's weights. ValueError says what is missing."""
+    if not planned.from_scratch and not (planned.folder / DIST_NAME).is_dir():
+        model_type = getattr(planned.config, "hf_model_type", None)
+        planned.source = SafetensorsSource(str(planned.folder), model_type)
+
+
+def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedModel) -> PlannedModel:
+    second = _plan_model(arguments, folder, from_scratch=False)
+    if second.old_vocab_size != first.old_vocab_size:
+        raise ValueError(
+            f"ref_model {folder} has a vocabulary of {second.old_vocab_size} tokens, and the "
+            f"trained model {first.old_vocab_size}: the reference must read the same tokens"
+        )
+    _open_source(second)
+    _grow(second, first.vocab_size)
+    return second
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool):
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: no tokenizer could be loaded from this folder: {error}"
+        ) from None
+
+
+def _plan_new_tokens(
+    arguments: RunArguments, tokenizer, planned: PlannedModel
+) -> tuple[int, list[str]]:
+    """Put the keys' new tokens into the tokenizer, and plan their rows -> (new tokens, lines for
+    the report).
+
+    With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: what is not
+    trained stays as it began.
+    """
+    keys, finetuning = arguments.model, arguments.finetuning
+    asked = bool(keys.add_tokens or keys.add_special_tokens)
+    added = weights_vocabulary.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
+    old = planned.old_vocab_size
+    size = weights_vocabulary.grown_size(tokenizer, old, keys.resize_vocab or asked)
+    new = max(added, size - old)
+    if not new:
+        return 0, ["vocabulary: the tokenizer had all of the new tokens"] if asked else []
+    line = f"vocabulary: {new} new token{'s' if new > 1 else ''}"
+    if size > old:
+        _grow(planned, size)
+        line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
+    if finetuning.finetuning_type == "lora":
+        if _is_tied(planned.config):
+            raise ValueError(
+                f"the rows of {new} new tokens are trained through modules_to_save, which needs a "
+                "head of its own, and this model's embedding is its head: set finetuning_type: "
+                "full, or leave the new tokens out"
+            )
+        if not finetuning.modules_to_save and not finetuning.adapter_name_or_path:
+            finetuning.modules_to_save = list(weights_vocabulary.EMBEDDING_AND_HEAD)
+            line += "; modules_to_save is embed_tokens, lm_head, which trains them"
+    return new, [line]
+
+
+def _is_tied(config) -> bool:
+    if isinstance(config, model_config.McaModelConfig):
+        return config.tie_embeddings_and_output_weights
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _grow(planned: PlannedModel, size: int) -> None:
+    """Let a planned model have `size` tokens. transformers loads the old rows before it grows a
+    model, so that its config stays as it is."""
+    planned.vocab_size = size
+    if size == planned.old_vocab_size or not isinstance(
+        planned.config, model_config.McaModelConfig
+    ):
+        return
+    if (planned.folder / DIST_NAME).is_dir() and not planned.from_scratch:
+        raise ValueError(model.NO_NEW_ROWS.format(planned.folder, planned.old_vocab_size, size))
+    model_config.grow(planned.config, size)
+    if planned.source is not None:
+        names = weights_convert.vocabulary_names(planned.config)
+        planned.source = GrownSource(planned.source, names, size)
+
+
+def _check_adapters(arguments: RunArguments, config, spec: lora.LoraSpec) -> None:
+    """ValueError where the finetuning keys ask for adapters that this model cannot have."""
+    keys, host = arguments.finetuning, config
+    if not arguments.backend.use_mca:
+        with torch.device("meta"):
+            host = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=arguments.model.trust_remote_code
+            )
+    if keys.adapter_name_or_path:
+        lora_files.check_modules(keys.adapter_name_or_path, spec, lora.candidates(host))
+    spec = lora.plan(host, spec)
+    if keys.save_merged_model:
+        lora_files.check_mergeable(spec, host)
+
+
+# -- building and training
+
+
+def build_model(plan: Plan):
+    """VirtualModels, or a transformers model with use_mca: false, on this rank, with adapters."""
+    built = build_planned(plan.arguments, plan.model)
+    return built if plan.adapters is None else add_adapters(built, plan)
+
+
+def build_planned(arguments: RunArguments, planned: PlannedModel):
+    """A planned model without adapters, on this rank."""
+    # a config of its own: megatron-core keeps functions of the optimizer's in it
+    config, seed = copy.deepcopy(planned.config), arguments.training.seed
+    remote, folder = arguments.model.trust_remote_code, str(planned.folder)
+    if not arguments.backend.use_mca:
+        return model.load_torch_model(
+            folder, planned.from_scratch, seed, remote, planned.vocab_size, config=config
+        )
+    if planned.from_scratch:
+        return model.AutoModel.from_config(config, seed=seed)
+    return model.AutoModel.from_pretrained(
+        folder, arguments.training, remote, config=config, source=planned.source
+    )
+
+
+def add_adapters(built, plan: Plan):
+    """The model with the planned adapters: fresh ones, or those of adapter_name_or_path."""
+    keys, args, spec = plan.arguments.finetuning, plan.arguments.training, plan.adapters
+    # of frozen weights; fp16 would lose too much of them
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    if keys.adapter_name_or_path:
+        return lora_files.load_adapter(built, keys.adapter_name_or_path, spec.dropout, dtype)
+    return lora.inject(built, spec, args.seed, dtype)
+
+
+def train(plan: Plan):
+    """Start the world, build, train, save, and stop the world -> the trainer."""
+    arguments, args, data = plan.arguments, plan.arguments.training, plan.data
+    parallel.initialize(args, arguments.backend.use_mca)
+    if parallel.is_main():
+        print("\n".join(data.report), flush=True)
+    built, make = build_model(plan), plan.objective.trainer_class()
+    second_model = None
+    if plan.second_model is not None:
+        second_model = build_planned(arguments, plan.second_model)
+    trainer = make(
+        model=built,
+        args=args,
+        tokenizer=plan.tokenizer,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        shuffle=not arguments.data.disable_shuffling,
+        summary={"data": data_summary(plan, lora.spec_of(built))},
+        callbacks=[_SaveConfig(arguments)],
+        **make.own_keywords(arguments, second_model),
+    )
+    result = trainer.train()
+    if args.save_hf_model:
+        trainer.save_model()
+    if arguments.finetuning.save_merged_model and plan.adapters is not None:
+        trainer.save_merged_model()
+    seconds, where = result.metrics["train_runtime"], ""
+    if args.save_hf_model:
+        where = f"; the model is in {args.output_dir}"
+    trainer.report.print(
+        f"trained {result.global_step} steps in {seconds:.1f} s, mean loss "
+        f"{result.training_loss:.4f}{where}"
+    )
+    parallel.shutdown()
+    return trainer
+
+
+class _SaveConfig(TrainerCallback):
+    """Writes config.yaml once the run is accepted: a refused one leaves an earlier run's."""
+
+    def __init__(self, arguments: RunArguments):
+        self.arguments = arguments
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if parallel.is_main():
+            self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
+
+
+def data_summary(plan: Plan, spec: lora.LoraSpec | None) -> dict[str, str]:
+    """What the start summary says of the objective and the data."""
+    data, keys, datasets = plan.arguments.data, plan.arguments.finetuning, plan.data
+    packed = plan.arguments.training.sequence_packing
+    unit, packing = f"{plan.objective.unit}s", ""
+    if packed:
+        packing = ", samples packed, none sees another"
+        if plan.objective.has_pairs:
+            unit = "packs of pairs"
+    elif data.packing:
+        packing = ", documents joined and cut"
+    words = [keys.stage, plan.objective.describe(keys)]
+    summary = {
+        "stage": ", ".join(filter(None, words)),
+        "dataset": ", ".join(data.dataset),
+        "training": f"{len(datasets.train):,} {unit}, {datasets.train.num_tokens:,} tokens, "
+        f"{datasets.train.num_trained_tokens:,} trained",
+        "cutoff_len": f"{data.cutoff_len} tokens{packing}",
+    }
+    if spec is not None:
+        modules = f"{len(spec.modules)} modules"
+        summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
+    if datasets.eval is not None:
+        trained = f"{datasets.eval.num_trained_tokens:,} trained tokens"
+        summary["evaluation"] = f"{len(datasets.eval):,} {unit}, {trained}"
+    return summary
