@@ -27,6 +27,7 @@ from typing import Any
 
 from . import parallel
 from .constants import CHECKPOINT_PREFIX
+from .files import sync
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
@@ -56,15 +57,6 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def measure(path: Path) -> dict[str, Any]:

@@ -18,17 +18,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from .files import sync
+
 POLL_S, SAY_EVERY_S = 0.2, 10.0
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last: a machine that dies after this has them again when it
-    starts."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _say(text: str) -> None:
@@ -128,7 +120,7 @@ def _build_and_rename(target: Path, build, what: str, ready) -> None:
         ):  # true where another machine's process, which locks did not reach, was faster
             _remove(target)
             os.replace(temporary, target)
-            sync_folder(target.parent)
+            sync(target.parent)
         error_file.unlink(missing_ok=True)
     except Exception as error:
         if isinstance(error, OSError) and _is_of(target.parent, error):

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from .constants import IGNORE_INDEX
-from .data_build_once import sync_folder
+from .files import sync, write_json
 
 _META = {"sources", "formats", "records", "tallies", "notes", "created", "checksums"}
 _FILES = ("ids.bin", "mask.bin", "spans.bin", "learned.bin")
@@ -84,11 +84,8 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
         "created": time.time(),
         "checksums": checksums,
     }
-    with open(folder / "meta.json", "w") as file:
-        json.dump(meta, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
+    write_json(folder / "meta.json", meta)
+    sync(folder)
 
 
 def _spans(lengths: list[int], learned: list[int], row_length: int | None) -> tuple:

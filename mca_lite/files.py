@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all."""
+"""Small files that are written whole or not at all, and names that last."""
 
 import json
 import os
@@ -28,3 +28,12 @@ def write_file(path: str | os.PathLike, data: str | bytes) -> None:
 def write_json(path: str | os.PathLike, record: Any, **options) -> None:
     """Write a record as indented JSON, with write_file. options: those of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
