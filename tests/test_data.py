@@ -246,12 +246,13 @@ def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
 
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
     first = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b"))
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = CHATML.replace("\n", "#")
-    again = load(other, "sft", str(tmp_path / "a.jsonl"))
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = CHATML.replace("\n", "#")
+    again = load(changed, "sft", str(tmp_path / "a.jsonl"))
     assert first.train.num_tokens == again.train.num_tokens
     assert texts(tokenizer, first.train) == ["b<|im_end|>"]
-    assert again.train[0]["input_ids"].tolist() != first.train[0]["input_ids"].tolist()
+    [one], [other] = first.train[0], again.train[0]
+    assert one["input_ids"].tolist() != other["input_ids"].tolist()
 
     turns = {
         name: [{"role": "user", "content": "a"}, {"role": "assistant", "content": name}]
