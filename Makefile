@@ -16,7 +16,7 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu families help install train dpo orpo test test-all lint bench chaos clean
+.PHONY: gpu families help install train dpo orpo quick test test-all lint bench chaos clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,11 +38,15 @@ dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the em
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/$@.yaml $(ARGS)
 	$(BIN)/python configs/tiny/preference.py $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/$@) output/sft
 
-test: $(STAMP)  ## run the tests (CPU, no network): every capability and layout, products of both thinned
-	$(BIN)/python -m pytest -q
+quick: $(STAMP)  ## in seconds: the structure, the arguments, and the loss of one family at tp2 pp2
+	$(BIN)/python -m pytest -q tests/test_structure.py tests/test_args.py \
+		"tests/test_parity.py::test_layout_trains_as_torch_on_one_rank[qwen3-tp2pp2]"
 
-test-all: $(STAMP)  ## run every test
-	$(BIN)/python -m pytest -q -m ""
+test: $(STAMP)  ## run the tests (CPU, no network): every capability and layout, products of both thinned
+	$(BIN)/python -m tests.tools.suite
+
+test-all: $(STAMP)  ## the same and more: every cell of the products that `make test` thins, and slow tests
+	$(BIN)/python -m tests.tools.suite -m "full or not full"
 
 lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

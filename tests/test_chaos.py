@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.shared import tiny, world
 from tests.tools import chaos
 
 
+@pytest.mark.full
 def test_ranks_killed_at_random_moments_lose_nothing():
     short = {
         name: chaos.LAYOUTS[name]

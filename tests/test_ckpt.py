@@ -81,6 +81,33 @@ def test_the_torch_backend_resumes_bit_for_bit(model_path, tmp_path):
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 
 
+def draws(path, out, **keys) -> list:
+    """Random numbers of python and numpy that a callback draws after each step."""
+    import random
+
+    import numpy as np
+
+    from mca_lite import TrainerCallback
+
+    class Draw(TrainerCallback):
+        drawn = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.drawn.append((state.global_step, random.random(), float(np.random.rand())))
+
+    train(path, out, backend="torch", callbacks=[Draw()], steps=WHOLE, **keys)
+    return Draw.drawn
+
+
+def test_random_numbers_of_python_and_numpy_go_on_where_they_stopped(model_path, tmp_path):
+    [whole] = world.run(draws, 1, model_path, str(tmp_path / "parts"), **SAVE)
+    for path in Path(tmp_path / "parts").glob("checkpoint-[345]"):
+        shutil.rmtree(path)
+    keys = {**SAVE, "resume_from_checkpoint": "auto"}
+    [parts] = world.run(draws, 1, model_path, str(tmp_path / "parts"), **keys)
+    assert parts == whole[2:]
+
+
 def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     keys = dict(bf16=True, **DIST_OPT)
     whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=WHOLE, **keys)[0]

@@ -1,5 +1,6 @@
 """The token cache, datasets, mixing, collating, the order of micro-batches. Tokens are bytes, counted by hand."""
 
+import copy
 import errno
 import json
 import os
@@ -241,6 +242,30 @@ def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
     moved = str(tmp_path / "moved.jsonl")
     os.rename(file, moved)
     assert f"{moved}: openai records" in load(tokenizer, "sft", moved).report and calls == [2, 2, 3]
+
+
+def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
+    first = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b"))
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = CHATML.replace("\n", "#")
+    again = load(changed, "sft", str(tmp_path / "a.jsonl"))
+    assert first.train.num_tokens == again.train.num_tokens
+    assert texts(tokenizer, first.train) == ["b<|im_end|>"]
+    [one], [other] = first.train[0], again.train[0]
+    assert one["input_ids"].tolist() != other["input_ids"].tolist()
+
+    turns = {
+        name: [{"role": "user", "content": "a"}, {"role": "assistant", "content": name}]
+        for name in "bc"
+    }
+    (tmp_path / "both.jsonl").write_text(json.dumps(turns))
+    tags = dict(role_tag="role", content_tag="content", user_tag="user", assistant_tag="assistant")
+    for column in "bc":
+        info = {"both": {"file_name": "both.jsonl", "formatting": "sharegpt", "tags": tags}}
+        info["both"]["columns"] = {"messages": column}
+        (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+        bundle = load(tokenizer, "sft", "both", dataset_dir=str(tmp_path))
+        assert texts(tokenizer, bundle.train) == [f"{column}<|im_end|>"]
 
 
 def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_path):

@@ -75,6 +75,41 @@ def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout, tmp_
     assert same == [name for name in before if name.endswith("norm.weight")]
 
 
+def test_a_rank_stabilised_adapter_stays_one_in_files(base, tmp_path):
+    """Scaled by alpha / sqrt(rank): a file that forgot it would be scaled by half of that where it is loaded."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = base[0]
+    theirs = peft_model(path, use_rslora=True)
+    theirs.save_pretrained(tmp_path / "adapter")
+    world.run(through_us, 1, path, str(tmp_path / "adapter"), str(tmp_path / "ours"))
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path), str(tmp_path / "ours")
+    )
+    torch.testing.assert_close(logits(loaded), logits(theirs), rtol=0, atol=1e-6)
+
+
+def with_dropout(path: str, adapter: str, output_dir: str, tokens: list) -> list:
+    """Logits while training, with torch's generator at a known place."""
+    model, _ = make(path, output_dir)
+    load(adapter, model).train()
+    torch.manual_seed(5)
+    return model.gather_logits(model(torch.tensor(tokens))).tolist()
+
+
+def test_dropout_comes_before_a_and_drops_what_pefts_drops(base, tmp_path):
+    path, tokens = base[0], [[3, 1, 4, 1, 5, 9, 2, 6]]
+    theirs = peft_model(path, ["layers.0.self_attn.o_proj"], lora_dropout=0.5).train()
+    theirs.save_pretrained(tmp_path / "adapter")
+    torch.manual_seed(5)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens)).logits
+        assert (wanted - theirs.eval()(torch.tensor(tokens)).logits).abs().max() > 1e-3
+    [got] = world.run(with_dropout, 1, path, str(tmp_path / "adapter"), str(tmp_path), tokens)
+    torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-5)
+
+
 def test_the_config_is_pefts(base, tmp_path):
     path, adapter = base
     world.run(through_us, 1, path, adapter, str(tmp_path))

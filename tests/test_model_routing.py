@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mca_lite.args import TrainingArguments
 from mca_lite.model_routing import (
     BalancingLosses,
     RouterStatistics,
@@ -155,6 +156,12 @@ def test_even_loads_have_an_aux_loss_of_one():
         logits, torch.ones(4, 1, dtype=torch.bool), "aux_loss", 1, "softmax"
     )
     assert float(balance) == pytest.approx(1.0)
+
+
+def test_losses_count_as_the_keys_say():
+    keys = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.02)
+    losses = BalancingLosses.of(TrainingArguments(output_dir="unused", **keys))
+    assert losses == ("aux_loss", 0.05, 0.02)
 
 
 def test_padding_is_not_counted():

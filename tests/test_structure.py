@@ -29,8 +29,12 @@ def test_every_module_has_its_place_in_the_order():
     assert sorted(modules()) == sorted(ORDER)
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_imports_point_down(name):
+def test_imports_point_down():
+    for name in ORDER:
+        check_imports(name)
+
+
+def check_imports(name: str) -> None:
     place = ORDER.index(name)
     for node in ast.walk(modules()[name]):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -45,8 +49,13 @@ def test_imports_point_down(name):
             assert full.split(".")[0] not in FOREIGN | {"mca_lite"}, f"{name} imports {full}"
 
 
-@pytest.mark.parametrize("name", [n for n in ORDER if n != "cpu"])
-def test_only_cpu_assigns_to_another_librarys_attributes(name):
+def test_only_cpu_assigns_to_another_librarys_attributes():
+    for name in ORDER:
+        if name != "cpu":
+            check_assignments(name)
+
+
+def check_assignments(name: str) -> None:
     tree = modules()[name]
     borrowed = set()
     for node in ast.walk(tree):
@@ -77,8 +86,12 @@ def test_only_cpu_assigns_to_another_librarys_attributes(name):
             )
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_files_and_functions_stay_short(name):
+def test_files_and_functions_stay_short():
+    for name in ORDER:
+        check_lengths(name)
+
+
+def check_lengths(name: str) -> None:
     text = (PACKAGE / f"{name}.py").read_text()
     assert text.count("\n") <= 700, f"{name}.py has {text.count(chr(10))} lines"
     for node in ast.walk(modules()[name]):
@@ -217,3 +230,13 @@ def test_a_page_names_only_files_tests_and_targets_that_exist(page):
         if not re.search(rf"^[\w ]*\b{target}\b[\w ]*:", makefile, re.MULTILINE):
             gone.append(f"make {target}")
     assert not gone, f"{page} names {gone}"
+
+
+def test_tests_share_only_through_tests_shared():
+    """No test module imports from another, and every file has one part of `make test`."""
+    from tests.tools.suite import parts
+
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    for path in files:
+        assert not re.search(r"from tests\.test_|from tests import test_", path.read_text()), path
+    assert sorted(sum(parts(files), [])) == files

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.shared import tiny, world
+from tests.shared.files import tensors
 from tests.shared.layouts import PP2, SP, TP2, VPP2
 from tests.shared.training import assert_same_curve, read_log, train
 
@@ -56,6 +57,16 @@ def test_torch_backend_trains_as_a_plain_loop(model_path, tmp_path):
     assert_same_curve(got, world.run(plain_loop, 1, model_path, 4)[0])
 
 
+def lengths_of_steps() -> list[list[int]]:
+    """Lengths of the samples in each of the same steps."""
+    import numpy as np
+
+    lengths = [len(sample["labels"]) for sample in tiny.samples()]
+    orders = [np.random.default_rng([42, epoch]).permutation(22) for epoch in range(2)]
+    windows = ((orders[0], 0), (orders[0], 8), (orders[0], 16), (orders[1], 0))
+    return [[lengths[i] for i in order[at : at + 8]] for order, at in windows]
+
+
 def trained_tokens() -> list[int]:
     """Labels in each of the first four steps of tests.shared.training.train: 8, 8 and 6 samples, then 8 of the next epoch."""
     import numpy as np
@@ -84,6 +95,9 @@ def test_a_log_line_is_the_mean_per_trained_token_of_exactly_its_steps(
     )
 
 
+DROPOUT = dict(attention_dropout=0.5, hidden_dropout=0.5)  # of training alone
+
+
 def plain_eval(path: str) -> float:
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +113,7 @@ def plain_eval(path: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "ranks, keys", [(2, {}), (2, PP2), (2, {**TP2, **SP}), (2, {**PP2, **VPP2})]
+    "ranks, keys", [(1, DROPOUT), (2, {}), (2, PP2), (2, {**TP2, **SP}), (2, {**PP2, **VPP2})]
 )
 def test_evaluation_is_sum_over_count_of_the_whole_set(model_path, tmp_path, ranks, keys):
     keys = dict(keys, eval_strategy="steps", eval_steps=1, steps=1, per_device_eval_batch_size=2)
@@ -110,6 +124,25 @@ def test_evaluation_is_sum_over_count_of_the_whole_set(model_path, tmp_path, ran
     for curve in world.run(train, ranks, model_path, str(tmp_path), **keys):
         name, value = curve[-1]
         assert name == "eval" and abs(value - wanted) < 1e-5
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_samples_and_work_are_counted_without_fillers_and_padding(tmp_path, packing):
+    """FLOPs by hand: 6 for each weight of a matrix, and the half of the scores that each document's tokens see."""
+    path = tiny.save_model(tmp_path / "model", "llama")
+    keys = dict(per_device_train_batch_size=2, sequence_packing=packing)
+    world.run(train, 1, path, str(tmp_path), **keys)
+    log = read_log(tmp_path)
+    assert [line["consumed_samples"] for line in log] == [8, 16, 22, 30]
+    shapes = {name: tensor.shape for name, tensor in tensors(path).items()}
+    weights = sum(s.numel() for n, s in shapes.items() if len(s) == 2 and "embed" not in n)
+    for line, lengths in zip(log, lengths_of_steps(), strict=True):
+        seen = sum(n * n for n in lengths) / sum(lengths)  # tokens that a token sees, twice
+        core = (
+            4 * 3 * 2 * seen * 4 * (8 + 8) / 2
+        )  # 4 layers, forward and twice backward, 4 heads of 8
+        flops = 1e12 * line["tflops_per_device"] / line["tokens_per_second_per_device"]
+        assert flops == pytest.approx(6 * weights + core, rel=1e-6)
 
 
 MEAN = dict(calculate_per_token_loss=False, count=21)

@@ -1,7 +1,7 @@
 """Ranks are killed by SIGKILL at random moments of a run, in steps, saves, renames, deletions; the run starts again each time.
 
     make chaos                          50 kills
-    python -m tests.tools.chaos --kills 6     what `make test` runs
+    python -m tests.tools.chaos --kills 6     what `make test-all` runs
 
 After each kill every folder with a checkpoint's name must be whole, by its checksums, and none may be missing but the one
 that was being written. In the end the curve must be that of the run that nobody disturbed, to the last bit.
