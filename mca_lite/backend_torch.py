@@ -5,6 +5,7 @@
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sour
 from .args import check_together
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
+from .backend import Backend
 from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
 from .loss_tokens import token_losses
+from .model_routing import BalancingLosses
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packed_rows import block_diagonal_mask, packed_row
 from .weights_files import file_parts, named_tensors
@@ -98,19 +101,15 @@ class TokenLossModel(torch.nn.Module):
             )
 
 
-class TorchBackend:
-    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there are several ranks."""
+class TorchBackend(Backend):
+    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there
+    are several ranks."""
 
     name = "torch"
-    micro_batch_multiple = document_multiple = length_multiple = 1
-    context_parallel = (1, 0)
-    counts_tokens = True
-
-    predicts_ahead = 0.0
 
     def __init__(self, model, args):
         check_together(args, use_mca=False)
-        self.args, self.hf_model = args, model
+        super().__init__(model, args, BalancingLosses.of(args))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
@@ -124,15 +123,8 @@ class TorchBackend:
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.chunks = [wrapped]
         self.routers = TorchRouters(model, args)
-        self.optimizer = None
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        device = parallel.device().type
-        self._autocast = lambda: (
-            torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
-        )
-        self._scaler = None
-        if args.fp16:
-            self._scaler = create_grad_scaler(args)
+        self.statistics_of_routers = self.routers.statistics
+        self._scaler = create_grad_scaler(args) if args.fp16 else None
 
     @property
     def dp_rank(self) -> int:
@@ -144,13 +136,11 @@ class TorchBackend:
 
     @property
     def grad_scalers(self) -> list:
-        """The loss scalers of fp16, which checkpoints keep."""
         return [self._scaler] if self._scaler else []
 
     @property
     def hf_config(self) -> dict:
-        """The model's config.json."""
-        return self.hf_model.config.to_dict()
+        return self.model.config.to_dict()
 
     def model_inputs(self, batch: dict) -> dict:
         """The batch on this rank's device; packed documents are kept apart by a mask and by positions that restart."""
@@ -165,48 +155,31 @@ class TorchBackend:
         positions = params.layout.positions[None]
         return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
 
-    def over_context_parallel(
-        self, total: torch.Tensor, count: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return total, count
-
-    def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
     def wrap_reference(self, model) -> list:
-        """A frozen model as what forward_backward runs forward only."""
         return [TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size).eval()]
 
     def create_optimizer(self):
-        self.optimizer = create_torch_optimizer(self.args, self.hf_model)
+        self.optimizer = create_torch_optimizer(self.args, self.model)
         return self.optimizer
-
-    def train_mode(self, training: bool) -> None:
-        self.chunks[0].train(training)
 
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
-        """Metrics of each micro-batch. Gradients are left as MegatronBackend.forward_backward leaves them."""
-        model, metrics, iterator = (chunks or self.chunks)[0], [], iter(micro_batches)
+        model = (chunks or self.chunks)[0]
+        iterator, metrics = iter(micro_batches), []
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
         if not forward_only:
             self.optimizer.zero_grad()
         for i in range(len(micro_batches)):
             more_to_come = i < len(micro_batches) - 1 and self.world > 1
-            with model.no_sync() if more_to_come and not forward_only else contextlib.nullcontext():
+            no_sync = model.no_sync if more_to_come and not forward_only else contextlib.nullcontext
+            with no_sync():
                 with self._autocast():
                     output, loss_func = forward_step(iterator, model)
                 loss, count, measured = loss_func(output)
-                if not self.args.calculate_per_token_loss:
-                    loss = loss / count.clamp(min=1)
-                if not forward_only:
-                    loss = loss + self.routers.losses_of_pass(output.shape[:2])
-                if not self.args.calculate_per_token_loss:
-                    loss = loss / len(micro_batches)
                 tokens += count
                 if not forward_only:
-                    (loss * self._scaler.scale if self._scaler else loss).backward()
+                    self._backward(loss, count, output.shape[:2], len(micro_batches))
             metrics.append(measured)
         if not forward_only:
             self.routers.update_biases()
@@ -214,28 +187,34 @@ class TorchBackend:
                 self._divide_by_tokens(tokens)
         return metrics
 
+    def _autocast(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(parallel.device().type, dtype=self.dtype)
+
+    def _backward(self, loss, count, shape, num_micro_batches: int) -> None:
+        """The backward pass of a micro-batch over tokens of `shape` (b, s).
+
+        Per token, sums are added up, and divided by the tokens of all in the end; otherwise it is
+        the mean over micro-batches of the means over their tokens."""
+        if not self.args.calculate_per_token_loss:
+            loss = loss / count.clamp(min=1)
+        loss = loss + self.routers.losses_of_pass(shape)
+        if not self.args.calculate_per_token_loss:
+            loss = loss / num_micro_batches
+        if self._scaler is not None:
+            loss = loss * self._scaler.scale
+        loss.backward()
+
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
-        """DDP has averaged the ranks' sums: make that the sum over all, divided by the tokens of all."""
-        if self.world > 1:
-            dist.all_reduce(tokens)
-        grads = [p.grad for p in self.hf_model.parameters() if p.grad is not None]
+        """DDP has averaged the ranks' sums: make that the sum over all, divided by the tokens of
+        all. Collective."""
+        tokens = parallel.sum_over_all(tokens)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, self.world / tokens.clamp(min=1))
 
-    def common_length(self, longest: int) -> int:
-        """Each micro-batch has its own length."""
-        return 0
-
-    def weigh_router_losses(self, micro_batches: list, count_of_loss) -> None:
-        """As MegatronBackend.weigh_router_losses."""
-        self.routers.weigh(micro_batches, count_of_loss, self.world)
-
-    def router_statistics(self) -> dict[str, float]:
-        """As MegatronBackend.router_statistics."""
-        return self.routers.take_statistics()
-
     def step(self) -> tuple[bool, float, int | None]:
-        """As MegatronBackend.step."""
-        parameters = [p for p in self.hf_model.parameters() if p.grad is not None]
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
         grads = [p.grad for p in parameters]
         if self._scaler:
             torch._foreach_mul_(grads, float(self._scaler.inv_scale))
@@ -243,8 +222,8 @@ class TorchBackend:
         if self._scaler:
             overflow = not bool(grad_norm.isfinite())
             self._scaler.update(overflow)
-            if overflow:  # the update is left out, and has no norm: as megatron's optimizer answers
-                return False, 0.0, None
+            if overflow:
+                return False, 0.0, None  # no update and no norm: as megatron's optimizer answers
         torch.nn.utils.clip_grads_with_norm_(
             parameters, self.args.max_grad_norm or float("inf"), grad_norm
         )
@@ -253,74 +232,42 @@ class TorchBackend:
         return True, float(grad_norm), zeros
 
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum of a vector over all ranks, on every rank. Changes `totals`."""
-        if self.world > 1:
-            dist.all_reduce(totals)
-        return totals
+        return parallel.sum_over_all(totals)
 
-    def num_parameters(self) -> tuple[int, int]:
-        parameters = list(self.hf_model.parameters())
-        return sum(p.numel() for p in parameters), sum(
-            p.numel() for p in parameters if p.requires_grad
-        )
+    def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        return parallel.sum_over_all(values)
 
-    def export_hf(self, folder, max_shard_size) -> list[str]:
-        """The trained model in Hugging Face's format, its weights in the dtype that they were trained for; or its adapters in
-        PEFT's -> the files that this rank wrote."""
-        if lora.spec_of(self.hf_model) is not None:
-            return self.export_adapters(folder)
-        return self._export(folder, max_shard_size, lambda name, tensor: tensor)
-
-    def export_adapters(self, folder) -> list[str]:
-        """The adapters in PEFT's format, where there are any -> the files that this rank wrote."""
-        if lora.spec_of(self.hf_model) is None:
-            return []
-        return lora_files.save_adapter(self.hf_model, folder)
-
-    def export_merged(self, folder, max_shard_size) -> None:
-        """The model with its adapters in its weights, in Hugging Face's format."""
-        self._export(folder, max_shard_size, lora_files.merger(self.hf_model))
-
-    def _export(self, folder, max_shard_size, change) -> list[str]:
+    def _export(self, folder, max_shard_size, change=None) -> list[str]:
         written = []
         if parallel.is_main():
-            dtype = (
-                torch.bfloat16
-                if self.args.bf16
-                else torch.float16
-                if self.args.fp16
-                else torch.float32
-            )
-            config = self.hf_model.config
-            tensors = (
-                # a router's bias keeps its precision, as in transformers
-                (
-                    file_name,
-                    change(file_name, part).to(dtype if tensor.requires_grad else part.dtype),
-                )
-                for name, tensor in named_tensors(self.hf_model)
-                if ".lora." not in name
-                for file_name, index in file_parts(config.model_type, name, tuple(tensor.shape))
-                for part in [tensor.detach()[index].to("cpu", copy=bool(index))]
-            )
-            carried = weights_sources.carried_tensors(self.hf_model.name_or_path, config.to_dict())
-            written = weights_files.write_safetensors(
-                itertools.chain(tensors, carried), Path(folder), max_shard_size
-            )
+            config, source = self.model.config, self.model.name_or_path
+            carried = weights_sources.carried_tensors(source, config.to_dict())
+            tensors = itertools.chain(self._tensors_of_files(change), carried)
+            written = weights_files.write_safetensors(tensors, Path(folder), max_shard_size)
             written += weights_files.write_hf_config(
-                config.to_dict(), self.hf_model.name_or_path, Path(folder), dtype
+                config.to_dict(), source, Path(folder), self.dtype
             )
         parallel.barrier()
         return written
 
-    def finish_param_sync(self) -> None:
-        """Nothing is on its way: DDP has the weights of every update at once."""
+    def _tensors_of_files(self, change) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in a file, tensor), in the dtype that the weights were trained for."""
+        for name, tensor in named_tensors(self.model):
+            if ".lora." in name:
+                continue
+            parts = file_parts(self.model.config.model_type, name, tuple(tensor.shape))
+            for file_name, index in parts:
+                part = tensor.detach()[index].to("cpu", copy=bool(index))
+                # a router's bias, which is a buffer, keeps its precision, as in transformers
+                dtype = self.dtype if tensor.requires_grad else part.dtype
+                if change is not None:
+                    part = change(file_name, part)
+                yield file_name, part.to(dtype)
 
     def snapshot(self, with_optimizer: bool, copy: bool) -> ckpt.TorchSnapshot:
-        """The checkpoint's weights and optimizer state, ready to be written by the main rank."""
-        return ckpt.TorchSnapshot(self.hf_model, self.optimizer if with_optimizer else None, copy)
+        """The main rank writes all of it."""
+        return ckpt.TorchSnapshot(self.model, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
-        """What a snapshot wrote, on every rank."""
-        lora_files.check_checkpoint(self.hf_model, folder)
-        ckpt.load_torch(folder, self.hf_model, self.optimizer if with_optimizer else None)
+        lora_files.check_checkpoint(self.model, folder)
+        ckpt.load_torch(folder, self.model, self.optimizer if with_optimizer else None)

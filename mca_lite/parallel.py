@@ -198,6 +198,13 @@ def largest(*numbers: int) -> list[int]:
     return vector.tolist()
 
 
+def sum_over_all(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all ranks, on every rank. Collective. Changes `values`."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):

@@ -1,0 +1,185 @@
+"""What the trainer asks of a backend, and what both backends answer in the same way.
+
+The trainer knows no parallelism: it calls these methods on every rank together. The methods that
+raise NotImplementedError are each backend's own, and megatron's contract of a schedule holds for
+both: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
+count, metrics). What has an answer here is that of one data parallel rank that holds a whole model.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from . import lora, lora_files, parallel
+from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
+
+
+class Backend:
+    """A model in training. `chunks` are the wrapped models that the schedule runs."""
+
+    name: str
+    micro_batch_multiple = 1  # a step has a multiple of this many micro-batches
+    document_multiple = 1  # packed documents are padded to a multiple of this many tokens
+    length_multiple = 1  # rows are padded to a multiple of this many tokens
+    context_parallel = (1, 0)  # (size, this rank's number)
+    predicts_ahead = 0.0  # weight of all losses of multi-token prediction beside the main loss
+    counts_tokens = True  # one rank of those that read the same batch adds its tokens to the totals
+    dp_rank: int
+    dp_size: int
+
+    def __init__(self, model, args, losses: BalancingLosses):
+        self.model, self.args = model, args
+        self.dtype = torch.float32  # of the computation
+        if args.bf16:
+            self.dtype = torch.bfloat16
+        elif args.fp16:
+            self.dtype = torch.float16
+        self.losses_of_routers = losses
+        self.statistics_of_routers: RouterStatistics | None = None  # of a model with experts
+        self.chunks: list[torch.nn.Module] = []
+        self.optimizer = None
+
+    # -- each backend's own
+
+    @property
+    def hf_config(self) -> dict:
+        """The model's config.json."""
+        raise NotImplementedError
+
+    @property
+    def grad_scalers(self) -> list:
+        """The loss scalers of fp16, which checkpoints keep."""
+        raise NotImplementedError
+
+    def model_inputs(self, batch: dict) -> dict:
+        """This rank's part of a batch, on its device: the arguments of the model's forward pass."""
+        raise NotImplementedError
+
+    def wrap_reference(self, model) -> list[torch.nn.Module]:
+        """A frozen model as chunks that forward_backward runs forward only."""
+        raise NotImplementedError
+
+    def create_optimizer(self):
+        """Make the optimizer, which is also kept as `optimizer`."""
+        raise NotImplementedError
+
+    def forward_backward(
+        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    ) -> list[dict]:
+        """Run the schedule over the micro-batches; on the last pipeline stage the metrics of each,
+        elsewhere [].
+
+        Gradients are left reduced over data parallel ranks and, with per-token loss, divided by the
+        tokens of all. chunks: those of wrap_reference, in place of the trained ones.
+        """
+        raise NotImplementedError
+
+    def step(self) -> tuple[bool, float, int | None]:
+        """Clip and update -> (whether the update was made, gradient norm before clipping, zeros in
+        the gradient). The answer is the same on every rank."""
+        raise NotImplementedError
+
+    def reduce(self, totals: torch.Tensor) -> torch.Tensor:
+        """Sum of a vector over data parallel ranks, from the last pipeline stage, on every rank.
+        Changes `totals`."""
+        raise NotImplementedError
+
+    def snapshot(self, with_optimizer: bool, copy: bool):
+        """This rank's part of a checkpoint, ready to be written. All ranks must call it."""
+        raise NotImplementedError
+
+    def load_state(self, folder, with_optimizer: bool = True) -> None:
+        """Weights, and the optimizer's state, of a checkpoint. All ranks must call it."""
+        raise NotImplementedError
+
+    def _export(self, folder, max_shard_size, change: Callable | None = None) -> list[str]:
+        """The model in Hugging Face's format, each (name, tensor) changed -> files written."""
+        raise NotImplementedError
+
+    def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that read different batches. Changes `values`."""
+        raise NotImplementedError
+
+    # -- of one rank with a whole model, where a backend does not say otherwise
+
+    def over_context_parallel(
+        self, total: torch.Tensor, count: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss sum, tokens) as the schedule wants them from a rank that may hold a part of each
+        row."""
+        return total, count
+
+    def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank got from its part of a row. Changes `values`."""
+        return values
+
+    def common_length(self, longest: int) -> int:
+        """The length that all micro-batches of a step must have, of which the longest is given; 0:
+        each has its own."""
+        return 0
+
+    def finish_param_sync(self) -> None:
+        """Wait for weights that are on their way from other ranks."""
+
+    # -- the same for both
+
+    def train_mode(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    def num_parameters(self) -> tuple[int, int]:
+        """(parameters of this rank, those among them that are trained)"""
+        parameters = list(self.model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        return sum(p.numel() for p in parameters), trained
+
+    def weigh_router_losses(
+        self, micro_batches: list, count_of_loss: Callable[[dict], int]
+    ) -> None:
+        """Say what the balancing losses of a micro-batch weigh in the coming step.
+
+        The objective adds their mean over all real micro-batches. A schedule divides by the counts
+        of all ranks, or averages over micro-batches and ranks: the weight undoes that.
+        count_of_loss: what a micro-batch's loss is a sum over. Collective over the data parallel
+        ranks where there are such losses.
+        """
+        if self.statistics_of_routers is None or not self.losses_of_routers.on:
+            return
+        counts = sum(map(count_of_loss, micro_batches))
+        numbers = torch.tensor(
+            [count_real_micro_batches(micro_batches), counts], dtype=torch.float32
+        )
+        real, counts = self._sum_over_data_parallel(numbers.to(parallel.device()))
+        scale = len(micro_batches) * self.dp_size
+        if self.args.calculate_per_token_loss:
+            scale = counts
+        self.statistics_of_routers.loss_weight = scale / real.clamp(min=1)
+
+    def router_statistics(self) -> dict[str, float]:
+        """What the routers did since the last call, over all ranks; {} without experts.
+
+        Collective over all ranks."""
+        if self.statistics_of_routers is None:
+            return {}
+        return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)
+
+    def export_hf(self, folder, max_shard_size) -> list[str]:
+        """The trained model in Hugging Face's format, or its adapters in PEFT's -> the files that
+        this rank wrote. All ranks must call it."""
+        self.finish_param_sync()
+        if lora.spec_of(self.model) is not None:
+            return self.export_adapters(folder)
+        return self._export(folder, max_shard_size)
+
+    def export_adapters(self, folder) -> list[str]:
+        """The adapters in PEFT's format, where there are any -> the files that this rank wrote. All
+        ranks must call it."""
+        if lora.spec_of(self.model) is None:
+            return []
+        return lora_files.save_adapter(self.model, folder)
+
+    def export_merged(self, folder, max_shard_size) -> None:
+        """The model with its adapters in its weights, in Hugging Face's format. All ranks must call
+        it."""
+        self.finish_param_sync()
+        self._export(folder, max_shard_size, lora_files.merger(self.model))
