@@ -1,0 +1,443 @@
+"""Attention: core attention over torch's kernels, multi-latent attention, and the norms in them.
+
+Letters: s sequence of this rank, t tokens of a packed row, b batch, h hidden size, n heads and g
+query groups of this rank, d channels of a head. Names of modules are megatron's.
+"""
+
+import contextlib
+import inspect
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from . import parallel
+from .packed_rows import row_layout
+
+# of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
+LATENT_EPSILON = 1e-6
+
+
+# -- norms ------------------------------------------------------------------------------------
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight over the last dimension, the mean square in float32, as in Hugging Face's
+    decoders. Weights around zero (Gemma's) get 1 added, and multiply before the rounding.
+
+    The weight is marked for megatron where the sequence is cut over tensor-parallel ranks: its
+    gradient is a partial sum.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+
+    def forward(self, x):
+        if self.zero_centered:
+            return F.rms_norm(x.float(), (x.shape[-1],), 1.0 + self.weight.float(), self.eps).to(
+                x.dtype
+            )
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        # the rounding to bf16 comes before the weight, as in the Hugging Face model
+        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group, whose gradient is the sum of the ranks' gradients: each of them goes on
+    from it by itself."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, x = group, x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class RMSNormOverHeads(torch.nn.Module):
+    """RMS norm of queries or keys over all their heads together.
+
+    x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the heads; the mean square is taken over all ranks.
+    """
+
+    def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        size = heads * hidden_size // self.tp_group.size()
+        self.weight = torch.nn.Parameter(
+            torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.eps, self.width = eps, heads * hidden_size
+
+    def forward(self, x):
+        flat = x.flatten(-2).float()
+        squares = flat.square().sum(-1, keepdim=True)
+        if self.tp_group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.tp_group)
+        normed = flat * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normed.to(x.dtype)).view(x.shape)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+# -- core attention ---------------------------------------------------------------------------
+
+
+class _GatherTokens(torch.autograd.Function):
+    """[t / cp, ...] of each context-parallel rank -> [t, ...], rank after rank; backward: this
+    rank's part of the sum."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # gloo has no reduce-scatter: every rank sums the whole and keeps its part
+        grad = grad.contiguous()
+        if dist.get_backend(ctx.group) == "gloo":
+            dist.all_reduce(grad, group=ctx.group)
+            return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+        mine = torch.empty_like(grad.chunk(ctx.group.size())[0])
+        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
+        return mine, None
+
+
+def rotate(x, cos, sin, interleaved: bool = False):
+    """Rotary embedding of x [t, b, n, d] by tables [t, 1, 1, rotary] in x's dtype; channels beyond `rotary` stay.
+
+    A pair that turns: channels i and i + rotary / 2, or interleaved neighbours.
+    """
+    size = cos.shape[-1]
+    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    if interleaved:
+        quarter_turn = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        quarter_turn = torch.cat((-second, first), -1)
+    turned = turned * cos + quarter_turn * sin
+    return turned if rest is None else torch.cat((turned, rest), -1)
+
+
+def _packed_kernel():
+    """torch's varlen attention, and whether it can be told of query groups (not in torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class CoreAttention(MegatronModule):
+    """Rotary embedding and softmax(q k^T * scale) v over torch's attention kernels.
+
+    Has the signature of megatron's DotProductAttention. Causal. Rows are padded on the right: no
+    position ever looks at padding, so no mask is built. Packed rows: documents do not see each
+    other, and their positions start at 0. Context parallelism: keys and values of the whole row are
+    gathered once a layer; the local queries are this rank's zigzag chunks (packed_rows.py). A mask
+    that is given, bool [b or 1, 1, s, s] with True meaning hidden, is obeyed. So are the layer's
+    sliding window and the cap on scores.
+
+    The rotary tables come from the config, once a length; nothing here waits for the device.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **unused,
+    ):
+        super().__init__(config=config)
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.softmax_scale = softmax_scale
+        self.layer_type = config.layer_type(layer_number)
+        self.window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.softcap = config.attn_logit_softcapping
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; packed rows [t, n, d]
+        -> [t, 1, n * d]."""
+        if attention_bias is not None:
+            raise ValueError("the local core attention takes no attention bias")
+        if packed_seq_params is not None:
+            query, key, value = (x[:, None] for x in (query, key, value))
+        layout = self._layout(packed_seq_params, query)
+        tables = self.config.rotary_tables(layout, query.dtype, self.layer_type)
+        query, key = (rotate(x, *tables, self.config.rope_interleave) for x in (query, key))
+        if self.cp_group is not None:
+            key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))
+        dropout = self.dropout if self.training else 0.0
+        # dropout differs between tensor-parallel ranks, since each holds other heads
+        with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            if packed_seq_params is not None and self._suits_varlen(query, dropout):
+                return self._varlen(query, key, value, layout)
+            return self._segments(query, key, value, layout, attention_mask, dropout)
+
+    def _suits_varlen(self, query, dropout: float) -> bool:
+        """The varlen kernel knows neither float32 nor dropout nor caps, and only sizes of heads that
+        are multiples of 8."""
+        if not query.is_cuda or query.dtype == torch.float32 or query.shape[-1] % 8:
+            return False
+        return not dropout and self.softcap is None
+
+    def _layout(self, packed_seq_params, query):
+        if packed_seq_params is not None:
+            return packed_seq_params.layout
+        if self.training and self.config.rows_are_packed:
+            raise ValueError(
+                "this pipeline stage got no packed_seq_params for packed rows, and would let "
+                "documents see each other: give every stage the whole batch"
+            )
+        cp = self.config.context_parallel_size
+        rank = self.cp_group.rank() if self.cp_group is not None else 0
+        return row_layout((0, query.shape[0] * cp), cp, rank, query.device)
+
+    def _segments(self, query, key, value, layout, attention_mask, dropout):
+        """One call for each run of queries with its keys: documents, or their chunks under context parallelism."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = []
+        for q0, q1, k0, k1 in layout.segments:
+            mask = self._visible(q1 - q0, k1 - k0, attention_mask, q.device)
+            parts = q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+            if self.softcap is not None:
+                out.append(
+                    _capped_attention(*parts, mask, self.softcap, self.softmax_scale, dropout)
+                )
+                continue
+            attended = F.scaled_dot_product_attention(
+                *parts,
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            out.append(attended)
+        out = out[0] if len(out) == 1 else torch.cat(out, 2)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _visible(self, num_queries: int, num_keys: int, hidden, device):
+        """bool [num_queries, num_keys], True where a query sees a key; the last query sees the last
+        key. None: causal, and nothing else."""
+        more, window = num_keys - num_queries, self.window
+        narrow = window is not None and num_keys > window
+        if hidden is None and not more and not narrow and self.softcap is None:
+            return None
+        if hidden is not None and not narrow:
+            return ~hidden
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(more)
+        if narrow:
+            visible = visible.triu(more - window + 1)
+        if hidden is not None:
+            visible = visible & ~hidden
+        return visible
+
+    def _varlen(self, query, key, value, layout):
+        """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
+        kernel, knows_groups = _packed_kernel()
+        cu_q, cu_k, places, max_q, max_k = layout.varlen
+        q, k, v = query[:, 0], key[places, 0], value[places, 0]
+        # the kernel knows one size of a head: multi-latent attention has two
+        missing = q.shape[-1] - v.shape[-1]
+        if missing:
+            v = F.pad(v, (0, missing))
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
+        if not knows_groups:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        window = (-1 if self.window is None else self.window - 1, 0)
+        out = kernel(
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
+            scale=self.softmax_scale,
+            window_size=window,
+            **grouped,
+        )
+        return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
+
+
+def _capped_attention(q, k, v, visible, cap, scale, dropout):
+    """softmax(cap tanh(q k^T scale / cap)) v, the softmax in float32.
+
+    q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5) / cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+# -- multi-latent attention -------------------------------------------------------------------
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear without bias whose matrix every tensor-parallel rank has whole.
+
+    x is the whole sequence, or this rank's part under sequence parallelism; then the matrix's
+    gradient is a partial sum, and marked so for megatron."""
+
+    def __init__(self, config, in_size: int, out_size: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(
+                out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device()
+            )
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(MegatronModule):
+    """DeepSeek's attention, whose keys and values come from a small latent vector.
+
+    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
+    c channels stay, and r turn with the position; a value has d channels:
+
+        query       [s, b, n, c + r]   linear_q_proj h, or linear_q_up_proj norm(linear_q_down_proj h)
+        latent, k_r                    linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
+        k_c, value                     linear_kv_up_proj norm(latent)
+
+    The down projections give what every head needs, so every tensor-parallel rank has them whole.
+    megatron's own module takes column-cut ones without Transformer Engine, and gives their turning
+    rows the gradient of one rank's heads only; and it sums gradients of its latent norms twice
+    without sequence parallelism. Core attention turns the first channels of each head, so the
+    turning channels come first here; the order within a head does not matter to q k^T.
+    """
+
+    def __init__(self, config, layer_number, cp_comm_type=None, pg_collection=None):
+        super().__init__(config=config)
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        heads, still, turning = (
+            config.num_attention_heads,
+            config.qk_head_dim,
+            config.qk_pos_emb_head_dim,
+        )
+        self.num_heads = heads // self.tp_group.size()
+        self.query_sizes, self.kv_sizes = [still, turning], [still, config.v_head_dim]
+        self.down_sizes = [config.kv_lora_rank, turning]
+        column = dict(
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
+        if config.q_lora_rank is None:
+            self.linear_q_proj = ColumnParallelLinear(
+                config.hidden_size, heads * (still + turning), **column
+            )
+        else:
+            rank = config.q_lora_rank
+            self.linear_q_down_proj = DuplicatedLinear(config, config.hidden_size, rank)
+            self.q_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
+            self.linear_q_up_proj = ColumnParallelLinear(rank, heads * (still + turning), **column)
+        rank = config.kv_lora_rank
+        self.linear_kv_down_proj = DuplicatedLinear(
+            config, config.hidden_size, sum(self.down_sizes)
+        )
+        self.kv_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
+        self.linear_kv_up_proj = ColumnParallelLinear(rank, heads * sum(self.kv_sizes), **column)
+        self.core_attention = CoreAttention(
+            config,
+            layer_number,
+            None,
+            "self",
+            softmax_scale=config.softmax_scale,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+        )
+        self.linear_proj = RowParallelLinear(
+            heads * config.v_head_dim,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+        self.recomputes_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **unused):
+        query, key, value = self._query_key_value(hidden_states)
+        if packed_seq_params is not None:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+
+        def core(*tensors):
+            return self.core_attention(
+                *tensors, attention_mask, packed_seq_params=packed_seq_params
+            )
+
+        if self.recomputes_core and self.training:
+            out = tensor_parallel.checkpoint(core, False, query, key, value)
+        else:
+            out = core(query, key, value)
+        return self.linear_proj(out)
+
+    def _query_key_value(self, hidden_states):
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            query, _ = self.linear_q_up_proj(
+                self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            )
+        latent, k_turning = self.linear_kv_down_proj(hidden_states).split(self.down_sizes, -1)
+        if self.config.sequence_parallel:
+            k_turning = gather_from_sequence_parallel_region(
+                k_turning.contiguous(), tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        elif self.tp_group.size() > 1:
+            k_turning = parallel.sum_gradients(k_turning, self.tp_group)
+        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        q_still, q_turning = query.unflatten(-1, (self.num_heads, -1)).split(self.query_sizes, -1)
+        k_still, value = kv.unflatten(-1, (self.num_heads, -1)).split(self.kv_sizes, -1)
+        k_turning = k_turning[:, :, None].expand(-1, -1, self.num_heads, -1)
+        return torch.cat((q_turning, q_still), -1), torch.cat((k_turning, k_still), -1), value
