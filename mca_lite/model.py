@@ -9,7 +9,6 @@ import torch
 
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state as mpu
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -48,7 +47,8 @@ _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class _OutputLayer(ColumnParallelLinear):
-    """The output layer, which passes the hidden states through while a loss is taken: loss_tokens.py holds no logits.
+    """The output layer, which passes hidden states through while a loss is taken: loss_tokens.py
+    holds no logits.
 
     It must be *called* in either case: the hooks of megatron's DDP on it wait for its weight.
     """
@@ -61,19 +61,16 @@ class _OutputLayer(ColumnParallelLinear):
         return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
-class _ScaledEmbedding(LanguageModelEmbedding):
-    """The embedding times config.embedding_multiplier, which is rounded to the weights' dtype as in Gemma."""
-
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        return out * torch.tensor(self.config.embedding_multiplier, dtype=out.dtype)
+def _scale_embedding(embedding, args, output):
+    """A forward hook: config.embedding_multiplier, rounded to the weights' dtype as in Gemma."""
+    return output * torch.tensor(embedding.config.embedding_multiplier, dtype=output.dtype)
 
 
 class _Block(TransformerBlock):
-    """The layers. With recompute_method: block, megatron gives those that it does not recompute no mask of padding, and
-    their routers would count it."""
+    """The layers. With recompute_method: block, megatron gives those that it does not recompute no
+    mask of padding, and their routers would count it."""
 
-    _mask = None
+    _mask = None  # while the layers are run
 
     def _checkpointed_forward(self, *args, padding_mask=None, **kwargs):
         self._mask = padding_mask
@@ -86,18 +83,41 @@ class _Block(TransformerBlock):
         layer, mask = super()._get_layer(layer_number), self._mask
         if mask is None:  # there is none; or a layer runs again, and brings its own
             return layer
-        return lambda padding_mask=None, **kwargs: layer(
-            padding_mask=mask if padding_mask is None else padding_mask, **kwargs
-        )
+
+        def with_mask(padding_mask=None, **kwargs):
+            if padding_mask is None:
+                padding_mask = mask
+            return layer(padding_mask=padding_mask, **kwargs)
+
+        return with_mask
+
+
+# megatron's GPTModel makes these two parts itself, and takes no other classes for them. Ours add
+# methods and no state, so that an instance can become one of ours in place.
+_OUR_CLASSES = {TransformerBlock: _Block, ColumnParallelLinear: _OutputLayer}
+
+
+def _make_ours(part: torch.nn.Module) -> None:
+    part.__class__ = _OUR_CLASSES[type(part)]
+
+
+# what megatron's GPTModel._preprocess returns, as its forward() unpacks it
+_PREPROCESSED = (
+    "decoder_input rotary_pos_emb rotary_pos_cos rotary_pos_sin sequence_len_offset padding_mask"
+).split()
+_MASK_PLACE = _PREPROCESSED.index("padding_mask")
 
 
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
-    forward(input_ids [b, s], position_ids, which local layers do not read (positions count from 0 in each document),
-    attention_mask bool [b or 1, 1, s, s] with True meaning hidden, or None for causal, labels [b, s], packing.Targets or None):
-    with labels, the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or of Targets [b, s, 1 + layers for
-    multi-token prediction]; without, logits [b, s, V / tp]; on a pipeline stage that is not the last, its hidden states.
+    forward(input_ids [b, s], position_ids, attention_mask, labels): local layers do not read
+    position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1, s, s]
+    with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or None.
+
+    Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or
+    with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V / tp];
+    on a pipeline stage that is not the last, its hidden states.
     """
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
@@ -116,18 +136,19 @@ class McaGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         if config.transformer_impl == "local":
-            # our core attention rotates by cached tables: megatron's own way waits for the device twice a layer
+            # our core attention rotates by cached tables: megatron's own way waits for the device
+            # twice a layer
             self.position_embedding_type = "none"
             if hasattr(self, "rotary_pos_emb"):
                 del self.rotary_pos_emb
         else:
             self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
-        self.decoder.__class__ = _Block
+        _make_ours(self.decoder)
         if post_process:
-            self.output_layer.__class__ = _OutputLayer
+            _make_ours(self.output_layer)
         if hasattr(self, "embedding"):
             if config.embedding_multiplier != 1.0:
-                self.embedding.__class__ = _ScaledEmbedding
+                self.embedding.register_forward_hook(_scale_embedding)
             if not config.drop_embeddings:
                 self.embedding.embedding_dropout.p = 0.0
 
@@ -141,57 +162,60 @@ class McaGPTModel(GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
-        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence parallelism cuts the tokens;
-        megatron cuts it on the first stage alone."""
-        outputs = super()._preprocess(*args, **kwargs)
+        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence
+        parallelism cuts the tokens; megatron cuts it on the first stage alone."""
+        outputs = list(super()._preprocess(*args, **kwargs))
         tp = self.config.tensor_model_parallel_size
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
-        self._padding_mask = (
-            padding_mask  # for the layers of multi-token prediction, which megatron would not tell
-        )
-        return (*outputs[:5], padding_mask, *outputs[6:])
+        # the layers of multi-token prediction, which megatron would not tell, read it here
+        self._padding_mask = padding_mask
+        outputs[_MASK_PLACE] = padding_mask
+        return tuple(outputs)
 
     def _postprocess(
         self, hidden_states, labels=None, attention_mask=None, packed_seq_params=None, **unused
     ):
         if not self.post_process:
             return hidden_states
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else None
-        )
         self.output_layer.passes_hidden = labels is not None
         if labels is None:
-            logits = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
-            logits, cap = logits / self.config.logits_scaling, self.config.final_logit_softcapping
+            logits = self.output_layer(hidden_states, weight=self._tied_weight())[0]
+            logits = logits.transpose(0, 1).contiguous() / self.config.logits_scaling
+            cap = self.config.final_logit_softcapping
             return logits if cap is None else cap * torch.tanh(logits / cap)
         if not isinstance(labels, Targets):
-            return self._losses(labels, hidden_states, weight)
-        losses, kwargs = (
-            [self._losses(labels.labels, hidden_states, weight)],
-            {"padding_mask": self._padding_mask},
-        )
-        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+            return self._losses(labels, hidden_states)
+        losses = [self._losses(labels.labels, hidden_states)]
         for layer, ids, next_labels in zip(
             self.mtp.layers, labels.next_ids, labels.next_labels, strict=True
         ):
             hidden_states = layer(
-                self.embedding(input_ids=ids, position_ids=None), hidden_states, **kwargs
+                self.embedding(input_ids=ids, position_ids=None),
+                hidden_states,
+                attention_mask=attention_mask,
+                packed_seq_params=packed_seq_params,
+                padding_mask=self._padding_mask,
             )
-            losses.append(self._losses(next_labels, hidden_states, weight))
+            losses.append(self._losses(next_labels, hidden_states))
         return torch.stack(losses, -1)
 
-    def _losses(self, labels, hidden_states, weight):
-        return self.compute_language_model_loss(
-            labels, self.output_layer(hidden_states, weight=weight)[0]
-        )
+    def _tied_weight(self):
+        """The embedding's weight where it is the output layer's too, else None."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return None
+
+    def _losses(self, labels, hidden_states):
+        hidden = self.output_layer(hidden_states, weight=self._tied_weight())[0]
+        return self.compute_language_model_loss(labels, hidden)
 
     def compute_language_model_loss(self, labels, hidden):
-        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32 [b, s]."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
+        [b, s]."""
+        weight = self._tied_weight()
+        if weight is None:
+            weight = self.output_layer.weight
         if self.config.logits_scaling != 1.0:
             hidden = hidden / self.config.logits_scaling
         extra = lora.extra_factors(self.output_layer, hidden)
@@ -213,15 +237,18 @@ class McaGPTModel(GPTModel):
         ).t()
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the metadata unasked."""
+        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the
+        metadata unasked."""
         return super().sharded_state_dict(
             prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
         )
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(name with {} for the layer's number, the layer's number in the whole model or None, parameter).
+        """(name with {} for the layer's number, the layer's number in the whole model or None,
+        parameter).
 
-        A router's bias, which is a buffer, is among them; of experts there are views of each matrix, under the names of rows.
+        A router's bias, which is a buffer, is among them; of experts there are views of each
+        matrix, under the names of rows.
         """
         biases = (
             (name, buffer)
@@ -240,12 +267,9 @@ class McaGPTModel(GPTModel):
             if ".mlp.experts." not in name:
                 yield f"{block}.layers.{{}}.{rest}", number, parameter
             elif rest.endswith("mlp.experts.fc1"):
+                experts = rest.removesuffix("fc1")
                 for e, matrix, view in layer.mlp.experts.matrices():
-                    yield (
-                        f"{block}.layers.{{}}.{rest.removesuffix('fc1')}{e}.{matrix}.weight",
-                        number,
-                        view,
-                    )
+                    yield f"{block}.layers.{{}}.{experts}{e}.{matrix}.weight", number, view
 
 
 class VirtualModels:
