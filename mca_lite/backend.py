@@ -158,7 +158,8 @@ class Backend:
     def router_statistics(self) -> dict[str, float]:
         """What the routers did since the last call, over all ranks; {} without experts.
 
-        Collective over all ranks."""
+        Collective over all ranks.
+        """
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)

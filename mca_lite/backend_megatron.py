@@ -147,9 +147,9 @@ class MegatronBackend(Backend):
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per token, megatron's schedule sums both over all ranks itself. Otherwise it divides here,
-        by the row's tokens, and averages over context-parallel ranks, which have to be summed.
-        Collective over the context-parallel ranks then."""
+        """Per token, megatron's schedule sums both over all ranks itself. Otherwise it divides
+        here, by the row's tokens, and averages over context-parallel ranks, which have to be
+        summed. Collective over the context-parallel ranks then."""
         if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
             return total, count
         dist.all_reduce(count, group=mpu.get_context_parallel_group())

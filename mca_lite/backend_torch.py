@@ -1,6 +1,8 @@
-"""The plain torch backend: a Hugging Face model, torch DDP, AdamW. The fallback, and the oracle of every test.
+"""The plain torch backend: a Hugging Face model, torch DDP, AdamW. The fallback, and the oracle of
+every test.
 
-`forward_backward` has the contract of megatron's schedules, so the trainer's objective runs on both as it is.
+`forward_backward` has the contract of megatron's schedules, so the trainer's objective runs on both
+as it is.
 """
 
 import contextlib
@@ -27,10 +29,12 @@ from .weights_files import file_parts, named_tensors
 
 
 class TokenLossModel(torch.nn.Module):
-    """A Hugging Face decoder that answers as McaGPTModel does: token losses with labels, logits without.
+    """A Hugging Face decoder that answers as McaGPTModel does: token losses with labels, logits
+    without.
 
-    Where the model's logits are its last hidden states times the head's weight, the loss is taken in chunks of rows;
-    another head (scaled or capped logits, a bias) is found out by trying, and its whole logits are held.
+    Where the model's logits are its last hidden states times the head's weight, the loss is taken
+    in chunks of rows; another head (scaled or capped logits, a bias) is found out by trying, and
+    its whole logits are held.
     """
 
     def __init__(self, model, loss_chunk_size: int):
@@ -57,7 +61,8 @@ class TokenLossModel(torch.nn.Module):
         return torch.allclose(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None):
-        """input_ids, labels [b, s]; attention_mask bool [b or 1, 1, s, s], True meaning hidden -> float32 [b, s]."""
+        """input_ids, labels [b, s]; attention_mask bool [b or 1, 1, s, s], True meaning hidden ->
+        float32 [b, s]."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
@@ -77,7 +82,8 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def refuse_packing_if_documents_mix(self) -> None:
-        """ValueError where the model does not keep packed documents apart by a mask and by positions: tried on one row."""
+        """ValueError where the model does not keep packed documents apart by a mask and by
+        positions: tried on one row."""
         config, device = self.model.config.get_text_config(), parallel.device()
         judge = Judge(None)
         check_torch_packing(self.model.config, judge)
@@ -102,8 +108,8 @@ class TokenLossModel(torch.nn.Module):
 
 
 class TorchBackend(Backend):
-    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where there
-    are several ranks."""
+    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where
+    there are several ranks."""
 
     name = "torch"
 
@@ -114,7 +120,8 @@ class TorchBackend(Backend):
         wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
-                f"{model.config.model_type} changes its logits: they are held whole, loss_chunk_size has no effect"
+                f"{model.config.model_type} changes its logits: they are held whole, "
+                "loss_chunk_size has no effect"
             )
         if args.sequence_packing:
             wrapped.refuse_packing_if_documents_mix()
@@ -143,7 +150,8 @@ class TorchBackend(Backend):
         return self.model.config.to_dict()
 
     def model_inputs(self, batch: dict) -> dict:
-        """The batch on this rank's device; packed documents are kept apart by a mask and by positions that restart."""
+        """The batch on this rank's device; packed documents are kept apart by a mask and by
+        positions that restart."""
         device, params = parallel.device(), batch.get("packed_seq_params")
         ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
         padding = batch.get("padding_mask")
@@ -196,7 +204,8 @@ class TorchBackend(Backend):
         """The backward pass of a micro-batch over tokens of `shape` (b, s).
 
         Per token, sums are added up, and divided by the tokens of all in the end; otherwise it is
-        the mean over micro-batches of the means over their tokens."""
+        the mean over micro-batches of the means over their tokens.
+        """
         if not self.args.calculate_per_token_loss:
             loss = loss / count.clamp(min=1)
         loss = loss + self.routers.losses_of_pass(shape)

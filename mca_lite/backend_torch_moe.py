@@ -21,10 +21,10 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 class TorchRouters:
     """Collects what each router gave in a forward pass that trains.
 
-    transformers' routers answer (logits, weights, experts). `statistics` is None for a model without
-    experts, or of a family that is not in the table: then nothing is collected. ValueError where
-    such a model is to have balancing losses, and where a family has experts and their routers are
-    not found.
+    transformers' routers answer (logits, weights, experts). `statistics` is None for a model
+    without experts, or of a family that is not in the table: then nothing is collected. ValueError
+    where such a model is to have balancing losses, and where a family has experts and their routers
+    are not found.
     """
 
     def __init__(self, model, args):
@@ -52,7 +52,8 @@ class TorchRouters:
         self._counts = torch.zeros(layers, experts, device=device)
 
     def _find(self, model, wanted: int) -> None:
-        """Hook the router of each layer that is a mixture: transformers' classes end in TopKRouter."""
+        """Hook the router of each layer that is a mixture: transformers' classes end in
+        TopKRouter."""
         self._layers: dict[torch.nn.Module, int] = {}
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith("topkrouter"):
@@ -80,7 +81,8 @@ class TorchRouters:
     def losses_of_pass(self, shape) -> torch.Tensor | float:
         """What the last forward pass over tokens of `shape` (b, s) adds to its micro-batch's loss.
 
-        Counts the pass for the log and for the bias updates too."""
+        Counts the pass for the log and for the bias updates too.
+        """
         total = 0.0
         for layer, logits, experts in self._outputs:
             if self.padding_mask is None:
@@ -105,7 +107,8 @@ class TorchRouters:
     def update_biases(self) -> None:
         """After the micro-batches of a step: even out the loads by moe_router_bias_update_rate.
 
-        Collective over all ranks where there is such a rate."""
+        Collective over all ranks where there is such a rate.
+        """
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)

@@ -1,14 +1,16 @@
 """Checkpoints: checkpoint-<step>/ is complete or absent, and loads in any layout.
 
-    trainer_state.json, training.json      the loop's state (Hugging Face's names); schedule, loss scale, data, layout
-    rng-<rank>.pt                          random states, read with weights_only
-    mca_config.json, dist/                 megatron backend: the model's config, megatron's distributed checkpoint
+    trainer_state.json      the loop's state, by Hugging Face's names
+    training.json           schedule, loss scale, data, layout
+    rng-<rank>.pt           random states, read with weights_only
+    mca_config.json, dist/  megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
-    hf/                                    with save_hf_checkpoints: the model in Hugging Face's format
-    ckpt_folder.json                          sizes and checksums of all others, written last
+    hf/                     with save_hf_checkpoints: the model in Hugging Face's format
+    manifest.json           sizes and checksums of all others, written last
 
-Saving has three parts: what must be caught at this step and what needs all ranks (begin), the writing, which talks to no
-other rank and may run in a thread (async_save), and naming the folder (finish). An error on any rank ends them on all.
+Saving has three parts: what must be caught at this step and what needs all ranks (begin), the
+writing, which talks to no other rank and may run in a thread (async_save), and naming the folder
+(finish). An error on any rank ends them on all.
 """
 
 import io
@@ -34,11 +36,12 @@ from .weights_files import named_tensors
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
 
-# -- a folder, from the trainer's side ----------------------------------------------------------------------------------
+# -- a folder, from the trainer's side ----------------------------------------------------------
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one trainer, one at a time. All ranks must call its methods together."""
+    """Writes the checkpoints of one trainer, one at a time. All ranks must call its methods
+    together."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -54,14 +57,15 @@ class CheckpointWriter:
     @property
     def still_writes(self) -> bool:
         """Whether this rank's thread is at work."""
-        return (
-            self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
-        )
+        thread = self._job.thread if self._job is not None else None
+        return thread is not None and thread.is_alive()
 
     def begin(self) -> None:
-        """Catch the state of this step and write it; with async_save it is being written when this returns.
+        """Catch the state of this step and write it; with async_save it is being written when this
+        returns.
 
-        CheckpointError, on every rank, where the folder cannot be made."""
+        CheckpointError, on every rank, where the folder cannot be made.
+        """
         trainer, args = self.trainer, self.trainer.args
         step = self.written_step = trainer.state.global_step
         final = ckpt_folder.checkpoint_folder(args.output_dir, step)
@@ -87,7 +91,9 @@ class CheckpointWriter:
     def finish(self) -> tuple[Path, int]:
         """Wait for the writing, then name the folder -> (the folder, its step).
 
-        CheckpointError, on every rank, where a part could not be written; what was there before is untouched."""
+        CheckpointError, on every rank, where a part could not be written; what was there before is
+        untouched.
+        """
         job, self._job = self._job, None
         job.wait()
         try:
@@ -101,7 +107,8 @@ class CheckpointWriter:
 def _complete(job: "_Job", name_it=lambda: None) -> None:
     """When every rank has written its part: the index, the manifest, and the name. Collective.
 
-    CheckpointError on every rank, with what went wrong on any."""
+    CheckpointError on every rank, with what went wrong on any.
+    """
     answers = parallel.gather((job.error, job.entries, job.results))
     errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
     if errors:
@@ -126,14 +133,11 @@ class _Job:
     """One checkpoint on its way."""
 
     def __init__(self, final, temporary, snapshot, files: dict[str, bytes], facts: dict):
-        self.final, self.temporary, self.snapshot, self.files, self.facts = (
-            final,
-            temporary,
-            snapshot,
-            files,
-            facts,
-        )
-        self.thread, self.error, self.results = None, None, None
+        self.final, self.temporary = final, temporary
+        self.snapshot, self.files, self.facts = snapshot, files, facts
+        self.thread: threading.Thread | None = None
+        self.error: str | None = None
+        self.results = None
         self.exported: list[str] = []
         self.entries: dict[str, dict] = {}
 
@@ -154,16 +158,12 @@ class _Job:
                 ckpt_folder.write_synced(self.temporary / name, data)
             names, self.results = self.snapshot.write(self.temporary)
             names += self.exported
-            with ThreadPoolExecutor(
-                1
-            ) as flusher:  # the disk and the checksums are busy at the same time
-                flushed = [
-                    flusher.submit(ckpt_folder.sync, self.temporary / name) for name in names
-                ]
-                self.entries = {
-                    name: ckpt_folder.measure(self.temporary / name)
-                    for name in [*self.files, *names]
-                }
+            # the disk and the checksums are busy at the same time
+            with ThreadPoolExecutor(1) as flusher:
+                paths = [self.temporary / name for name in names]
+                flushed = [flusher.submit(ckpt_folder.sync, path) for path in paths]
+                for name in [*self.files, *names]:
+                    self.entries[name] = ckpt_folder.measure(self.temporary / name)
                 for answer in flushed:
                     answer.result()
         except Exception as error:  # told to all ranks by finish()
@@ -179,9 +179,9 @@ def _make_empty(folder: Path) -> None:
 
 
 def _facts(trainer) -> dict:
-    facts = {"backend": trainer.backend.name, "step": trainer.state.global_step}
     return {
-        **facts,
+        "backend": trainer.backend.name,
+        "step": trainer.state.global_step,
         "with_optimizer": not trainer.args.save_only_model,
         "model": identity(trainer.backend),
     }
@@ -193,7 +193,8 @@ def identity(backend) -> dict:
 
 
 def _state_to_store(state: TrainerState, final: Path) -> bytes:
-    """The state as it will be once this checkpoint is there: the best one, where this step evaluated best."""
+    """The state as it will be once this checkpoint is there: the best one, where this step
+    evaluated best."""
     best = str(final) if state.best_step == state.global_step else state.best_model_checkpoint
     return _json(state.to_record() | {"best_model_checkpoint": best})
 
@@ -203,7 +204,8 @@ def _json(record: dict) -> bytes:
 
 
 def find(trainer, asked: str | bool | None) -> Path | None:
-    """The checkpoint that a trainer resumes from, verified, or None; see ckpt_folder.find. Collective."""
+    """The checkpoint that a trainer resumes from, verified, or None; see ckpt_folder.find.
+    Collective."""
     backend = trainer.backend
     return ckpt_folder.find(
         trainer.args, asked, backend.name, identity(backend), trainer.report.print
@@ -211,21 +213,25 @@ def find(trainer, asked: str | bool | None) -> Path | None:
 
 
 def load(folder: str | os.PathLike, trainer) -> None:
-    """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has verified.
+    """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has
+    verified.
 
-    CheckpointError where the checkpoint has no optimizer state, or where the data or the global batch are not what they were.
+    CheckpointError where the checkpoint has no optimizer state, or where the data or the global
+    batch are not what they were.
     """
     folder = Path(folder)
     record = json.loads((folder / TRAINING_NAME).read_text())
     if not record["with_optimizer"]:
         raise CheckpointError(
-            f"{folder} was saved with save_only_model and cannot be resumed from: start from its weights"
+            f"{folder} was saved with save_only_model and cannot be resumed from: start from its "
+            "weights"
         )
     now = _training_record(trainer)
     for key in ("num_samples", "global_batch_size", "data_seed", "shuffle", "dataset"):
         if record[key] != now[key]:
             raise CheckpointError(
-                f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it back to go on"
+                f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it "
+                "back to go on"
             )
     trainer.check_objective(record.get("objective") or {}, folder)
     _check_base(record.get("base") or {}, trainer.model, folder)
@@ -254,21 +260,25 @@ def load(folder: str | os.PathLike, trainer) -> None:
 
 
 def _check_base(theirs: dict, model, folder: Path) -> None:
-    """CheckpointError where adapters were trained on other frozen weights than the model has. Collective."""
+    """CheckpointError where adapters were trained on other frozen weights than the model has.
+    Collective."""
     ours = lora.base_sample(model)
 
     def check() -> None:
         if not lora.is_same_base(ours, theirs):
             raise CheckpointError(
-                f"{folder} holds adapters that were trained on another base model, of the same shape: set model_name_or_path "
-                "to the one that the run started from, or start anew from these by adapter_name_or_path"
+                f"{folder} holds adapters that were trained on another base model, of the same "
+                "shape: set model_name_or_path "
+                "to the one that the run started from, or start anew from these by "
+                "adapter_name_or_path"
             )
 
     parallel.on_main(check, CheckpointError)
 
 
 def _tidy(trainer, folder: Path) -> None:
-    """What is newer than the checkpoint that was loaded goes aside; what a run that died did not get to prune is pruned."""
+    """What is newer than the checkpoint that was loaded goes aside; what a run that died did not
+    get to prune is pruned."""
     args, state = trainer.args, trainer.state
     ckpt_folder.set_newer_aside(args.output_dir, state.global_step, trainer.report.print)
     if folder.parent.resolve() == Path(args.output_dir).resolve():
@@ -298,7 +308,8 @@ def save_model(folder: str | os.PathLike, backend) -> None:
 
 
 def write_weights(folder: Path, snapshot, facts: dict) -> None:
-    """Write a snapshot and its manifest into a folder. Collective; CheckpointError on every rank where any fails."""
+    """Write a snapshot and its manifest into a folder. Collective; CheckpointError on every rank
+    where any fails."""
     job = _Job(folder, folder, snapshot, {}, facts)
     job.start(in_thread=False)
     _complete(job)
@@ -328,7 +339,7 @@ def _training_record(trainer) -> dict:
     }
 
 
-# -- random states ------------------------------------------------------------------------------------------------------
+# -- random states ------------------------------------------------------------------------------
 
 
 def _random_states() -> bytes:
@@ -361,11 +372,12 @@ def _set_random_states(states: dict) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-# -- the torch backend's side -------------------------------------------------------------------------------------------
+# -- the torch backend's side -------------------------------------------------------------------
 
 
 class TorchSnapshot:
-    """Weights in float32 and the optimizer's state by parameter name, ready to be written by the main rank."""
+    """Weights in float32 and the optimizer's state by parameter name, ready to be written by the
+    main rank."""
 
     backend = "torch"
 
@@ -402,7 +414,8 @@ class TorchSnapshot:
 
 
 def _changing(model) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what training changes: parameters, and the buffers of a model that is trained whole."""
+    """(name, tensor) of what training changes: parameters, and the buffers of a model that is
+    trained whole."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     is_whole = len(trained) == sum(1 for _ in model.parameters())
     return trained + [

@@ -139,7 +139,8 @@ def _load_strategy(index):
                 sharded_state_dict
             )
             to_fill = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
-            # the vocabulary's padding differs between layouts: such a tensor may be of another shape
+            # the vocabulary's padding differs between layouts: such a tensor may be of another
+            # shape
             padded = {tensor.key: tensor for tensor in wanted if tensor.allow_shape_mismatch}
             planner = torch_strategy.MCoreLoadPlanner(
                 shapes_validation_sharded_tensors=[t for t in wanted if t.key not in padded],
@@ -331,7 +332,8 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
 
 
 def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
-    """{key: sharded tensor} of the states that this rank writes. Collective, parameter by parameter."""
+    """{key: sharded tensor} of the states that this rank writes. Collective, parameter by
+    parameter."""
     held = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)

@@ -1,4 +1,5 @@
-"""What megatron-core 0.16 and torch need changed to train on CPU with gloo: one table, not applied where CUDA is there.
+"""What megatron-core 0.16 and torch need changed to train on CPU with gloo: one table, not applied
+where CUDA is there.
 
 This is the only file of the package that assigns to another library's attributes. Each row is
 (object, attribute, replacement, reason); `apply()` walks the table once per process.
@@ -15,7 +16,8 @@ _DEVICE = torch.device("cpu")
 
 
 class _Stream:
-    """A CUDA stream or its context on a device that has one queue of work: everything has finished already."""
+    """A CUDA stream or its context on a device that has one queue of work: everything has finished
+    already."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -61,7 +63,8 @@ def _nothing(*args, **kwargs):
 
 
 def _constructor_on_cpu(construct):
-    """A tensor constructor that reads device="cuda..." as the CPU and has no pinned memory to offer."""
+    """A tensor constructor that reads device="cuda..." as the CPU and has no pinned memory to
+    offer."""
 
     @functools.wraps(construct)
     def wrapped(*args, **kwargs):
@@ -109,8 +112,9 @@ def _all_gather(original):
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all tensors together, float32.
 
-    torch adds up a tensor's squares one after another on a CPU, which is 1e-4 off at 4 million elements, and off by another
-    amount in every layout. Norms of short rows first are right to 1e-7 and as fast.
+    torch adds up a tensor's squares one after another on a CPU, which is 1e-4 off at 4 million
+    elements, and off by another amount in every layout. Norms of short rows first are right to 1e-7
+    and as fast.
     """
     parts = [torch.zeros(1)]
     for tensor in tensors:
@@ -138,7 +142,10 @@ def _table():
     no_streams = (
         "megatron orders its collectives with CUDA streams and events; a CPU has no second queue"
     )
-    one_rng = "megatron keeps its dropout states in the CUDA generator; here the CPU generator takes its place"
+    one_rng = (
+        "megatron keeps its dropout states in the CUDA generator; here the CPU generator takes "
+        "its place"
+    )
     yield cuda, "current_device", lambda: _DEVICE, "megatron places buffers on the current device"
     yield cuda, "synchronize", _nothing, no_streams
     yield cuda, "Stream", _Stream, no_streams
@@ -160,7 +167,8 @@ def _table():
     )
     yield megatron_random, "_get_cuda_rng_state", rng_get, one_rng
     yield megatron_random, "_set_cuda_rng_state", rng_set, one_rng
-    for name in "tensor zeros ones empty full zeros_like ones_like empty_like full_like arange rand randn".split():
+    constructors = "tensor zeros ones empty full arange rand randn"
+    for name in f"{constructors} zeros_like ones_like empty_like full_like".split():
         construct = getattr(torch, name)
         yield (
             torch,
@@ -200,13 +208,16 @@ _applied: list[tuple[object, str, object, str]] = []
 
 
 def apply() -> list[tuple[object, str, object, str]]:
-    """The rows that are in force in this process; none where CUDA is there. Calling it again changes nothing."""
+    """The rows that are in force in this process; none where CUDA is there. Calling it again
+    changes nothing."""
     if torch.cuda.is_available() or _applied:
         return _applied
-    # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a CPU
+    # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a
+    # CPU
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must hold the originals, or
-    # models that transformers builds under it keep buffers (rotary frequencies) that nobody ever fills
+    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must hold
+    # the originals, or models that transformers builds under it keep buffers (rotary frequencies)
+    # that nobody ever fills
     torch.utils._device._device_constructors()
     for owner, attribute, replacement, reason in list(_table()):
         setattr(owner, attribute, replacement)

@@ -29,9 +29,11 @@ _NOT_IN_LINE = {
 
 
 def format_summary(sections: Mapping[str, Mapping]) -> str:
-    """Returns the start summary as text: a line for each section's name, below it its values in one column.
+    """Returns the start summary as text: a line for each section's name, below it its values in one
+    column.
 
-    Numbers get thousand separators, lists are joined by commas, and a value of None leaves its line out.
+    Numbers get thousand separators, lists are joined by commas, and a value of None leaves its line
+    out.
     """
     known = {
         name: {k: v for k, v in values.items() if v is not None}
@@ -112,7 +114,8 @@ def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
 
 
 def read_log(path: str) -> list[dict]:
-    """Returns the records of a trainer_log.jsonl; a last line that a crash left unfinished is passed over."""
+    """Returns the records of a trainer_log.jsonl; a last line that a crash left unfinished is
+    passed over."""
     records = []
     with open(path, encoding="utf-8") as file:
         lines = file.readlines()
@@ -128,20 +131,16 @@ def read_log(path: str) -> list[dict]:
 
 
 def plot_loss(records: Iterable[Mapping], path: str) -> None:
-    """Writes a picture of loss, smoothed loss and eval_loss over the steps of `records` to `path`; needs matplotlib."""
-    # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every figure alive.
+    """Writes a picture of loss, smoothed loss and eval_loss over the steps of `records` to `path`;
+    needs matplotlib."""
+    # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every
+    # figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = list(records)
-    trained = [
-        (record["step"], record["loss"]) for record in records if record.get("loss") is not None
-    ]
-    evaluated = [
-        (record["step"], record["eval_loss"])
-        for record in records
-        if record.get("eval_loss") is not None
-    ]
+    trained = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+    evaluated = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
     figure = Figure(figsize=(8, 5))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -160,11 +159,13 @@ def plot_loss(records: Iterable[Mapping], path: str) -> None:
 
 
 class Report(TrainerCallback):
-    """Prints progress and writes the log; every rank constructs one, only the rank with `is_main` prints and writes.
+    """Prints progress and writes the log; every rank constructs one, only the rank with `is_main`
+    prints and writes.
 
-    report_to: names out of tensorboard and wandb (or "none"). disable_tqdm: None shows a bar where stderr is a terminal
-    and plain lines elsewhere; True always plain lines, False always the bar. `config` is what W&B stores about the run.
-    Raises ValueError, on every rank alike, for an unknown name or one whose package is not installed.
+    report_to: names out of tensorboard and wandb (or "none"). disable_tqdm: None shows a bar where
+    stderr is a terminal and plain lines elsewhere; True always plain lines, False always the bar.
+    `config` is what W&B stores about the run. Raises ValueError, on every rank alike, for an
+    unknown name or one whose package is not installed.
     """
 
     def __init__(
@@ -181,11 +182,8 @@ class Report(TrainerCallback):
     ):
         self.is_main = is_main
         self.output_dir = output_dir
-        self.trackers = [
-            name
-            for name in ([report_to] if isinstance(report_to, str) else report_to)
-            if name != "none"
-        ]
+        named = [report_to] if isinstance(report_to, str) else report_to
+        self.trackers = [name for name in named if name != "none"]
         self.plots = plot_loss
         self.run_name = run_name
         self.config = dict(config or {})
@@ -213,11 +211,9 @@ class Report(TrainerCallback):
         self.print(format_summary(sections))
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._max_steps, self._first_step, self._started = (
-            state.max_steps,
-            state.global_step,
-            self._clock(),
-        )
+        self._max_steps = state.max_steps
+        self._first_step = state.global_step
+        self._started = self._clock()
         if not self.is_main:
             return
         self._close()
@@ -246,7 +242,8 @@ class Report(TrainerCallback):
             )
 
     def _open_log(self, resumed_step: int) -> None:
-        """Opens the log for appending, with the lines up to `resumed_step` in it: a new run (step 0) starts empty."""
+        """Opens the log for appending, with the lines up to `resumed_step` in it: a new run (step
+        0) starts empty."""
         kept = []
         if resumed_step and os.path.exists(self.log_path):
             kept = [
@@ -258,7 +255,7 @@ class Report(TrainerCallback):
         with open(temporary, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in kept)
         os.replace(temporary, self.log_path)
-        self._file = open(self.log_path, "a", encoding="utf-8")  # noqa: SIM115 (stays open until on_train_end)
+        self._file = open(self.log_path, "a", encoding="utf-8")  # until on_train_end
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._bar is not None:
@@ -268,9 +265,11 @@ class Report(TrainerCallback):
         self.log(logs)
 
     def log(self, logs: Mapping) -> None:
-        """Writes one record: a line of trainer_log.jsonl (unrounded), of the trackers and of the progress.
+        """Writes one record: a line of trainer_log.jsonl (unrounded), of the trackers and of the
+        progress.
 
-        `logs` must hold "step"; numbers may be Python's, numpy's or tensors of one element. Nothing is added to them.
+        `logs` must hold "step"; numbers may be Python's, numpy's or tensors of one element. Nothing
+        is added to them.
         """
         if not self.is_main:
             return
@@ -298,11 +297,9 @@ class Report(TrainerCallback):
             self._bar.set_postfix_str(format_progress(logs, self._max_steps).split("  ", 1)[1])
             return
         done, left = logs["step"] - self._first_step, self._max_steps - logs["step"]
-        eta_s = (
-            (self._clock() - self._started) / done * left
-            if done > 0 and left > 0 and "loss" in logs
-            else None
-        )
+        eta_s = None
+        if done > 0 and left > 0 and "loss" in logs:
+            eta_s = (self._clock() - self._started) / done * left
         self.print(format_progress(logs, self._max_steps, eta_s))
 
     def on_save(self, args, state, control, path, **kwargs):
@@ -328,7 +325,8 @@ class Report(TrainerCallback):
 
 
 def run_summary(trainer, plan) -> dict[str, dict]:
-    """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by itself."""
+    """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
+    itself."""
     from . import (
         parallel,  # here: it brings torch and megatron, which a refused key need not wait for
     )
@@ -336,7 +334,11 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     args, state = trainer.args, trainer.state
     config = getattr(trainer.model, "config", None)
     total, trained = trainer.backend.num_parameters()
-    megatron = hasattr(config, "tensor_model_parallel_size")
+    precision = str(trainer.backend.dtype).removeprefix("torch.")
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(precision, "fp32")
+    backend = "plain torch DDP"
+    if trainer.backend.name == "megatron":
+        backend = f"megatron-core, {config.transformer_impl} layers"
     degrees = [
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -357,21 +359,21 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            "precision": precision,
         },
         "layout": {
-            "backend": f"megatron-core, {config.transformer_impl} layers"
-            if megatron
-            else "plain torch DDP",
+            "backend": backend,
             "world": f"{args.world_size} ranks on {parallel.device().type}",
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
             **_experts(config, args),
             "activations": ", ".join(shared) or "whole on every rank",
         },
         "steps": {
-            "global batch": f"{plan.global_batch_size} samples = micro-batch {plan.micro_batch_size} x accumulation "
-            f"{args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
-            "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} samples)",
+            "global batch": f"{plan.global_batch_size} samples = micro-batch "
+            f"{plan.micro_batch_size} x accumulation {args.gradient_accumulation_steps} x data "
+            f"parallel {plan.dp_size}",
+            "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} "
+            "samples)",
             "from step": state.global_step,
         },
     }

@@ -1,4 +1,5 @@
-"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank, AutoModel makes them."""
+"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank,
+AutoModel makes them."""
 
 import os
 import re
@@ -34,7 +35,8 @@ from .model_config import (
     load_hf_config,
     rope_frequencies,
 )
-from .model_families import TE_ALIASES, rows_of
+from .model_families import rows_of
+from .model_family_rows import TE_ALIASES
 from .model_layers import block_spec
 from .model_moe import routers_of
 from .model_mtp import prediction_spec
@@ -116,8 +118,8 @@ class McaGPTModel(GPTModel):
     with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or None.
 
     Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or
-    with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V / tp];
-    on a pipeline stage that is not the last, its hidden states.
+    with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
+    tp]; on a pipeline stage that is not the last, its hidden states.
     """
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
@@ -273,7 +275,8 @@ class McaGPTModel(GPTModel):
 
 
 class VirtualModels:
-    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of modules."""
+    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of
+    modules."""
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         self.config = config
@@ -291,7 +294,8 @@ class VirtualModels:
         return iter(self.models)
 
     def __call__(self, *args, **kwargs):
-        """The forward pass of the only chunk; a rank with several runs through megatron's schedule."""
+        """The forward pass of the only chunk; a rank with several runs through megatron's
+        schedule."""
         if len(self.models) != 1:
             raise ValueError(
                 f"this rank holds {len(self.models)} chunks: run them through the pipeline schedule"
@@ -332,7 +336,8 @@ class VirtualModels:
             model.load_state_dict(state_dict[self._key(i)], strict=strict and self.lora is None)
 
     def sharded_state_dict(self) -> dict:
-        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters those that are trained."""
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
+        those that are trained."""
         if self.lora is not None:
             return {self._key(i): lora.sharded_state(model) for i, model in enumerate(self.models)}
         return {self._key(i): model.sharded_state_dict() for i, model in enumerate(self.models)}
@@ -343,11 +348,13 @@ class VirtualModels:
     def save_pretrained(
         self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"
     ) -> None:
-        """Write the Hugging Face checkpoint: config.json and safetensors. All ranks must call it."""
+        """Write the Hugging Face checkpoint: config.json and safetensors. All ranks must call
+        it."""
         weights_convert.export_hf(self, save_directory, max_shard_size)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the padding of the vocabulary."""
+        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the padding of the
+        vocabulary."""
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 
@@ -372,8 +379,9 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
-    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises them, which is left out
-    here; a parameter without the mark counts as a duplicate, and the gradient norm comes out too small."""
+    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises
+    them, which is left out here; a parameter without the mark counts as a duplicate, and the
+    gradient norm comes out too small."""
     kinds = {row.mca: row.kind for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         kind = kinds.get(TE_ALIASES.get(name, name), "copy")
@@ -391,17 +399,21 @@ class AutoModel:
         trust_remote_code: bool = False,
         vocab_size: int | None = None,
     ) -> VirtualModels:
-        """The model with the folder's (or hub name's) Hugging Face weights, or those of a checkpoint, cut for this rank.
+        """The model with the folder's (or hub name's) Hugging Face weights, or those of a
+        checkpoint, cut for this rank.
 
-        vocab_size: tokens that it shall have, where they are more than it has; weights_vocabulary.py says how their rows begin.
-        Each rank reads only the bytes of its slices. Collectives: those that start the world.
-        Raises ValueError for a model or layout that cannot be built, and for weights that do not fill it exactly.
+        vocab_size: tokens that it shall have, where they are more than it has;
+        weights_vocabulary.py says how their rows begin. Each rank reads only the bytes of its
+        slices. Collectives: those that start the world. Raises ValueError for a model or layout
+        that cannot be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
         if (folder / DIST_NAME).is_dir() and (folder / ADAPTER_CONFIG_NAME).is_file():
             raise ValueError(
-                f"{folder} is a checkpoint of adapters, without the model that they belong to: load that one, and these by "
-                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert BASE DST --merge CHECKPOINT"
+                f"{folder} is a checkpoint of adapters, without the model that they belong to: "
+                "load that one, and these by "
+                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert "
+                "BASE DST --merge CHECKPOINT"
             )
         parallel.initialize(args)
         config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
@@ -409,7 +421,8 @@ class AutoModel:
         grow(config, vocab_size or old)
         if config.vocab_size > old and (folder / DIST_NAME).is_dir():
             raise ValueError(
-                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are asked for: make a Hugging "
+                f"{folder} is a checkpoint of a model of {old} tokens, and {config.vocab_size} are "
+                "asked for: make a Hugging "
                 "Face folder of it first, python -m mca_lite convert"
             )
         models = build_chunks(config)
@@ -429,7 +442,8 @@ class AutoModel:
 
     @staticmethod
     def from_config(config: McaModelConfig, args=None, seed: int = 42) -> VirtualModels:
-        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in every layout."""
+        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in
+        every layout."""
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
@@ -445,9 +459,11 @@ def load_torch_model(
     trust_remote_code=False,
     vocab_size: int | None = None,
 ):
-    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and every test's oracle.
+    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and
+    every test's oracle.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as AutoModel.from_pretrained.
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: as
+    AutoModel.from_pretrained.
     """
     import transformers
 

@@ -78,7 +78,8 @@ class _SumOverRanks(torch.autograd.Function):
 class RMSNormOverHeads(torch.nn.Module):
     """RMS norm of queries or keys over all their heads together.
 
-    x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the heads; the mean square is taken over all ranks.
+    x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the
+    heads; the mean square is taken over all ranks.
     """
 
     def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
@@ -130,7 +131,8 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def rotate(x, cos, sin, interleaved: bool = False):
-    """Rotary embedding of x [t, b, n, d] by tables [t, 1, 1, rotary] in x's dtype; channels beyond `rotary` stay.
+    """Rotary embedding of x [t, b, n, d] by tables [t, 1, 1, rotary] in x's dtype; channels beyond
+    `rotary` stay.
 
     A pair that turns: channels i and i + rotary / 2, or interleaved neighbours.
     """
@@ -214,8 +216,8 @@ class CoreAttention(MegatronModule):
             return self._segments(query, key, value, layout, attention_mask, dropout)
 
     def _suits_varlen(self, query, dropout: float) -> bool:
-        """The varlen kernel knows neither float32 nor dropout nor caps, and only sizes of heads that
-        are multiples of 8."""
+        """The varlen kernel knows neither float32 nor dropout nor caps, and only sizes of heads
+        that are multiples of 8."""
         if not query.is_cuda or query.dtype == torch.float32 or query.shape[-1] % 8:
             return False
         return not dropout and self.softcap is None
@@ -233,7 +235,8 @@ class CoreAttention(MegatronModule):
         return row_layout((0, query.shape[0] * cp), cp, rank, query.device)
 
     def _segments(self, query, key, value, layout, attention_mask, dropout):
-        """One call for each run of queries with its keys: documents, or their chunks under context parallelism."""
+        """One call for each run of queries with its keys: documents, or their chunks under context
+        parallelism."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:
@@ -303,7 +306,8 @@ class CoreAttention(MegatronModule):
 def _capped_attention(q, k, v, visible, cap, scale, dropout):
     """softmax(cap tanh(q k^T scale / cap)) v, the softmax in float32.
 
-    q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]."""
+    q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d].
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5) / cap)
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -318,7 +322,8 @@ class DuplicatedLinear(torch.nn.Module):
     """A linear without bias whose matrix every tensor-parallel rank has whole.
 
     x is the whole sequence, or this rank's part under sequence parallelism; then the matrix's
-    gradient is a partial sum, and marked so for megatron."""
+    gradient is a partial sum, and marked so for megatron.
+    """
 
     def __init__(self, config, in_size: int, out_size: int):
         super().__init__()
@@ -339,9 +344,9 @@ class LatentAttention(MegatronModule):
     Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
     c channels stay, and r turn with the position; a value has d channels:
 
-        query       [s, b, n, c + r]   linear_q_proj h, or linear_q_up_proj norm(linear_q_down_proj h)
-        latent, k_r                    linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
-        k_c, value                     linear_kv_up_proj norm(latent)
+        query [s, b, n, c + r]   linear_q_proj h, or linear_q_up_proj norm(linear_q_down_proj h)
+        latent, k_r              linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
+        k_c, value               linear_kv_up_proj norm(latent)
 
     The down projections give what every head needs, so every tensor-parallel rank has them whole.
     megatron's own module takes column-cut ones without Transformer Engine, and gives their turning

@@ -1,7 +1,8 @@
-"""The table of model families: how a Hugging Face config and its weights become megatron's, and back.
+"""The table of model families: how a Hugging Face config and its weights become megatron's, and
+back.
 
-A family is a few rows (model_family_rows.py says what a row is), a few config keys, and what of a config.json it cannot honour.
-`get_family` and `rows_of` are what the rest of the package reads.
+A family is a few rows (model_family_rows.py says what a row is), a few config keys, and what of a
+config.json it cannot honour. `get_family` and `rows_of` are what the rest of the package reads.
 """
 
 import functools
@@ -10,18 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .model_family_rows import (  # the names of rows are read from here
+from .model_family_rows import (
     GEMMA_NORMS,
     GLM4_NORMS,
     POST_NORMS,
-    PREDICTION_LAYERS,  # noqa: F401
-    TE_ALIASES,  # noqa: F401
-    UNUSED_TENSORS,  # noqa: F401
     Row,
     attention,
     decoder_rows,
     dense_rows,
-    is_of_expert,  # noqa: F401
     latent_attention,
     mlp_rows,
     moe_rows,
@@ -32,24 +29,22 @@ from .model_family_rows import (  # the names of rows are read from here
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type of transformers: its rows, config keys, and what of its config.json cannot be honoured."""
+    """A model_type of transformers: its rows, config keys, and what of its config.json cannot be
+    honoured."""
 
     rows: tuple[Row, ...]
     config: dict[str, str]  # HF config key -> McaModelConfig field
     constants: dict[str, Any]  # McaModelConfig fields that this family always has
-    refusals: tuple[
-        tuple[str, Callable[[Any], bool], str], ...
-    ] = ()  # (key, is it in use?, what to do)
-    sliding_window: Callable[[Any], int | None] = field(
-        default=lambda hf: None
-    )  # the window that is in use, tokens
-    derived: Callable[[Any], dict[str, Any]] = field(
-        default=lambda hf: {}
-    )  # fields that follow from several keys
-    prediction_layers: bool = (
-        False  # its checkpoints hold layers for multi-token prediction behind the last one
-    )
-    partial_rotary: bool = False  # whether the model of transformers honours partial_rotary_factor
+    # (key, is it in use?, what to do)
+    refusals: tuple[tuple[str, Callable[[Any], bool], str], ...] = ()
+    # the window that is in use, in tokens
+    sliding_window: Callable[[Any], int | None] = field(default=lambda hf: None)
+    # fields that follow from several keys
+    derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
+    # its checkpoints hold layers for multi-token prediction after the last one
+    prediction_layers: bool = False
+    # whether the model of transformers honours partial_rotary_factor
+    partial_rotary: bool = False
 
     def values(self, hf) -> dict[str, Any]:
         """McaModelConfig fields that a transformers config object decides."""
@@ -59,9 +54,8 @@ class Family:
             if value is not None:
                 values[ours] = value
         values.update(self.derived(hf))
-        if not values.get(
-            "num_moe_experts"
-        ):  # megatron refuses what would describe the experts of a dense model
+        if not values.get("num_moe_experts"):
+            # megatron refuses what would describe the experts of a dense model
             values = {name: value for name, value in values.items() if not name.startswith("moe_")}
         return values
 
@@ -109,11 +103,9 @@ _NO_MLP_BIAS = ("mlp_bias", bool, "biases in the MLP are not built")
 
 
 def _window_of_layers(hf):
-    return (
-        hf.sliding_window
-        if "sliding_attention" in (getattr(hf, "layer_types", None) or ())
-        else None
-    )
+    if "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+        return hf.sliding_window
+    return None
 
 
 def _window_of_all(hf):
@@ -153,7 +145,8 @@ _LATENT_CONFIG = {
 
 
 def _latent_fields(hf):
-    """q_lora_rank may be none at all; yarn's mscale_all_dim changes the scale of attention's scores."""
+    """q_lora_rank may be none at all; yarn's mscale_all_dim changes the scale of attention's
+    scores."""
     rope, fields = (
         hf.rope_parameters,
         {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads},
@@ -165,10 +158,8 @@ def _latent_fields(hf):
     return fields
 
 
-_MOE = dict(
-    _DENSE,
-    moe_router_pre_softmax=True,  # our router reads moe_router_norm_topk_prob; megatron's check wants this one for top-1
-)
+# our router reads moe_router_norm_topk_prob; megatron's check wants the other one for top-1
+_MOE = dict(_DENSE, moe_router_pre_softmax=True)
 _MOE_CONFIG = {
     **DENSE_CONFIG,
     "num_experts": "num_moe_experts",
@@ -197,7 +188,8 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 
 def sigmoid_router(hf) -> dict[str, Any]:
-    """Sigmoid scores, a bias that only chooses, groups of experts, shared experts, dense layers in front."""
+    """Sigmoid scores, a bias that only chooses, groups of experts, shared experts, dense layers in
+    front."""
     grouped = hf.n_group > 1
     return {
         "num_moe_experts": hf.n_routed_experts
@@ -249,7 +241,7 @@ _NO_NORM_TOPK = (
 _EVERY_LAYER = (
     "moe_layer_freq",
     lambda step: step not in (None, 1),
-    "expected 1: experts in each layer behind the dense ones",
+    "expected 1: experts in each layer after the dense ones",
 )
 
 
@@ -428,14 +420,17 @@ def get_family(model_type: str) -> Family:
     """The family of a config.json's model_type. ValueError names those that there are."""
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model_type {model_type!r} is not one that can be trained on megatron-core here: expected one of "
-            f"{', '.join(sorted(FAMILIES))}; set use_mca: false to train it with the plain torch backend"
+            f"model_type {model_type!r} is not one that can be trained on megatron-core here: "
+            "expected one of "
+            f"{', '.join(sorted(FAMILIES))}; set use_mca: false to train it with the plain torch "
+            "backend"
         )
     return FAMILIES[model_type]
 
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
-    """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything with its fields."""
+    """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything
+    with its fields."""
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):

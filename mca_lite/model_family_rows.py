@@ -1,18 +1,21 @@
 """Rows of the families' table: how Hugging Face's weights become megatron's, and back.
 
-One row maps one megatron tensor: (megatron name, HF names, kind). `{}` is the layer's number. The kind says how HF
-tensors merge into megatron's, and which axis tensor parallelism cuts:
+One row maps one megatron tensor: (megatron name, HF names, kind). `{}` is the layer's number. The
+kind says how HF tensors merge into megatron's, and which axis tensor parallelism cuts:
 
     copy     one tensor, the same on every tensor-parallel rank
     column   one tensor, cut along its rows (the output dimension)
     row      one tensor, cut along its columns (the input dimension)
     gated    [gate; up]: each is cut along its rows, then a rank's parts are joined
-    qkv      per query group [its queries, key, value] along the rows, no rotary permutation; groups cut over ranks
+    qkv      per query group [its queries, key, value] along the rows, no rotary permutation;
+             groups are cut over ranks
 
-A fused row names one HF tensor, which holds what gated or qkv take of several, one behind the other.
+A fused row names one HF tensor, which holds what gated or qkv take of several, one after the
+other.
 
-`[]` is an expert's number: such a row stands for one of each expert, whose matrices expert tensor parallelism cuts. Rows of
-`mtp.layers` are those of layers for multi-token prediction, whose numbers go on from the decoder's.
+`[]` is an expert's number: such a row stands for one of each expert, whose matrices expert tensor
+parallelism cuts. Rows of `mtp.layers` are those of layers for multi-token prediction, whose numbers
+go on from the decoder's.
 """
 
 from dataclasses import dataclass, replace
@@ -26,9 +29,8 @@ class Row:
     hf: tuple[str, ...]
     kind: str
     layers: str = "all"  # or those that are "dense", or "moe": a mixture of experts
-    when: str | None = (
-        None  # the config's field that must be set (behind "not": must not) for the tensor to be there
-    )
+    # the config's field that must be set (after "not": must not) for the tensor to be there
+    when: str | None = None
     expert: int | None = None  # its number in the layer
     fused: bool = False  # the one HF tensor holds all parts
     linear: bool = False  # of kind copy: it is a matrix that others would cut
@@ -36,22 +38,27 @@ class Row:
     @property
     def num_parts(self) -> int:
         """Tensors that gated or qkv merge, be they HF tensors or parts of one."""
-        return {"gated": 2, "qkv": 3}.get(self.kind, 1) if self.fused else len(self.hf)
+        if self.fused:
+            return {"gated": 2, "qkv": 3}.get(self.kind, 1)
+        return len(self.hf)
 
     @property
     def is_linear(self) -> bool:
-        """Whether the tensor is the matrix of a linear layer or an embedding: what can have an adapter."""
-        is_norm = "layernorm" in self.mca
-        return self.mca.endswith(".weight") and (
-            self.linear if self.kind == "copy" else not is_norm
-        )
+        """Whether the tensor is the matrix of a linear layer or an embedding: what can have an
+        adapter."""
+        if not self.mca.endswith(".weight"):
+            return False
+        if self.kind == "copy":
+            return self.linear
+        return "layernorm" not in self.mca
 
     def is_there(self, config) -> bool:
-        """Whether a model has the tensor in some layer. config: McaModelConfig, or anything with its fields."""
-        field = (self.when or "").removeprefix("not ")
-        return self.when is None or bool(getattr(config, field, None)) != self.when.startswith(
-            "not "
-        )
+        """Whether a model has the tensor in some layer. config: McaModelConfig, or anything with
+        its fields."""
+        if self.when is None:
+            return True
+        field = self.when.removeprefix("not ")
+        return bool(getattr(config, field, None)) != self.when.startswith("not ")
 
     def is_in(self, is_moe_layer: bool) -> bool:
         """Whether a layer of that kind has the tensor."""
@@ -59,7 +66,8 @@ class Row:
 
 
 def attention(bias=False, norm=False, norm_kind="copy", fused=False):
-    """bias, norm: whether they are there, or the config field that says it. norm_kind: column for a norm over all heads."""
+    """bias, norm: whether they are there, or the config field that says it. norm_kind: column for a
+    norm over all heads."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
     names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
     yield Row(
@@ -78,7 +86,8 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False):
 
 
 def latent_attention():
-    """Multi-latent attention; the projection of queries is one matrix, or two with a norm between them."""
+    """Multi-latent attention; the projection of queries is one matrix, or two with a norm between
+    them."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
 
     def row(ours, theirs, kind, **more):
@@ -108,7 +117,8 @@ def mlp_rows(hf="mlp.", layers="all", fused=False):
 
 
 def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
-    """The router and the experts of a layer, as Hugging Face's files hold them: two dimensions, a tensor each."""
+    """The router and the experts of a layer, as Hugging Face's files hold them: two dimensions, a
+    tensor each."""
     layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
     yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe", linear=True)
     bias = (hf + "gate.e_score_correction_bias",)
@@ -132,7 +142,8 @@ def shared_expert_rows(name, gate=None):
         )
 
 
-# HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what the MLP gives
+# HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what
+# the MLP gives
 PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GEMMA_NORMS = (
@@ -170,13 +181,13 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
 
 
 _LAYERS = "decoder.layers.{}."
-PREDICTION_LAYERS = (
-    "mtp.layers.{}."  # their number goes on from the decoder's, as in Hugging Face's files
-)
+# their numbers go on from the decoder's, as in Hugging Face's files
+PREDICTION_LAYERS = "mtp.layers.{}."
 
 
 def prediction_rows(decoder_rows):
-    """The layers for multi-token prediction: a layer of the decoder each, and how it is joined to the one before."""
+    """The layers for multi-token prediction: a layer of the decoder each, and how it is joined to
+    the one before."""
     ours, hf = PREDICTION_LAYERS, "model.layers.{}."
     yield Row(ours + "enorm.weight", (hf + "enorm.weight",), "copy")
     yield Row(ours + "hnorm.weight", (hf + "hnorm.weight",), "copy")
@@ -191,14 +202,15 @@ def dense_rows(norms=PRE_NORMS, **of_attention):
     return decoder_rows(attention(**of_attention), mlp_rows(), norms)
 
 
-# Transformer Engine fuses a norm into the linear behind it: the same tensor under another name
-TE_ALIASES = {
-    "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.{}.input_layernorm.weight",
-    "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": "decoder.layers.{}.pre_mlp_layernorm.weight",
+# Transformer Engine fuses a norm into the linear after it: the same tensor under another name
+TE_LAYERSES = {
+    _LAYERS + "self_attention.linear_qkv.layer_norm_weight": _LAYERS + "input_layernorm.weight",
+    _LAYERS + "mlp.linear_fc1.layer_norm_weight": _LAYERS + "pre_mlp_layernorm.weight",
 }
 
-# Patterns of tensors that some checkpoints hold and no model reads. Any other tensor that no row names is refused, since the
-# model may need it; a family that leaves some out on purpose adds them here, and they are carried into every export.
+# Patterns of tensors that some checkpoints hold and no model reads. Any other tensor that no row
+# names is refused, since the model may need it; a family that leaves some out on purpose adds them
+# here, and they are carried into every export.
 UNUSED_TENSORS = (
     r"rotary_emb\.inv_freq$",
 )  # old llama checkpoints: the config gives the frequencies

@@ -46,13 +46,15 @@ def resolve_transformer_impl(asked: str) -> str:
     if asked == "transformer_engine" and not transformer_engine_works():
         raise ValueError(
             "transformer_impl: 'transformer_engine' was set, and Transformer Engine does not work "
-            "here (it needs a GPU and `pip install mca-lite[te]`): set transformer_impl: local or auto"
+            "here (it needs a GPU and `pip install mca-lite[te]`): set transformer_impl: local or "
+            "auto"
         )
     return asked
 
 
 class Residual(torch.nn.Module):
-    """residual + multiplier * dropout(norm(x)): megatron's bias-dropout-add with what some families do to x first."""
+    """residual + multiplier * dropout(norm(x)): megatron's bias-dropout-add with what some families
+    do to x first."""
 
     def __init__(self, config):
         super().__init__()
@@ -78,7 +80,8 @@ class Residual(torch.nn.Module):
 
 
 def stage_layers(config, vp_stage: int | None = None) -> list[int]:
-    """Numbers in the whole model of the layers that one pipeline stage (and virtual stage) holds."""
+    """Numbers in the whole model of the layers that one pipeline stage (and virtual stage)
+    holds."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
@@ -99,7 +102,8 @@ def block_spec(config, vp_stage: int | None = None):
 
 
 def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
-    """megatron's spec of attention with our norms and core attention, or our own multi-latent attention."""
+    """megatron's spec of attention with our norms and core attention, or our own multi-latent
+    attention."""
     if config.multi_latent_attention:
         return ModuleSpec(LatentAttention)
     attention = spec.submodules

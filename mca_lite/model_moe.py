@@ -1,7 +1,9 @@
-"""A mixture-of-experts layer's own parts: the router and the experts. Dispatch and shared experts are megatron's.
+"""A mixture-of-experts layer's own parts: the router and the experts. Dispatch and shared experts
+are megatron's.
 
-Letters: T tokens, n experts of this rank, f columns of an expert on this rank (1 / etp of them), h hidden size. Experts are
-spread over the expert-parallel ranks, e = n * ep_rank + i, and their matrices are cut over the expert-tensor-parallel ranks.
+Letters: T tokens, n experts of this rank, f columns of an expert on this rank (1 / etp of them), h
+hidden size. Experts are spread over the expert-parallel ranks, e = n * ep_rank + i, and their
+matrices are cut over the expert-tensor-parallel ranks.
 """
 
 import torch
@@ -24,15 +26,18 @@ from .model_routing import (
 
 
 class Router(TopKRouter):
-    """megatron's router with the routing of transformers' models, and balancing losses that count real tokens alone.
+    """megatron's router with the routing of transformers' models, and balancing losses that count
+    real tokens alone.
 
-    `statistics` is set by the backend that trains it; without one nothing is counted and no loss is added.
+    `statistics` is set by the backend that trains it; without one nothing is counted and no loss is
+    added.
     """
 
     statistics: RouterStatistics | None = None
 
     def gating(self, input):
-        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer Engine on a GPU."""
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer
+        Engine on a GPU."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
@@ -42,14 +47,13 @@ class Router(TopKRouter):
             None if self.bias is None else self.bias.to(dtype),
         )
         adapter = getattr(self, "lora", None)
-        return (
-            logits
-            if adapter is None or not adapter.enabled
-            else logits + adapter(input).to(logits.dtype)
-        )
+        if adapter is None or not adapter.enabled:
+            return logits
+        return logits + adapter(input).to(logits.dtype)
 
     def routing(self, logits, padding_mask=None):
-        """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E], choices bool [T, E])."""
+        """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E],
+        choices bool [T, E])."""
         config, flat = self.config, logits.flatten(0, 1)
         weights, experts = choose_experts(
             flat,
@@ -104,9 +108,11 @@ class Router(TopKRouter):
 
 
 class Experts(MegatronModule):
-    """SwiGLU experts with their weights side by side: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f].
+    """SwiGLU experts with their weights side by side: fc1 [n, 2, f, h], gate before up, and fc2 [n,
+    h, f].
 
-    moe_grouped_gemm: one grouped matrix product for all of them; otherwise one expert after another. The numbers are the same.
+    moe_grouped_gemm: one grouped matrix product for all of them; otherwise one expert after
+    another. The numbers are the same.
     """
 
     def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
@@ -123,14 +129,19 @@ class Experts(MegatronModule):
             weight = torch.nn.Parameter(
                 torch.empty(shape, dtype=config.params_dtype, device=device)
             )
-            # gradients are summed over the ranks that hold the same experts, also where these are all ranks (ep 1, etp < tp)
+            # gradients are summed over the ranks that hold the same experts, also where these are
+            # all ranks (ep 1, etp < tp)
             weight.allreduce = False
-            # a whole expert is no duplicate either: without the mark all but the first rank's would miss in the norm
-            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 2, 1
+            # a whole expert is no duplicate either: without the mark all but the first rank's would
+            # miss in the norm
+            weight.tensor_model_parallel = True
+            weight.partition_dim = 2
+            weight.partition_stride = 1
             self.register_parameter(name, weight)
 
     def matrices(self):
-        """(number in the layer, name of megatron's matrix, view with two dimensions) of each local expert's."""
+        """(number in the layer, name of megatron's matrix, view with two dimensions) of each local
+        expert's."""
         first = self.fc1.shape[0] * self.ep_group.rank()
         for i in range(self.fc1.shape[0]):
             yield first + i, "linear_fc1", self.fc1[i].flatten(0, 1)
@@ -172,7 +183,8 @@ class Experts(MegatronModule):
         return (F.silu(gate) * up * probs.unsqueeze(-1)).to(dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors: experts along the first axis, their columns along the third."""
+        """megatron's ShardedTensors: experts along the first axis, their columns along the
+        third."""
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
         columns = (first + 2, self.etp_group.rank(), self.etp_group.size())

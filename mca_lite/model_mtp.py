@@ -1,12 +1,14 @@
-"""Multi-token prediction: extra layers, one behind the other, of which layer k predicts the token k + 1 places ahead.
+"""Multi-token prediction: extra layers in a row, of which layer k predicts the token k + 1 ahead.
 
-    g_k = norm(layer_k(eh_proj [enorm(embedding of the token k places ahead); hnorm(g_{k-1})])),   g_0 the decoder's output
+    g_0 = the decoder's output
+    g_k = norm(layer_k(eh_proj [enorm(embedding of the token k places ahead); hnorm(g_{k-1})]))
 
-The embedding and the output layer are the model's own; they lie on the last pipeline stage, which holds a copy of the
-embedding. With N trained tokens of the main loss, in the whole step or the micro-batch as calculate_per_token_loss has it, the
-objective is (sum of main losses + mtp_loss_scaling_factor / layers * sum of the layers' losses) / N, as in the DeepSeek-V3
-report. megatron's own module divides by other counts in its two modes, and moves tokens between ranks to look ahead; here a
-batch brings what follows each token along.
+The embedding and the output layer are the model's own; they lie on the last pipeline stage, which
+holds a copy of the embedding. With N trained tokens of the main loss, in the whole step or the
+micro-batch as calculate_per_token_loss has it, the objective is (sum of main losses +
+mtp_loss_scaling_factor / layers * sum of the layers' losses) / N, as in the DeepSeek-V3 report.
+megatron's own module divides by other counts in its two modes, and moves tokens between ranks to
+look ahead; here a batch brings what follows each token along.
 """
 
 import torch
@@ -26,7 +28,8 @@ from .model_layers import layer_spec
 
 
 class PredictionLayer(MegatronModule):
-    """One extra layer. megatron's MultiTokenPredictionBlock holds them, and gives their places in a checkpoint."""
+    """One extra layer. megatron's MultiTokenPredictionBlock holds them, and gives their places in a
+    checkpoint."""
 
     def __init__(self, config, layer, layer_number: int, vp_stage=None, pg_collection=None):
         super().__init__(config=config)
@@ -42,7 +45,8 @@ class PredictionLayer(MegatronModule):
         self.final_layernorm = RMSNorm(config, *sizes)
 
     def forward(self, embedded, hidden_states, **kwargs):
-        """embedded, hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> the next hidden_states.
+        """embedded, hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> the
+        next hidden_states.
 
         kwargs: attention_mask, packed_seq_params and padding_mask of the layer.
         """

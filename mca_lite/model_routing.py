@@ -1,15 +1,18 @@
-"""The mathematics of routers: which experts a token goes to, what keeps their loads even, and what is counted.
+"""The mathematics of routers: which experts a token goes to, and what keeps their loads even.
 
-Letters: T tokens, E experts, k experts of a token. Plain functions, so that both backends share them.
+Letters: T tokens, E experts, k experts of a token. Plain functions, which both backends share.
 
 Balancing losses are taken per micro-batch and layer, over the real tokens of the whole micro-batch:
 
-    aux_loss        E sum_e f_e P_e    f_e = choices of expert e / (T k), without gradient; P_e = mean score of expert e
-    seq_aux_loss    the same of each row, averaged over the rows that have tokens (a packed row is one row)
+    aux_loss        E sum_e f_e P_e    f_e = choices of expert e / (T k), without gradient
+                                       P_e = mean score of expert e
+    seq_aux_loss    the same of each row, averaged over the rows that have tokens (a packed row is
+                    one row)
     z_loss          mean of logsumexp(logits)^2
 
-f and P come from the plain scores, without bias and groups, as megatron-core and the DeepSeek-V3 paper have it. The
-objective adds the mean over all real micro-batches of a step, of the sum over layers, times the coefficients.
+f and P come from the plain scores, without bias and groups, as megatron-core and the DeepSeek-V3
+paper have it. The objective adds the mean over all real micro-batches of a step, of the sum over
+layers, times the coefficients.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,8 +40,9 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, experts) [T, k] of logits [T, E], as the routers of transformers give them.
 
-    bias [E] is added to the scores for the choice alone. With groups, only experts of the group_topk best groups are open; a
-    group counts by its two best experts ("top2") or its best ("max"). normalise: a token's weights sum to 1.
+    bias [E] is added to the scores for the choice alone. With groups, only experts of the
+    group_topk best groups are open; a group counts by its two best experts ("top2") or its best
+    ("max"). normalise: a token's weights sum to 1.
     """
     scores = scores_of(logits, score_function)
     choice = scores if bias is None else scores + bias
@@ -82,10 +86,11 @@ def balancing_parts(
     score_function: str,
     total: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's part of (balancing loss, z loss), and the number of real tokens of the micro-batch, float32.
+    """This rank's part of (balancing loss, z loss), and the number of real tokens of the
+    micro-batch, float32.
 
-    logits [s, b, E]; real bool [s, b]. The parts of all ranks that share the micro-batch's tokens sum to the losses; total:
-    sums a vector over them, in place or not. kind "none": the first is 0.
+    logits [s, b, E]; real bool [s, b]. The parts of all ranks that share the micro-batch's tokens
+    sum to the losses; total: sums a vector over them, in place or not. kind "none": the first is 0.
     """
     s, b, num_experts = logits.shape
     real = real.to(torch.float32).contiguous()
@@ -99,14 +104,11 @@ def balancing_parts(
     counts = total(counts)
     choices, tokens = counts[:, :-1], counts[:, -1]
     mass = (scores * real[..., None]).sum(0)  # [b, E]
-    if kind == "aux_loss":
-        choices, mass, of_row = (
-            choices.sum(0, keepdim=True),
-            mass.sum(0, keepdim=True),
-            tokens.sum()[None],
-        )
-    else:
-        of_row = tokens
+    of_row = tokens
+    if kind == "aux_loss":  # all rows are one
+        choices = choices.sum(0, keepdim=True)
+        mass = mass.sum(0, keepdim=True)
+        of_row = tokens.sum()[None]
     safe = of_row.clamp(min=1)[:, None]
     balance = num_experts * (choices / (safe * topk) * (mass / safe)).sum(-1)
     rows = (of_row > 0).sum().clamp(min=1)
@@ -116,13 +118,14 @@ def balancing_parts(
 
 
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """The router's bias [.., E] after a step in which its experts were chosen counts [.., E] times: experts below the mean
-    get `rate` more, those above it less."""
+    """The router's bias [.., E] after a step in which its experts were chosen counts [.., E] times:
+    experts below the mean get `rate` more, those above it less."""
     return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
 
 class RouterStatistics:
-    """What the routers of this rank did since the last line of the log, summed; nothing here waits for the device.
+    """What the routers of this rank did since the last line of the log, summed; nothing here waits
+    for the device.
 
     A layer has a row: choices of each expert, the balancing loss, the z loss, micro-batches.
     """
@@ -137,17 +140,20 @@ class RouterStatistics:
         self.rows[layer, :-3] += choices
 
     def add_losses(self, layer: int, balance, z, share) -> None:
-        """This rank's part of a micro-batch's losses; share: its part of the micro-batch, 0 where that is empty."""
+        """This rank's part of a micro-batch's losses; share: its part of the micro-batch, 0 where
+        that is empty."""
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
 
     def take(
         self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, float | list]:
-        """Numbers for the log, and a new start. reduce: the sum over all ranks; every rank must call it.
+        """Numbers for the log, and a new start. reduce: the sum over all ranks; every rank must
+        call it.
 
-        expert_load: for each layer that is a mixture the choices of each of its experts over their mean. expert_load_max and
-        _min: those of the busiest and of the idlest expert of a layer, averaged over these layers; the losses, without their
-        coefficients, averaged over these layers and the micro-batches.
+        expert_load: for each layer that is a mixture the choices of each of its experts over their
+        mean. expert_load_max and _min: those of the most and of the least loaded expert of a layer,
+        averaged over these layers; the losses, without their coefficients, averaged over these
+        layers and the micro-batches.
         """
         rows = reduce(self.rows.clone())
         self.rows.zero_()
@@ -158,10 +164,10 @@ class RouterStatistics:
         load = choices[mixtures] / choices[mixtures].mean(-1, keepdim=True)
         out = {"expert_load_max": load.amax(-1).mean(), "expert_load_min": load.amin(-1).mean()}
         balance, z, batches = rows[:, -3:].sum(0)
-        if losses.kind != "none":
-            out[
-                "load_balancing_loss" if losses.kind == "aux_loss" else "seq_load_balancing_loss"
-            ] = balance / batches
+        if losses.kind == "aux_loss":
+            out["load_balancing_loss"] = balance / batches
+        elif losses.kind != "none":
+            out["seq_load_balancing_loss"] = balance / batches
         if losses.z:
             out["z_loss"] = z / batches
         shares = [[round(share, 3) for share in layer] for layer in load.tolist()]
@@ -179,7 +185,10 @@ def choices_of(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> t
 
 def count_real_micro_batches(batches: Iterable[dict]) -> int:
     """Those that hold any real token; fillers do not."""
-    masks = (
-        ~b["padding_mask"] if "padding_mask" in b else b.get("attention_mask") for b in batches
-    )
-    return sum(mask is None or bool(mask.any()) for mask in masks)
+    count = 0
+    for batch in batches:
+        real = batch.get("attention_mask")
+        if "padding_mask" in batch:
+            real = ~batch["padding_mask"]
+        count += real is None or bool(real.any())
+    return count

@@ -1,4 +1,5 @@
-"""Start and stop of the distributed world: process groups, devices, seeds. CUDA with nccl, else CPU with gloo."""
+"""Start and stop of the distributed world: process groups, devices, seeds. CUDA with nccl, else CPU
+with gloo."""
 
 import datetime
 import os
@@ -16,11 +17,9 @@ from . import before_megatron  # noqa: F401
 
 def device() -> torch.device:
     """This rank's device: its own GPU where CUDA is there, else the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def rank() -> int:
@@ -45,7 +44,8 @@ def _one_machine() -> bool:
 
 
 def _stay_on_loopback() -> None:
-    """A world that fits one machine needs no other interface; gloo would pick whichever the host name resolves to."""
+    """A world that fits one machine needs no other interface; gloo would pick whichever the host
+    name resolves to."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if _one_machine() and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -54,13 +54,15 @@ def _stay_on_loopback() -> None:
 def start_process_group(timeout_s: float = 1800) -> None:
     """Join the world that torchrun's variables describe, or make a world of one without torchrun.
 
-    Does nothing when a process group is there already (a test, or a host program, may have made it).
+    Does nothing when a process group is there already (a test, or a host program, may have made
+    it).
     """
     if dist.is_initialized():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
         raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set: start with torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set: start with torchrun, "
+            "or unset WORLD_SIZE"
         )
     backend = "gloo"
     if torch.cuda.is_available():
@@ -86,8 +88,8 @@ def start_process_group(timeout_s: float = 1800) -> None:
 def initialize(args, use_mca: bool = True) -> None:
     """Start the world for `args` (TrainingArguments): process group, megatron's groups, seeds.
 
-    With use_mca false only torch.distributed starts. Calling it again with the same layout changes nothing;
-    with another layout it is a RuntimeError, since a process can hold one layout only.
+    With use_mca false only torch.distributed starts. Calling it again with the same layout changes
+    nothing; with another layout it is a RuntimeError, since a process can hold one layout only.
     Collectives: group creation over all ranks.
     """
     start_process_group(args.ddp_timeout)
@@ -110,22 +112,17 @@ def _initialize_model_parallel(args) -> None:
         got = (
             mpu.get_tensor_model_parallel_world_size(),
             mpu.get_pipeline_model_parallel_world_size(),
-        )
-        got += (
             mpu.get_virtual_pipeline_model_parallel_world_size(),
             mpu.get_context_parallel_world_size(),
-        )
-        got += (
             mpu.get_expert_model_parallel_world_size(),
             mpu.get_expert_tensor_parallel_world_size(),
         )
-        asked = (
-            *wanted.values(),
-            args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        )
+        etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        asked = (*wanted.values(), etp)
         if got != asked:
             raise RuntimeError(
-                f"this process already runs with (tp, pp, vpp, cp, ep, etp) = {got}, and {asked} was asked for: call "
+                f"this process already runs with (tp, pp, vpp, cp, ep, etp) = {got}, and {asked} "
+                "was asked for: call "
                 "mca_lite.parallel.shutdown() first"
             )
         return
@@ -139,7 +136,8 @@ def _initialize_model_parallel(args) -> None:
 
 
 def set_seed(seed: int, use_mca: bool = True) -> None:
-    """Seed python, numpy and torch, and megatron's per-rank dropout states. Megatron wants seeds above 0."""
+    """Seed python, numpy and torch, and megatron's per-rank dropout states. Megatron wants seeds
+    above 0."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -168,7 +166,8 @@ def gather(value) -> list:
 def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> Any:
     """What action() returns on the main rank, on every rank. Collective.
 
-    What it raises there is raised on every rank as `kind`, with the same text: nobody waits for a rank that has stopped.
+    What it raises there is raised on every rank as `kind`, with the same text: nobody waits for a
+    rank that has stopped.
     """
     answer = [None, None]
     if is_main():
@@ -219,15 +218,18 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_gradients(x: torch.Tensor, group) -> torch.Tensor:
-    """x, which all ranks of the group hold; its gradient is the sum of what each found. Collective in the backward pass.
+    """x, which all ranks of the group hold; its gradient is the sum of what each found. Collective
+    in the backward pass.
 
-    megatron's own copy_to leaves a gradient that is not contiguous, such as that of a split, as it came.
+    megatron's own copy_to leaves a gradient that is not contiguous, such as that of a split, as it
+    came.
     """
     return _SumGradients.apply(x, group)
 
 
 def shutdown() -> None:
-    """Close what `initialize` opened, on every rank. For a clean end only: after a failure of a rank it would wait."""
+    """Close what `initialize` opened, on every rank. For a clean end only: after a failure of a
+    rank it would wait."""
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():

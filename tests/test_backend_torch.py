@@ -73,3 +73,22 @@ def on_transformer_engine(path: str) -> str:
 def test_rows_longer_than_the_window_are_refused_with_transformer_engine(tmp_path):
     path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
     assert "cutoff_len to at most 16" in world.run(on_transformer_engine, 1, path)[0]
+
+
+def test_a_family_whose_routers_are_not_found_is_refused():
+    """Otherwise its balancing losses and biases would be left out without a word."""
+    from types import SimpleNamespace
+
+    from mca_lite.backend_torch_moe import TorchRouters
+    from tests.shared import tiny_moe
+
+    model = torch.nn.Linear(1, 1)
+    model.config = tiny_moe.hf_config("qwen3_moe_dense_layers")
+    args = SimpleNamespace(
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+        moe_router_bias_update_rate=0.0,
+    )
+    with pytest.raises(ValueError, match="has experts in . layers, and routers .* found in 0"):
+        TorchRouters(model, args)
