@@ -203,7 +203,7 @@ def dense_rows(norms=PRE_NORMS, **of_attention):
 
 
 # Transformer Engine fuses a norm into the linear after it: the same tensor under another name
-TE_LAYERSES = {
+TE_ALIASES = {
     _LAYERS + "self_attention.linear_qkv.layer_norm_weight": _LAYERS + "input_layernorm.weight",
     _LAYERS + "mlp.linear_fc1.layer_norm_weight": _LAYERS + "pre_mlp_layernorm.weight",
 }
