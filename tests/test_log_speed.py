@@ -1,4 +1,4 @@
-"""Rates and FLOPs, counted by hand: dense models, LoRA, padded and packed rows, on both backends."""
+"""Rates and FLOPs, counted by hand: dense, LoRA, padded and packed rows, on both backends."""
 
 import psutil
 import pytest
@@ -100,8 +100,7 @@ ADAPTERS = 4 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
 def adapted(model, **spec):
     from mca_lite import lora
 
-    inject = lora.inject_torch if isinstance(model, torch.nn.Module) else lora.inject
-    return inject(model, lora.LoraSpec(rank=4, **spec))
+    return lora.inject(model, lora.LoraSpec(rank=4, **spec))
 
 
 def adapted_with_head(model):
