@@ -239,8 +239,7 @@ class McaGPTModel(GPTModel):
         ).t()
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors. Its copy of the embedding for multi-token prediction reads the
-        metadata unasked."""
+        """megatron's ShardedTensors; its copy of the embedding reads the metadata unasked."""
         return super().sharded_state_dict(
             prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
         )
@@ -348,13 +347,11 @@ class VirtualModels:
     def save_pretrained(
         self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"
     ) -> None:
-        """Write the Hugging Face checkpoint: config.json and safetensors. All ranks must call
-        it."""
+        """Write config.json and safetensors of Hugging Face. All ranks must call it."""
         weights_convert.export_hf(self, save_directory, max_shard_size)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the padding of the
-        vocabulary."""
+        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the vocabulary's padding."""
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 
@@ -363,18 +360,14 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
     vpp, models = config.virtual_pipeline_model_parallel_size, []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
-        models.append(
-            McaGPTModel(
-                config,
-                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                vp_stage=vp_stage,
-            )
-        )
-        models[-1].to(device=parallel.device(), dtype=config.params_dtype)
-        for router in routers_of(models[-1:]):
+        first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        model = McaGPTModel(config, first, last, vp_stage)
+        model.to(device=parallel.device(), dtype=config.params_dtype)
+        for router in routers_of([model]):
             router._maintain_float32_expert_bias()
-        _mark_tensor_parallel(models[-1])
+        _mark_tensor_parallel(model)
+        models.append(model)
     return VirtualModels(config, models)
 
 

@@ -147,6 +147,12 @@ def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first(
     assert answers["args"] == answers["constants"] == "never"
 
 
+def test_a_module_becomes_another_class_in_one_place_alone():
+    texts = {name: (PACKAGE / f"{name}.py").read_text() for name in ORDER}
+    counts = {name: text.count(".__class__ = ") for name, text in texts.items()}
+    assert {name: count for name, count in counts.items() if count} == {"model": 1}
+
+
 def test_only_the_import_of_megatron_filters_warnings():
     texts = {name: (PACKAGE / f"{name}.py").read_text() for name in ORDER}
     words = ("filterwarnings", "simplefilter")
