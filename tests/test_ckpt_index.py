@@ -22,8 +22,8 @@ from mca_lite import ckpt_folder
 from mca_lite.ckpt_folder import CheckpointError
 from mca_lite.ckpt_index import IndexedReader, read_index
 from tests.shared import tiny, world
-from tests.shared.training import train
-from tests.test_ckpt_safety import SAVE, attempt
+from tests.shared.layouts import SAVE
+from tests.shared.training import attempt, train
 
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 

@@ -15,10 +15,9 @@ import pytest
 from mca_lite import ckpt_folder
 from tests.shared import tiny, world
 from tests.shared.files import flip_bit
-from tests.shared.layouts import DIST_OPT, PP2, TP2
-from tests.shared.training import train
+from tests.shared.layouts import DIST_OPT, PP2, SAVE, TP2
+from tests.shared.training import attempt, train
 
-SAVE = dict(save_strategy="steps", save_steps=2, num_train_epochs=5)
 AUTO = dict(SAVE, resume_from_checkpoint="auto")
 
 
@@ -40,16 +39,6 @@ def run_of_four(model_path, tmp_path_factory):
 def run_folder_copy(run_of_four, tmp_path):
     shutil.copytree(run_of_four[0], tmp_path / "run")
     return tmp_path / "run"
-
-
-def attempt(path: str, out: str, **keys) -> tuple[str, str, list]:
-    """(error or "", what was printed, curve) of a run."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        try:
-            return "", printed.getvalue(), train(path, out, **keys)
-        except ValueError as error:
-            return str(error), printed.getvalue(), []
 
 
 def said(path: str, out: str, **keys) -> str:

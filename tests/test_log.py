@@ -18,6 +18,7 @@ from transformers import TrainerState as HFTrainerState
 from mca_lite.args import TrainingArguments, parse_args
 from mca_lite.log import Report, format_duration, format_progress, format_summary, read_log, smooth
 from mca_lite.trainer_callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
+from tests.shared.training import Clock
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
@@ -28,16 +29,6 @@ ARGS = SimpleNamespace(
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra plot"
 )
-
-
-class Clock:
-    """A clock that shows what the test says."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def make_report(tmp_path, **options):

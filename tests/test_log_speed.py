@@ -7,8 +7,7 @@ from transformers import AutoConfig
 
 from mca_lite.log_speed import ModelWork, Throughput, model_sizes, peak_flops, peak_memory_gib
 from tests.shared import tiny, world
-from tests.shared.training import read_log, train
-from tests.test_log import Clock
+from tests.shared.training import Clock, read_log, train
 
 
 def test_throughput_is_tokens_over_time_since_the_last_line():

@@ -1,6 +1,8 @@
 """One short training run on this rank, in any layout and on either backend: what the parity tests compare."""
 
+import contextlib
 import functools
+import io
 import json
 
 from tests.shared import tiny
@@ -85,3 +87,23 @@ def assert_same_curve(got, wanted, tolerance=TOLERANCE):
             assert abs(a - b) <= tolerance * max(1.0, abs(b)), (
                 f"step {step}: {name} {a} instead of {b}"
             )
+
+
+def attempt(path: str, out: str, **keys) -> tuple[str, str, list]:
+    """(error or "", what was printed, curve) of a run."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            return "", printed.getvalue(), train(path, out, **keys)
+        except ValueError as error:
+            return str(error), printed.getvalue(), []
+
+
+class Clock:
+    """A clock that shows what the test says."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
