@@ -406,7 +406,8 @@ class TrainingArguments(ArgumentGroup):
     @property
     def train_global_batch_size(self) -> int:
         """Samples an optimizer step over all ranks: micro-batch x gradient_accumulation_steps x data parallel size."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+        steps = self.gradient_accumulation_steps or 1
+        return self.micro_batch_size * steps * self.data_parallel_size
 
 
 @dataclass(kw_only=True)
@@ -495,7 +496,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     values, problems = parser.read(argv)
     switched_off = _use_torch_backend(values)
     parsed = parser.build(values)
-    run = RunArguments(*parsed.groups, parsed.warnings)
+    model, data, finetuning, training, backend = parsed.groups
+    run = RunArguments(model, data, finetuning, training, backend, parsed.warnings)
     problems += parsed.problems
     facts = SimpleNamespace(**run.to_dict())
     judge = Judge(facts, {problem.key for problem in problems})

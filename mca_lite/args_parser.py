@@ -96,7 +96,7 @@ class ArgumentGroup:
         for item in dataclasses.fields(cls):
             value = values.get(item.name)
             if value is None and default_of(item) is MISSING:
-                is_list = typing.get_origin(type_hints(cls)[item.name]) is list
+                is_list = typing.get_origin(type_hints(cls)[item.name]) is list  # type: ignore[arg-type]
                 value = [] if is_list else ""
                 judge.refuse(item.name, "it is required and was not given", example(item), None)
             setattr(group, item.name, default_of(item) if value is None else value)
@@ -116,7 +116,8 @@ class ArgumentGroup:
         if value is None and default is not MISSING:
             value = default
         try:
-            value = cast(value, type_hints(type(self))[key])
+            # mypy asks whether instances can be hashed; the class is
+            value = cast(value, type_hints(type(self))[key])  # type: ignore[arg-type]
             if "choices" in item.metadata:
                 value = cast(value, Literal[tuple(item.metadata["choices"])])
         except ValueError as error:
@@ -282,7 +283,7 @@ class ArgumentParser:
         """All keys, their defaults and what they mean, group by group."""
         lines = ["usage: train.py [config.yaml] [key=value ...]"]
         for group in self.group_types:
-            lines += ["", group.__doc__.strip().splitlines()[0]]
+            lines += ["", str(group.__doc__).strip().splitlines()[0]]
             for item in dataclasses.fields(group):
                 default = default_of(item)
                 default = "required" if default is MISSING else json.dumps(default)

@@ -54,7 +54,7 @@ def numbers_of(values: dict[str, Any]) -> ModelNumbers:
             "num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"
         ),
         expert_columns=number("moe_ffn_hidden_size", "moe_intermediate_size"),
-        has_prediction_layers=family and family.prediction_layers,
+        has_prediction_layers=None if family is None else family.prediction_layers,
         embedding_is_head=values.get(
             "tie_word_embeddings", values.get("tie_embeddings_and_output_weights")
         ),
@@ -83,12 +83,12 @@ def check_model(m: ModelNumbers, a: Any, judge: Judge) -> None:
 
 def _check_tensor_parallel(m: ModelNumbers, a: Any, judge: Judge) -> None:
     key, tp = "tensor_model_parallel_size", a.tensor_model_parallel_size
-    shared = {
+    counts = {
         "attention heads": m.num_attention_heads,
         "query groups": m.num_query_groups or m.num_attention_heads,
         "MLP columns": m.ffn_hidden_size,
     }
-    shared = {what: count for what, count in shared.items() if count}
+    shared = {what: count for what, count in counts.items() if count}
     uneven = [f"{count} {what}" for what, count in shared.items() if count % tp]
     if uneven:
         best = math.gcd(tp, *shared.values())
@@ -99,9 +99,10 @@ def _check_tensor_parallel(m: ModelNumbers, a: Any, judge: Judge) -> None:
 def _check_experts(m: ModelNumbers, a: Any, judge: Judge) -> None:
     key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
     tp = a.tensor_model_parallel_size
-    if m.num_experts % ep:
-        reason = f"the model's {m.num_experts} experts cannot be shared evenly by {ep} ranks"
-        judge.refuse(key, reason, f"{key}: {math.gcd(m.num_experts, ep)}")
+    experts = m.num_experts or 0
+    if experts % ep:
+        reason = f"the model's {experts} experts cannot be shared evenly by {ep} ranks"
+        judge.refuse(key, reason, f"{key}: {math.gcd(experts, ep)}")
     if tp > 1 and not a.sequence_parallel:
         reason = "experts and tensor parallelism need sequence parallelism"
         judge.refuse("sequence_parallel", reason, "sequence_parallel: true")
