@@ -1,8 +1,9 @@
-"""What a run is told: five groups of arguments, from Python, or from a YAML file and `key=value` words.
+"""All configuration keys, in five dataclasses, and parse_args, which fills them.
 
-Every key is flat and bears the name that Hugging Face, LLaMA-Factory or megatron-core gives it. A group casts,
-normalises and checks itself when it is made, from Python as from a file, and shows all its problems at once. Nothing
-here imports torch, megatron-core or transformers before it is needed: a typing error shows in a fraction of a second.
+Every key is flat and bears the name that Hugging Face, LLaMA-Factory or megatron-core gives it. A
+group casts, normalises and checks itself when it is made, from Python as from a file, and shows all
+its problems at once. Nothing here imports torch, megatron-core or transformers before it is needed:
+a typing error shows in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from .objectives import OBJECTIVES, check_objective_run
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A key of megatron-core, which the plain torch backend does without: it counts as its default there."""
+    """A key of megatron-core, which the plain torch backend does without: it counts as its default
+    there.
+    """
     return arg(default, text, torch=False, **metadata)
 
 
@@ -164,10 +167,10 @@ class UseMcaArguments(ArgumentGroup):
 class TrainingArguments(ArgumentGroup):
     """How it is trained: batches, optimizer, cadence, precision and parallel layout.
 
-    The constructor takes keywords only and raises ConfigError (a ValueError) that lists all problems. Under torchrun
-    the layout must divide the world. `gradient_accumulation_steps`, `per_device_eval_batch_size`, `eval_steps`,
-    `recompute_method` and `recompute_num_layers` hold the values in effect afterwards; `resume_from_checkpoint` is
-    None, "auto" or a path.
+    The constructor takes keywords only and raises ConfigError (a ValueError) that lists all
+    problems. Under torchrun the layout must divide the world. `gradient_accumulation_steps`,
+    `per_device_eval_batch_size`, `eval_steps`, `recompute_method` and `recompute_num_layers` hold
+    the values in effect afterwards; `resume_from_checkpoint` is None, "auto" or a path.
     """
 
     # output and cadence
@@ -374,7 +377,8 @@ class TrainingArguments(ArgumentGroup):
 
     def _check(self, judge: Judge) -> None:
         normalise_training(self, judge)
-        # Without torchrun the arguments may be made for a world that is not there: parse_args decides then.
+        # Without torchrun the arguments may be made for a world that is not there: parse_args
+        # decides then.
         if "WORLD_SIZE" in os.environ:
             check_world(self, judge)
         check_training(self, judge)
@@ -395,7 +399,9 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model in the world; 1 where it holds less than one (arguments made without torchrun)."""
+        """Copies of the model in the world; 1 where it holds less than one (arguments made without
+        torchrun).
+        """
         return max(1, self.world_size // self.model_parallel_size)
 
     @property
@@ -405,7 +411,8 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def train_global_batch_size(self) -> int:
-        """Samples an optimizer step over all ranks: micro-batch x gradient_accumulation_steps x data parallel size."""
+        """Samples an optimizer step over all ranks: micro-batch x gradient_accumulation_steps x
+        data parallel size."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
 
@@ -417,7 +424,9 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments:
-    """All groups of a run, and `warnings`: the lines that rank 0 should print, each about values without effect."""
+    """All groups of a run, and `warnings`: the lines that rank 0 should print, each about values
+    without effect.
+    """
 
     model: ModelArguments
     data: DataArguments
@@ -444,10 +453,11 @@ class RunArguments:
         return {key: value for group in self.groups for key, value in group.to_dict().items()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Flat key -> value in effect, without the keys that are None (None and absent mean the same).
+        """Flat key -> value in effect, without the keys that are None (None and absent mean the
+        same).
 
-        Parsed again in a world of the same size it gives the same run; with global_batch_size it holds for any world,
-        because gradient_accumulation_steps is left to be derived.
+        Parsed again in a world of the same size it gives the same run; with global_batch_size it
+        holds for any world, because gradient_accumulation_steps is left to be derived.
         """
         values = {key: value for key, value in self.to_dict().items() if value is not None}
         if self.training.global_batch_size is not None:
@@ -466,10 +476,11 @@ GROUPS = (ModelArguments, DataArguments, FinetuningArguments, TrainingArguments,
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
-    """The rules between training arguments and keys of other groups, for trainers that are made without a file.
+    """The rules between training arguments and keys of other groups, for trainers that are made
+    without a file.
 
-    Keys that are not given have their defaults; without a stage the rules of objectives are left out. Raises
-    ConfigError, as parse_args does.
+    Keys that are not given have their defaults; without a stage the rules of objectives are left
+    out. Raises ConfigError, as parse_args does.
     """
     items = [item for group in GROUPS for item in dataclasses.fields(group)]
     values = {item.name: default_of(item) for item in items} | args.to_dict() | keys
@@ -482,11 +493,13 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
 
 
 def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> RunArguments:
-    """The arguments of a run from the words of its command line (None: sys.argv), see ArgumentParser.
+    """The arguments of a run from the words of its command line (None: sys.argv), see
+    ArgumentParser.
 
-    The model's config.json is read too (from its folder, or the hub) and checked against the layout. needs_world=False
-    is for commands that only look at a configuration: without torchrun the layout need not fit this one process then.
-    `-h` and `--help` print the keys and leave. Raises ConfigError with all problems of the run.
+    The model's config.json is read too (from its folder, or the hub) and checked against the
+    layout. needs_world=False is for commands that only look at a configuration: without torchrun
+    the layout need not fit this one process then. `-h` and `--help` print the keys and leave.
+    Raises ConfigError with all problems of the run.
     """
     parser = ArgumentParser(GROUPS)
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -525,7 +538,9 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
 
 
 def _use_torch_backend(values: dict[str, Any]) -> list[str]:
-    """Where use_mca is false, take megatron-core's keys out of values -> those that had another value."""
+    """Where use_mca is false, take megatron-core's keys out of values -> those that had another
+    value.
+    """
     try:
         if cast(values.get("use_mca", True), bool):
             return []
@@ -546,7 +561,9 @@ def _use_torch_backend(values: dict[str, Any]) -> list[str]:
 
 
 def _read_model_numbers(model: ModelArguments, judge: Judge) -> dict[str, Any]:
-    """The model's config.json, or mca_config.json where there is only that; {} where there is neither."""
+    """The model's config.json, or mca_config.json where there is only that; {} where there is
+    neither.
+    """
     name, key = model.model_name_or_path, "model_name_or_path"
     folder = Path(name)
     has_config = (folder / HF_CONFIG_NAME).is_file()

@@ -1,4 +1,4 @@
-"""Aliases, unsupported keys and ignored keys. The keys that have an effect are the fields in args.py."""
+"""Aliases, unsupported keys and ignored keys; those that have an effect are the fields in args.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ALIASES = {
     "additional_target": "modules_to_save",
 }
 
-# Keys that are known, and what this version takes for them: (values, what the other values would need). A name that
-# ends in * stands for all keys that begin so. A version that learns one of them deletes its row.
+# Keys that are known, and what this version takes for them: (values, what others would need). A
+# name that ends in * stands for all keys that begin so. A version that learns one deletes its row.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ref_model_*": ((None,), "a reference with adapters of its own or quantised weights"),
     "pref_bco_weight": ((None, 0, "0.0"), "the loss of a binary classifier"),

@@ -1,4 +1,5 @@
-"""Groups of arguments that cast and check themselves, and the parser that fills them from a file and words.
+"""Groups of arguments that cast and check themselves, and the parser that fills them from a file
+and words.
 
 A group is a dataclass whose fields are made by arg(); the groups of a run are in args.py.
 """
@@ -42,8 +43,10 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
     choices: a table of the values, which may grow until the arguments are read.
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
-    model: the key is a field of McaModelConfig under the same name, which takes it where it is not None; "always" if a
-    None counts too. optimizer: its name in megatron's OptimizerConfig. ddp: in DistributedDataParallelConfig.
+    model: the key is a field of McaModelConfig under the same name, which takes it where it is not
+        None; "always" if a None counts too.
+    optimizer, ddp: True if it is a field of megatron's OptimizerConfig, or of its
+        DistributedDataParallelConfig, under the same name; else its name there.
     lora: True for a key that has an effect with adapters only.
     """
     metadata = {"help": text, **metadata}
@@ -62,7 +65,9 @@ def default_of(item: dataclasses.Field) -> Any:
 
 
 def example(item: dataclasses.Field) -> str:
-    """What to write instead: the key with its default, or its help text where the default is no value."""
+    """What to write instead: the key with its default, or its help text where the default is no
+    value.
+    """
     default = default_of(item)
     if default is None and "low" in item.metadata:
         default = item.metadata["low"]
@@ -75,7 +80,8 @@ def example(item: dataclasses.Field) -> str:
 
 @dataclass(kw_only=True)
 class ArgumentGroup:
-    """Base of the groups: the constructor casts every field by its type and raises ConfigError with all problems.
+    """Base of the groups: the constructor casts every field by its type and raises ConfigError with
+    all problems.
 
     `notes` holds one line for each value that was changed or has no effect.
     """
@@ -87,9 +93,11 @@ class ArgumentGroup:
 
     @classmethod
     def build(cls, values: dict[str, Any]) -> tuple[Any, list[Problem]]:
-        """The group from key -> value and its problems, which the caller raises; other groups' keys are passed over.
+        """The group from key -> value and its problems, which the caller raises; other groups' keys
+        are passed over.
 
-        It does without the constructor, since the rules between groups must see a group that has problems too.
+        It does without the constructor, since the rules between groups must see a group that has
+        problems too.
         """
         group = cls.__new__(cls)
         judge = Judge(group)
@@ -111,7 +119,9 @@ class ArgumentGroup:
         self._check(judge)
 
     def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
-        """Cast a field in place and check it by itself. None, and a value that does not work, become the default."""
+        """Cast a field in place and check it by itself. None, and a value that does not work,
+        become the default.
+        """
         key, default, value = item.name, default_of(item), getattr(self, item.name)
         if value is None and default is not MISSING:
             value = default
@@ -152,12 +162,16 @@ class ArgumentGroup:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Field name -> value, copied; what was left to a default is there with the value in effect."""
+        """Field name -> value, copied; what was left to a default is there with the value in
+        effect.
+        """
         return dataclasses.asdict(self)
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
-    """The Problems of single values by the types and limits of the group's keys, for constructors that take them."""
+    """The Problems of single values by the types and limits of the group's keys, for constructors
+    that take them.
+    """
     group = group_type.__new__(group_type)
     judge = Judge(group)
     for item in dataclasses.fields(group_type):
@@ -177,10 +191,12 @@ class Parsed(typing.NamedTuple):
 
 
 class ArgumentParser:
-    """Fills several argument groups from one flat set of keys: a YAML or JSON file, overruled by command line words.
+    """Fills several argument groups from one flat set of keys: a YAML or JSON file, overruled by
+    command line words.
 
-    Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true, and a word that
-    ends in .yaml, .yml or .json is the file. Of a key given twice there the last value holds; null is the default.
+    Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true,
+    and a word that ends in .yaml, .yml or .json is the file. Of a key given twice there the last
+    value holds; null is the default.
     """
 
     def __init__(self, group_types: typing.Iterable[type[ArgumentGroup]]):
@@ -235,7 +251,9 @@ class ArgumentParser:
         return paths, words, problems
 
     def _is_value(self, option: str, word: str) -> bool:
-        """Whether the word after `--option` is its value, rather than the next key or, for a flag, the file."""
+        """Whether the word after `--option` is its value, rather than the next key or, for a flag,
+        the file.
+        """
         key, equals, _ = word.partition("=")
         known = key in self.fields or key in ALIASES
         known = known or lookup(IGNORED_KEYS, key) or lookup(UNSUPPORTED, key)
@@ -292,7 +310,8 @@ class ArgumentParser:
 
 
 def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
-    """Key -> value of a flat YAML or JSON file. Numbers and truth values stay text, for their field's type to read.
+    """Key -> value of a flat YAML or JSON file. Numbers and truth values stay text, for their
+    field's type to read.
 
     Raises ConfigError where the file is absent, broken or not flat, or where it has a key twice.
     """
@@ -325,7 +344,9 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def _word_value(text: str) -> str | None:
-    """A word's value: null, quoted text without its quotes, or the text itself, for its field's type to read."""
+    """A word's value: null, quoted text without its quotes, or the text itself, for its field's
+    type to read.
+    """
     if text.strip().lower() in ("", "~", "null"):
         return None
     try:

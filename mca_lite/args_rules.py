@@ -1,8 +1,9 @@
 """The rules within the arguments of a run: in a group of keys, and between groups.
 
-Every rule stands here once; those that need a model's numbers are in args_rules_model.py. The command line, YAML files and
-the constructors of Python (TrainingArguments, DPOConfig, the trainers) ask these functions. A function is given a Judge
-(args_values.py) and the arguments `a` by their keys; where it also fills in what follows from other keys, it says so.
+Every rule stands here once; those that need a model's numbers are in args_rules_model.py. The
+command line, YAML files and the constructors of Python (TrainingArguments, DPOConfig, the trainers)
+ask these functions. A function is given a Judge (args_values.py) and the arguments `a` by their
+keys; where it also fills in what follows from other keys, it says so.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ MODEL_FIELDS = (
 
 
 def normalise_training(a: Any, judge: Judge) -> None:
-    """Replace aliases and fill in what follows from other keys, in place; `a.notes` says what was switched off."""
+    """Replace aliases and fill in what follows from other keys, in place; `a.notes` says what was
+    switched off.
+    """
     unknown = [name for name in a.report_to if name not in (*REPORTERS, "none", "all")]
     if unknown:
         choices = f"report_to: none, {', '.join(REPORTERS)}"
@@ -142,7 +145,9 @@ def check_world(a: Any, judge: Judge) -> None:
 
 
 def _check_expert_world(a: Any, judge: Judge) -> None:
-    """Experts are spread over the ranks of a pipeline stage: all that attention uses for data, context and tensors."""
+    """Experts are spread over the ranks of a pipeline stage: all that attention uses for data,
+    context and tensors.
+    """
     key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
     etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
     stage = a.world_size // a.pipeline_model_parallel_size
@@ -156,7 +161,9 @@ def _check_expert_world(a: Any, judge: Judge) -> None:
 
 
 def check_training(a: Any, judge: Judge) -> None:
-    """Every rule of TrainingArguments; sets gradient_accumulation_steps and casts lr_scheduler_kwargs."""
+    """Every rule of TrainingArguments; sets gradient_accumulation_steps and casts
+    lr_scheduler_kwargs.
+    """
     _resolve_batches(a, judge)
     _check_layout(a, judge)
     _check_cadence(a, judge)
@@ -308,7 +315,9 @@ def _check_memory(a: Any, judge: Judge) -> None:
 
 
 def _check_additional_configs(a: Any, judge: Judge) -> None:
-    """additional_configs can set fields of megatron's config that no key and no config.json decides."""
+    """additional_configs can set fields of megatron's config that no key and no config.json
+    decides.
+    """
     if not a.additional_configs or "additional_configs" in judge.bad:
         return
     from . import cpu
@@ -384,7 +393,9 @@ def _check_schedule(a: Any, judge: Judge) -> None:
 
 
 class ScheduleSteps(NamedTuple):
-    """Steps of warm-up, the step at which the lowest rate is reached, and steps of decay (None: all between)."""
+    """Steps of warm-up, the step at which the lowest rate is reached, and steps of decay (None: all
+    between).
+    """
 
     warmup: int
     end: int
@@ -432,7 +443,9 @@ def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
 
 
 def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """schedule_steps() of a run whose length is known. Raises ConfigError for steps that do not fit together."""
+    """schedule_steps() of a run whose length is known. Raises ConfigError for steps that do not fit
+    together.
+    """
     judge, steps = Judge(a), schedule_steps(a, num_training_steps)
     _check_schedule_steps(a, steps, judge)
     judge.close()
@@ -466,7 +479,9 @@ def check_data(a: Any, judge: Judge) -> None:
 
 
 def check_finetuning(a: Any, judge: Judge) -> None:
-    """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter has its own sizes."""
+    """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter
+    has its own sizes.
+    """
     given = a.changed(lora=True)
     if a.finetuning_type == "full":
         if a.adapter_name_or_path and "finetuning_type" not in judge.bad:

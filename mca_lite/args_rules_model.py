@@ -1,7 +1,8 @@
 """The rules between arguments and a model's numbers, and pipeline layouts in megatron's syntax.
 
-parse_args asks them with the numbers of config.json, before torch is imported; McaModelConfig asks the same functions with
-its own fields. `a` are the arguments by their keys: TrainingArguments, or a McaModelConfig, which names them alike.
+parse_args asks them with the numbers of config.json, before torch is imported; McaModelConfig asks
+the same functions with its own fields. `a` are the arguments by their keys: TrainingArguments, or a
+McaModelConfig, which names them alike.
 
 A layout has its stages between |, with the embedding E, layers t and the loss L: "Et*2|t*2L".
 """
@@ -217,8 +218,8 @@ def layout_defect(layout: str, pp: int) -> str | None:
 def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
     """A layout of pp x vpp stages that holds every layer; stage s lies on rank s % pp.
 
-    Stages differ by one layer at most, ranks too; those of the embedding and the loss are the last to get one more.
-    Raises ValueError where there are fewer layers than stages.
+    Stages differ by one layer at most, ranks too; those of the embedding and the loss are the last
+    to get one more. Raises ValueError where there are fewer layers than stages.
     """
     stages = pp * (vpp or 1)
     if num_layers < stages:
@@ -257,7 +258,9 @@ def check_window(length: int, window: int | None, transformer_impl: str, judge: 
 
 
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:
-    """The mask of packed rows would replace that of a sliding window on plain torch. hf_config: transformers'."""
+    """The mask of packed rows would replace that of a sliding window on plain torch. hf_config:
+    transformers'.
+    """
     config = hf_config.get_text_config()
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]

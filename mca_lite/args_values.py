@@ -33,7 +33,9 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """All `problems` of a configuration; its text shows each with key, value, reason and a value that works."""
+    """All `problems` of a configuration; its text shows each with key, value, reason and a value
+    that works.
+    """
 
     def __init__(self, problems: list[Problem]):
         self.problems = list(problems)
@@ -48,8 +50,8 @@ _OWN_VALUE = object()
 class Judge:
     """Collects the Problems of arguments: an object whose attributes are keys.
 
-    bad: the keys that have a problem. Their values were put back to the default, so a rule that involves one of them
-    says nothing more.
+    bad: the keys that have a problem. Their values were put back to the default, so a rule that
+    involves one of them says nothing more.
     """
 
     def __init__(self, arguments: Any, bad: Iterable[str] = ()):
@@ -59,9 +61,11 @@ class Judge:
     def refuse(
         self, keys: str, reason: str, suggestion: str, value: Any = _OWN_VALUE, name: str = ""
     ) -> None:
-        """Add a Problem of the first of `keys` (by spaces), unless one of them has a problem already.
+        """Add a Problem of the first of `keys` (by spaces), unless one of them has a problem
+        already.
 
-        value: what came, where it is not the key's own value. name: what to show in place of the key.
+        value: what came, where it is not the key's own value. name: what to show in place of the
+        key.
         """
         first, *_ = keys.split()
         if not self.bad.isdisjoint(keys.split()):
@@ -101,7 +105,9 @@ ConfigLoader.add_implicit_resolver(
 
 
 def check_duplicates(node: yaml.MappingNode) -> None:
-    """Raise yaml.MarkedYAMLError where a mapping has a key twice: YAML would silently take the last."""
+    """Raise yaml.MarkedYAMLError where a mapping has a key twice: YAML would silently take the
+    last.
+    """
     seen = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -120,8 +126,9 @@ def loads_yaml(text: str) -> Any:
 
 
 def cast(value: Any, hint: Any) -> Any:
-    """Convert `value` to the annotation `hint`: text is read as a number, a truth value, a list (by commas) or a
-    dict (JSON or YAML). Raises ValueError with what was expected."""
+    """Convert `value` to the annotation `hint`: text is read as a number, a truth value, a list (by
+    commas) or a dict (JSON or YAML). Raises ValueError with what was expected.
+    """
     if isinstance(value, enum.Enum):
         value = value.value
     origin, args = typing.get_origin(hint), typing.get_args(hint)

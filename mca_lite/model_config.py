@@ -1,4 +1,5 @@
-"""McaModelConfig: megatron's TransformerConfig that knows its Hugging Face model and the run's parallel layout.
+"""McaModelConfig: megatron's TransformerConfig that knows its Hugging Face model and the run's
+parallel layout.
 
 Where it comes from (AutoConfig.from_pretrained):
 
@@ -45,15 +46,19 @@ _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 @dataclass
 class PretrainedConfig:
-    """What a config needs beside megatron's fields: where it came from, and its way to and from JSON."""
+    """What a config needs beside megatron's fields: where it came from, and its way to and from
+    JSON.
+    """
 
     name_or_path: str | None = None
     hf_model_type: str | None = None
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field that differs from its default, as JSON can hold it. What follows from other fields is left out,
-        and so are functions other than the activation: they are derived again, for the layout that reads them."""
+        """Every field that differs from its default, as JSON can hold it. What follows from other
+        fields is left out, and so are functions other than the activation: they are derived again,
+        for the layout that reads them.
+        """
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             if f.name in _DERIVED:
@@ -68,14 +73,18 @@ class PretrainedConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Write mca_config.json into the folder, which is made where it is missing. One rank should call it."""
+        """Write mca_config.json into the folder, which is made where it is missing. One rank should
+        call it.
+        """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MCA_CONFIG_NAME).write_text(self.to_json_string())
 
     @classmethod
     def from_json_file(cls, path: str | os.PathLike, args=None) -> "PretrainedConfig":
-        """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of the saved one."""
+        """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of
+        the saved one.
+        """
         values = json.loads(Path(path).read_text())
         name = values.pop("model_class", cls.__name__)
         target = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}.get(
@@ -89,7 +98,9 @@ class PretrainedConfig:
 
     @classmethod
     def from_pretrained(cls, model_name_or_path: str, args=None) -> "PretrainedConfig":
-        """mca_config.json where the folder has one, else the HF config.json translated (see AutoConfig)."""
+        """mca_config.json where the folder has one, else the HF config.json translated (see
+        AutoConfig).
+        """
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
@@ -104,7 +115,9 @@ class PretrainedConfig:
         return cls(**{k: _from_json(k, v) for k, v in values.items()})
 
     def update_with_args(self, args) -> None:
-        """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and check them."""
+        """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and
+        check them.
+        """
         kept = {
             f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED
         }
@@ -113,7 +126,9 @@ class PretrainedConfig:
         )
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
-        """Whether weights saved under `other` can be loaded rank by rank, without resharding or conversion."""
+        """Whether weights saved under `other` can be loaded rank by rank, without resharding or
+        conversion.
+        """
         names = [
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
@@ -141,9 +156,11 @@ _LEFT_OUT = object()
 
 @dataclass
 class McaModelConfig(TransformerConfig, PretrainedConfig):
-    """A dense or MoE decoder: megatron's fields, the HF model that it came from, and this run's layout.
+    """A dense or MoE decoder: megatron's fields, the HF model that it came from, and this run's
+    layout.
 
-    Raises ValueError where the layout does not fit the model (heads, query groups, layers), each with what to set.
+    Raises ValueError where the layout does not fit the model (heads, query groups, layers), each
+    with what to set.
     """
 
     vocab_size: int = 0  # the model's own, without padding
@@ -264,7 +281,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.sequence_parallel = False
         layout, more = self.pipeline_model_parallel_layout, "m" * (self.mtp_num_layers or 0)
         if isinstance(layout, str) and (more or "m" in layout):
-            # in megatron's syntax m is a layer for multi-token prediction: they stand before the loss
+            # in megatron's syntax m is a layer for multi-token prediction: they stand before the
+            # loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
         family = get_family(self.hf_model_type) if self.hf_model_type else None
@@ -311,11 +329,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        """vocab_size rounded up so that tensor parallelism can cut it: the rows that megatron's embedding holds."""
+        """vocab_size rounded up so that tensor parallelism can cut it: the rows that megatron's
+        embedding holds.
+        """
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
-    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these names, in each layer.
+    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these
+    # names, in each layer.
     # HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
     yarn_rotary_scaling_factor = math.exp(10)
     yarn_mscale_all_dim = 0.0
@@ -332,9 +353,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def rotary_tables(
         self, layout, dtype: torch.dtype, layer_type: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packing.RowLayout), in dtype.
+        """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packing.RowLayout), in
+        dtype.
 
-        The tables over all positions are made once and grow by doubling; the last rows' own are kept as well.
+        The tables over all positions are made once and grow by doubling; the last rows' own are
+        kept as well.
         """
         if not self.has_local_rope:
             layer_type = "full_attention"  # one table serves all
@@ -361,7 +384,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
-    """The same for multi-latent attention: kv_channels are those that turn with the position, layers are local ones."""
+    """The same for multi-latent attention: kv_channels are those that turn with the position,
+    layers are local ones.
+    """
 
 
 class AutoConfig:
@@ -371,9 +396,11 @@ class AutoConfig:
     def from_pretrained(
         model_name_or_path: str, args=None, trust_remote_code: bool = False
     ) -> McaModelConfig:
-        """The config of a model, with the layout of `args` (TrainingArguments; None: one rank, float32).
+        """The config of a model, with the layout of `args` (TrainingArguments; None: one rank,
+        float32).
 
-        An mca_config.json wins over a config.json. ValueError where config.json asks for what cannot be honoured.
+        An mca_config.json wins over a config.json. ValueError where config.json asks for what
+        cannot be honoured.
         """
         saved = Path(model_name_or_path) / MCA_CONFIG_NAME
         if saved.is_file():
@@ -396,7 +423,9 @@ def grow(config, vocab_size: int) -> None:
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
-    """How weights saved under one config are loaded under another: directly, or resharded; said in the log."""
+    """How weights saved under one config are loaded under another: directly, or resharded; said in
+    the log.
+    """
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
@@ -461,7 +490,8 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
             problems.append(
                 f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}"
             )
-        # default rope in the other models of transformers passes it over, and the scaled ones cannot run with it
+        # default rope in the other models of transformers passes it over, and the scaled ones
+        # cannot run with it
         if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
             problems.append(
                 f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none"
@@ -479,7 +509,9 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _rope_parameters(hf) -> list[dict[str, Any]]:
-    """The model's rope parameters: one dict, or one for layers with a window and one for those without."""
+    """The model's rope parameters: one dict, or one for layers with a window and one for those
+    without.
+    """
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:
@@ -491,9 +523,11 @@ def _rope_parameters(hf) -> list[dict[str, Any]]:
 def rope_frequencies(
     config: McaModelConfig, layer_type: str = "full_attention"
 ) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin) of layers of a type.
+    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
+    of layers of a type.
 
-    From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to the bit.
+    From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to
+    the bit.
     """
     scaling, of_type = (config.hf_config or {}).get("rope_parameters") or {}, {}
     if config.has_local_rope:

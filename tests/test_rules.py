@@ -1,0 +1,195 @@
+"""Each rule stands once: files and constructors refuse the same configurations with the same Problems."""
+
+import pytest
+
+from mca_lite import args_rules_model
+from mca_lite.args import (
+    DataArguments,
+    FinetuningArguments,
+    TrainingArguments,
+    check_together,
+    parse_args,
+)
+from mca_lite.args_values import ConfigError, Judge
+from mca_lite.model_config import AutoConfig, load_hf_config
+from tests.shared import tiny, tiny_moe
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: a folder with config.json alone}"""
+    out = {}
+    for name, config in {
+        "dense": tiny.hf_config("qwen3", num_hidden_layers=6),
+        "experts": tiny_moe.hf_config("qwen3_moe"),
+    }.items():
+        out[name] = tmp_path_factory.mktemp(name)
+        config.save_pretrained(out[name])
+    return out
+
+
+def refused(call) -> list[tuple[str, str]]:
+    """(key, reason) of each Problem that a call raises."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return [(problem.key, problem.reason) for problem in caught.value.problems]
+
+
+def parsed(model, tmp_path, values):
+    """parse_args on a YAML file with half of the values, and the rest as key=value."""
+    words = [f"{key}={value}" for key, value in values.items()]
+    file = tmp_path / "run.yaml"
+    lines = [f"model_name_or_path: {model}", "dataset: train.jsonl", f"output_dir: {tmp_path}/out"]
+    lines += [word.replace("=", ": ", 1) for word in words[::2]]
+    file.write_text("\n".join(lines))
+    return refused(lambda: parse_args([str(file), *words[1::2]], needs_world=False))
+
+
+PP2 = dict(pipeline_model_parallel_size=2)
+DPO = dict(stage="dpo")
+LORA = dict(finetuning_type="lora")
+# the group that judges it, keys, the key that is refused
+OF_GROUPS = [
+    (TrainingArguments, dict(bf16=True, fp16=True), "bf16"),
+    (TrainingArguments, dict(max_steps=0), "max_steps"),
+    (TrainingArguments, dict(optim="lion"), "optim"),
+    (TrainingArguments, dict(report_to="mlflow"), "report_to"),
+    (TrainingArguments, dict(warmup_steps=1.5), "warmup_steps"),
+    (TrainingArguments, dict(warmup_steps=10, max_steps=10), "warmup_steps"),
+    (TrainingArguments, dict(max_shard_size="5XB"), "max_shard_size"),
+    (TrainingArguments, dict(recompute_num_layers=2), "recompute_num_layers"),
+    (TrainingArguments, dict(recompute_method="block"), "recompute_method"),
+    (TrainingArguments, dict(recompute_modules="mlp"), "recompute_modules"),
+    (
+        TrainingArguments,
+        dict(recompute_granularity="selective", recompute_modules="mpl"),
+        "recompute_modules",
+    ),
+    (TrainingArguments, dict(distribute_saved_activations=True), "distribute_saved_activations"),
+    (TrainingArguments, dict(overlap_param_gather=True), "overlap_param_gather"),
+    (TrainingArguments, dict(optim="sgd", use_distributed_optimizer=True), "optim"),
+    (
+        TrainingArguments,
+        dict(moe_token_dispatcher_type="allgather", variable_seq_lengths=True),
+        "moe_token_dispatcher_type",
+    ),
+    (
+        TrainingArguments,
+        dict(moe_token_dispatcher_type="allgather", moe_shared_expert_overlap=True),
+        "moe_shared_expert_overlap",
+    ),
+    (
+        TrainingArguments,
+        dict(virtual_pipeline_model_parallel_size=2),
+        "virtual_pipeline_model_parallel_size",
+    ),
+    (
+        TrainingArguments,
+        dict(**PP2, pipeline_model_parallel_layout="tt|tL"),
+        "pipeline_model_parallel_layout",
+    ),
+    (TrainingArguments, dict(load_best_model_at_end=True), "load_best_model_at_end"),
+    (TrainingArguments, dict(early_stopping_patience=1), "early_stopping_patience"),
+    (TrainingArguments, dict(initial_loss_scale=1, min_loss_scale=2), "min_loss_scale"),
+    (TrainingArguments, dict(lr_scheduler_type="cosin"), "lr_scheduler_type"),
+    (TrainingArguments, dict(lr_scheduler_kwargs={"min_lr": 1.0}), "lr_scheduler_kwargs.min_lr"),
+    (
+        TrainingArguments,
+        dict(additional_configs={"layernorm_epsilom": 1}),
+        "additional_configs.layernorm_epsilom",
+    ),
+    (
+        TrainingArguments,
+        dict(additional_configs={"hidden_size": 8}),
+        "additional_configs.hidden_size",
+    ),
+    (DataArguments, dict(val_size=1.5), "val_size"),
+    (DataArguments, dict(mix_weights=[1, 2]), "mix_weights"),
+    (DataArguments, dict(train_on_prompt=True, mask_history=True), "mask_history"),
+    (FinetuningArguments, dict(adapter_name_or_path="a"), "adapter_name_or_path"),
+    (FinetuningArguments, dict(LORA, lora_target=[]), "lora_target"),
+    (FinetuningArguments, dict(DPO, pref_loss="orpo", ref_model="cached"), "ref_model"),
+    (FinetuningArguments, dict(DPO, ref_model="adapter"), "ref_model"),
+    (
+        FinetuningArguments,
+        dict(DPO, pref_loss="orpo", dpo_label_smoothing=0.1),
+        "dpo_label_smoothing",
+    ),
+]
+REQUIRED = {TrainingArguments: dict(output_dir="out"), DataArguments: dict(dataset=["a"])}
+
+
+@pytest.mark.parametrize("group, values, key", OF_GROUPS)
+def test_a_rule_of_a_group_is_the_same_in_a_file_and_in_the_constructor(
+    group, values, key, models, tmp_path
+):
+    made = refused(lambda: group(**{**REQUIRED.get(group, {}), **values}))
+    assert [found for found, _ in made] == [key]
+    assert set(made) <= set(parsed(models["dense"], tmp_path, values))
+
+
+# the model, keys, the key that is refused
+OF_MODELS = [
+    ("dense", dict(tensor_model_parallel_size=3), "tensor_model_parallel_size"),
+    ("dense", dict(pipeline_model_parallel_size=4), "pipeline_model_parallel_size"),
+    ("dense", dict(pipeline_model_parallel_size=8), "pipeline_model_parallel_size"),
+    (
+        "dense",
+        dict(**PP2, pipeline_model_parallel_layout="Et|tL"),
+        "pipeline_model_parallel_layout",
+    ),
+    ("dense", dict(recompute_granularity="full", recompute_num_layers=4), "recompute_num_layers"),
+    (
+        "dense",
+        dict(
+            **PP2,
+            pipeline_model_parallel_layout="Et*4|ttL",
+            recompute_granularity="full",
+            recompute_num_layers=4,
+        ),
+        "recompute_num_layers",
+    ),
+    ("dense", dict(expert_model_parallel_size=2), "expert_model_parallel_size"),
+    ("dense", dict(moe_z_loss_coeff=0.1), "moe_z_loss_coeff"),
+    ("experts", dict(expert_model_parallel_size=3), "expert_model_parallel_size"),
+    ("experts", dict(tensor_model_parallel_size=2), "sequence_parallel"),
+    ("experts", dict(expert_tensor_parallel_size=3), "expert_tensor_parallel_size"),
+]
+
+
+@pytest.mark.parametrize("model, values, key", OF_MODELS)
+def test_a_rule_of_a_model_is_the_same_in_a_file_and_in_its_config(
+    model, values, key, models, tmp_path
+):
+    args = TrainingArguments(output_dir="out", **values)
+    made = refused(lambda: AutoConfig.from_pretrained(str(models[model]), args))
+    assert [found for found, _ in made] == [key]
+    assert made == parsed(models[model], tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    "training, others, key",
+    [
+        (dict(mtp_num_layers=1), dict(use_mca=False), "mtp_num_layers"),
+        (dict(mtp_num_layers=1), LORA, "mtp_num_layers"),
+        (dict(mtp_num_layers=1), DPO, "mtp_num_layers"),
+        (dict(calculate_per_token_loss=False), DPO, "calculate_per_token_loss"),
+    ],
+)
+def test_a_rule_between_groups_is_the_same_for_a_trainer(training, others, key, models, tmp_path):
+    args = TrainingArguments(output_dir="out", **training)
+    made = refused(lambda: check_together(args, **others))
+    assert [found for found, _ in made] == [key]
+    assert made == parsed(models["dense"], tmp_path, {**training, **others})
+
+
+def test_packed_rows_of_a_windowed_model_on_plain_torch_are_refused_from_its_config(tmp_path):
+    """What the command line asks before ranks start, and the torch backend when it is made."""
+    tiny.hf_config("mistral", sliding_window=4).save_pretrained(tmp_path)
+    judge = Judge(None)
+    args_rules_model.check_torch_packing(load_hf_config(str(tmp_path)), judge)
+    assert [problem.key for problem in judge.problems] == ["packing"]
+    tiny.hf_config("mistral", sliding_window=None).save_pretrained(tmp_path)
+    judge = Judge(None)
+    args_rules_model.check_torch_packing(load_hf_config(str(tmp_path)), judge)
+    assert judge.problems == []
