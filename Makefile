@@ -16,7 +16,7 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu families help install train dpo orpo quick test test-all lint bench chaos clean
+.PHONY: gpu bench-gpu families help install train dpo orpo quick test test-all lint bench chaos clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -56,6 +56,10 @@ bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/ben
 
 chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kills 200 --seed 1"
 	$(BIN)/python -m tests.tools.chaos $(ARGS)
+
+bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
 gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there
 	$(BIN)/python -m tests.tools.gpu

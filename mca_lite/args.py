@@ -259,7 +259,9 @@ class TrainingArguments(ArgumentGroup):
         True, "mean over the global batch's tokens; false: of micro-batches' means", model=True
     )
     log_num_zeros_in_grad: bool = arg(False, "count the gradient's zeros", optimizer=True)
-    loss_chunk_size: int = arg(1024, "rows of logits that are held at once", low=1, model=True)
+    loss_chunk_size: int | None = arg(
+        None, "rows of logits held at once (None: 4096 on a GPU, 1024 on a CPU)", low=1, model=True
+    )
 
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
@@ -334,6 +336,9 @@ class TrainingArguments(ArgumentGroup):
     )
     attention_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
     hidden_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
+    torch_compile: bool | None = arg(
+        None, "compile what stands between matrix products (None: on a GPU that has a compiler)"
+    )
     bias_activation_fusion: bool | None = mca(None, "None: chosen", model=True)
     bias_dropout_fusion: bool | None = mca(None, "None: chosen", model=True)
     apply_rope_fusion: bool | None = mca(None, "None: chosen", model=True)

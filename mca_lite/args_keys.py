@@ -45,7 +45,7 @@ _IGNORED_BY_REASON = {
     "training is what train.py does": "do_train",
     "eval_strategy decides it": "do_eval eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",
-    "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm torch_compile",
+    "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel",
     "set recompute_granularity: full": "gradient_checkpointing gradient_checkpointing_kwargs",
     "recompute_granularity decides it": "disable_gradient_checkpointing",

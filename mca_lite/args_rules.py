@@ -45,7 +45,8 @@ SCHEDULE_KWARGS: dict[str, Any] = {
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # fields of megatron's config that additional_configs cannot set: they follow from other keys ...
 DERIVED_FIELDS = (
-    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization"
+    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
+    "use_te_activation_func"
 )
 # ... or from config.json, whose weights have these sizes
 MODEL_FIELDS = (

@@ -59,6 +59,11 @@ class Backend:
         """A frozen model as chunks that forward_backward runs forward only."""
         raise NotImplementedError
 
+    def expect_weighted_losses(self) -> None:
+        """Say that the objective weighs each token's loss by a number of its own, known only after
+        the forward pass."""
+        raise NotImplementedError
+
     def create_optimizer(self):
         """Make the optimizer, which is also kept as `optimizer`."""
         raise NotImplementedError

@@ -13,9 +13,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
 
-from . import lora_files, parallel, weights_convert
+from . import cpu, lora_files, model_fused, parallel, weights_convert
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
@@ -23,6 +27,8 @@ from .model_moe import routers_of
 from .model_routing import BalancingLosses, RouterStatistics
 from .optim import create_megatron_optimizer
 from .packed_rows import Targets, row_layout
+
+PACKED_BUCKET = 128  # tokens
 
 
 def _to_rank(tokens, device, index):
@@ -43,7 +49,11 @@ class MegatronBackend(Backend):
         super().__init__(models, args, BalancingLosses.of(self.config))
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
         self.config.rows_are_packed = args.sequence_packing
+        self.config.loss_weights_differ = False  # until the objective says so
+        cpu.apply_on_cuda()
+        model_fused.switch(args.torch_compile)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
+        self._accumulate_in_place(models)
         if self.config.num_moe_experts:
             self.statistics_of_routers = RouterStatistics(
                 self.config.num_layers + (self.config.mtp_num_layers or 0),
@@ -100,7 +110,9 @@ class MegatronBackend(Backend):
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         cp = self.config.context_parallel_size
         fp8 = 16 if self.config.fp8 else 1  # its kernels want local multiples of 16
-        return cp * math.lcm(2, tp, fp8) if cp > 1 else math.lcm(tp, fp8)
+        # on a GPU packed rows come in few lengths: freed memory fits the next one
+        bucket = PACKED_BUCKET if self.args.sequence_packing and torch.cuda.is_available() else 1
+        return cp * math.lcm(2, tp, fp8, bucket) if cp > 1 else math.lcm(tp, fp8, bucket)
 
     def common_length(self, longest: int) -> int:
         """Pipeline stages post their receives by it; the all-gather of tokens for experts wants it
@@ -165,6 +177,19 @@ class MegatronBackend(Backend):
         )
 
     # -- training
+
+    def _accumulate_in_place(self, models: VirtualModels) -> None:
+        """On a GPU the linears' products add to DDP's float32 gradients themselves: no gradient in
+        bf16 in between."""
+        if not torch.cuda.is_available() or not self.args.grad_reduce_in_fp32:
+            return
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                    module.gradient_accumulation_fusion = True
+
+    def expect_weighted_losses(self) -> None:
+        self.config.loss_weights_differ = True
 
     def wrap_reference(self, models: VirtualModels) -> list:
         models.config.calculate_per_token_loss = self.config.calculate_per_token_loss

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sources
+from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files, weights_sources
 from .args import check_together
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
@@ -37,9 +37,10 @@ class TokenLossModel(torch.nn.Module):
     its whole logits are held.
     """
 
-    def __init__(self, model, loss_chunk_size: int):
+    def __init__(self, model, loss_chunk_size: int | None):
         super().__init__()
         self.model, self.loss_chunk_size = model, loss_chunk_size
+        self.weights_differ = False  # whether rows weigh differently in the loss
         self.head_is_plain = self._head_is_plain()
 
     @torch.no_grad()
@@ -77,7 +78,12 @@ class TokenLossModel(torch.nn.Module):
         head = self.model.get_output_embeddings()
         extra = lora.extra_factors(head, hidden)
         return token_losses(
-            hidden, head.weight, labels, chunk_size=self.loss_chunk_size, extra=extra
+            hidden,
+            head.weight,
+            labels,
+            chunk_size=self.loss_chunk_size,
+            extra=extra,
+            weights_differ=self.weights_differ,
         )
 
     @torch.no_grad()
@@ -117,7 +123,8 @@ class TorchBackend(Backend):
         check_together(args, use_mca=False)
         super().__init__(model, args, BalancingLosses.of(args))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        wrapped = TokenLossModel(model, args.loss_chunk_size)
+        model_fused.switch(args.torch_compile)
+        self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
                 f"{model.config.model_type} changes its logits: they are held whole, "
@@ -162,6 +169,9 @@ class TorchBackend(Backend):
         mask = block_diagonal_mask(batch["cu_seqlens"], device)
         positions = params.layout.positions[None]
         return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
+
+    def expect_weighted_losses(self) -> None:
+        self.loss_model.weights_differ = True
 
     def wrap_reference(self, model) -> list:
         return [TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size).eval()]

@@ -1,8 +1,9 @@
-"""What megatron-core 0.16 and torch need changed to train on CPU with gloo: one table, not applied
-where CUDA is there.
+"""What megatron-core 0.16 and torch need changed: one table to train on CPU with gloo, not applied
+where CUDA is there, and a short one for CUDA.
 
 This is the only file of the package that assigns to another library's attributes. Each row is
-(object, attribute, replacement, reason); `apply()` walks the table once per process.
+(object, attribute, replacement, reason); `apply()` walks the first table once per process,
+`apply_on_cuda()` the second.
 """
 
 import contextlib
@@ -128,6 +129,55 @@ def _multi_tensor_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args
     return l2_norm([tensor for tensors in tensor_lists for tensor in tensors])[None], None
 
 
+def _foreach_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
+    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
+    return torch.linalg.vector_norm(torch.stack(norms))[None], None
+
+
+def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale):
+    source, target = tensor_lists
+    if source and source[0].data_ptr() == target[0].data_ptr():  # megatron clips in place
+        torch._foreach_mul_(target, scale)
+    elif source:
+        torch._foreach_copy_(target, torch._foreach_mul(source, scale))
+
+
+def _foreach_copy(this, that, overflow_buf=None):
+    if this:
+        torch._foreach_copy_(that, this)
+
+
+class _WeightGradient:
+    """What megatron looks for in Apex's fused_weight_gradient_mlp_cuda."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs, grad_output, main_grad):
+        """main_grad += grad_output^T inputs, float32."""
+        if inputs.dtype == torch.float32:
+            main_grad.addmm_(grad_output.t(), inputs)
+        else:
+            torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+
+
+def _cuda_table():
+    """The rows for CUDA, where neither Transformer Engine nor Apex brings fused kernels of the
+    optimizer."""
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.optimizer as optimizer
+    import megatron.core.tensor_parallel.layers as layers
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    waits = "megatron's own loops launch a kernel for each tensor, and the norm waits for each"
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        yield clip_grads, "l2_norm_impl", _foreach_l2_norm, waits
+        yield clip_grads, "multi_tensor_scale_impl", _foreach_scale, waits
+        yield optimizer, "_multi_tensor_copy_this_to_that", _foreach_copy, waits
+    if not layers._grad_accum_fusion_available:
+        own = "a product that adds to the float32 gradient needs no Apex: torch has one"
+        yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, own
+        yield layers, "_grad_accum_fusion_available", True, own
+
+
 def _table():
     """The rows. Imports megatron, so it is built only when it is applied."""
     import megatron.core.optimizer.clip_grads as clip_grads
@@ -223,3 +273,12 @@ def apply() -> list[tuple[object, str, object, str]]:
         setattr(owner, attribute, replacement)
         _applied.append((owner, attribute, replacement, reason))
     return _applied
+
+
+@functools.cache
+def apply_on_cuda() -> None:
+    """Put the rows for CUDA in force, where CUDA is there."""
+    for owner, attribute, replacement, _ in (
+        list(_cuda_table()) if torch.cuda.is_available() else ()
+    ):
+        setattr(owner, attribute, replacement)

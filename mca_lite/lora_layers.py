@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from .lora_product import AdaptedProduct
 from .parallel import sum_gradients
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
@@ -199,8 +200,15 @@ class LoraAdapter(Adapter):
                 yield self._piece(f"{name}.lora_B.weight", f"lora_B_{i}", real=self.vocab_size)
                 first += r
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x as the linear gets it -> scale * B A x as the linear gives it, float32."""
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """x as the linear gets it -> scale * B A x as the linear gives it, float32.
+
+        weight: the linear's own matrix, if adds_in_product; the result is W x + scale * B A x then,
+        in x's dtype.
+        """
+        if weight is not None:
+            factors = self.lora_A, self._whole_b()
+            return AdaptedProduct.apply(x, weight, self._room(weight), *factors, self.spec.scale)
         low = self.low(x)
         outs, lows = [], iter(low.split(self.spec.rank, -1))
         for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
@@ -211,6 +219,41 @@ class LoraAdapter(Adapter):
         if self.groups is not None:
             return torch.cat([out.unflatten(-1, (self.groups, -1)) for out in outs], -1).flatten(-2)
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def adds_in_product(self, weight: torch.Tensor) -> bool:
+        """Whether the linear's own product can add the adapter's, so that the sum is rounded once:
+        on one rank of tensor parallelism, beside a frozen matrix in half precision, without
+        dropout."""
+        drops = self.training and self.spec.dropout > 0.0
+        is_half = weight.dtype in (torch.bfloat16, torch.float16)
+        return self.enabled and self.tp == 1 and is_half and not (weight.requires_grad or drops)
+
+    _extended: torch.Tensor | None = None
+
+    def _room(self, weight: torch.Tensor) -> torch.Tensor:
+        """[out, in + projections * r]: the memory of `weight`, which is moved into it, with room
+        for B beside it."""
+        room = self._extended
+        if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
+            out, inputs = weight.shape
+            room = self._extended = weight.new_zeros(out, inputs + len(self.lora_A))
+            weight.data = room[:, :inputs].copy_(weight)
+        return room
+
+    def _whole_b(self) -> torch.Tensor:
+        """B of all projections as one matrix [out, projections * r], float32, its rows in the order
+        of the linear's outputs."""
+        blocks, first, r, columns = [], 0, self.spec.rank, len(self.lora_A)
+        for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
+            if of_projection:
+                block = F.pad(getattr(self, f"lora_B_{i}"), (first, columns - first - r))
+                first += r
+            else:
+                block = self.lora_A.new_zeros(width, columns)
+            blocks.append(block if self.groups is None else block.unflatten(0, (self.groups, -1)))
+        if self.groups is None:
+            return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return torch.cat(blocks, 1).flatten(0, 1)
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
         """scale * A x, float32; of a cut linear summed over its ranks, or of the whole sequence."""
@@ -351,9 +394,20 @@ def attach(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def attach_beside(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Put an adapter on a linear or an embedding: a forward hook adds its output."""
+    """Put an adapter on a linear or an embedding: a forward hook adds its output, or a megatron
+    linear's own product."""
     attach(module, adapter)
     module.register_forward_hook(_add_output)
+    if isinstance(adapter, LoraAdapter) and hasattr(module, "_forward_impl"):
+        own = module._forward_impl  # the product of a ColumnParallelLinear or RowParallelLinear
+
+        def product(input, weight, bias=None, **keys):
+            if not adapter.adds_in_product(weight):
+                return own(input=input, weight=weight, bias=bias, **keys)
+            out = adapter(input, weight)
+            return out if bias is None else out + bias
+
+        module._forward_impl = product
 
 
 def attach_merged(
@@ -407,6 +461,8 @@ def _add_output(module, args, output):
     adapter = module.lora
     # the chunked loss takes the adapter's factors itself (lora.extra_factors)
     if not adapter.enabled or getattr(module, "passes_hidden", False):
+        return output
+    if hasattr(module, "_forward_impl") and adapter.adds_in_product(module.weight):
         return output
     base, *rest = output if isinstance(output, tuple) else (output,)
     summed = (base + adapter(_normed(module, args[0]))).to(base.dtype)

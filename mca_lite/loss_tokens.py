@@ -1,24 +1,31 @@
 """Token losses without holding the logits: pure functions over hidden states and the output weight.
 
-Letters: n rows (tokens), h hidden size, V vocabulary, tp the tensor-parallel size. Each rank holds the rows
-[rank * V/tp, (rank + 1) * V/tp) of the output weight.
+Letters: n rows (tokens), h hidden size, V vocabulary, tp the tensor-parallel size. Each rank holds
+the rows [rank * V/tp, (rank + 1) * V/tp) of the output weight.
 
-    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   in float32
+    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   the sums in float32
 
-An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, which takes the same way.
+An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, which takes the same
+way.
 
-The logits exist only for `chunk_size` rows at a time, in the forward and again in the backward pass. Gradients are
-taken in the backward pass, not in the forward one: only then may every row have a weight of its own.
+The logits exist only for `chunk_size` rows at a time, in the dtype of their product. Where all rows
+weigh the same in what is minimised (the gradient of a sum), gradients are taken while the logits
+are there, in the forward pass, and the backward pass multiplies them by that weight. Where rows
+have weights of their own (preference losses), which are known only after the forward pass, the
+backward pass makes the logits again.
 """
 
 import functools
 import operator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .constants import IGNORE_INDEX
+from .model_fused import compiled
 
+CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
 _SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
 
 
@@ -28,110 +35,233 @@ def _all_reduce(tensor, op, group):
     return tensor
 
 
-def _logits(factors, rows, first, vocab_size, softcap=None):
-    """float32 [rows, V/tp]: the products of the factors (hidden, weight), summed and capped; columns that only pad the
-    vocabulary to a multiple of tp are -inf."""
-    logits = functools.reduce(
-        operator.iadd, ((hidden[rows] @ weight.t()).float() for hidden, weight in factors)
-    )
+class _Head(NamedTuple):
+    """What all chunks of a loss share. columns: the first ones on this rank, which are token ids;
+    the rest pads."""
+
+    group: dist.ProcessGroup | None
+    vocab_size: int
+    first: int
+    columns: int
+    chunk_size: int
+    softcap: float | None
+
+    def place(self, labels):
+        """(column of each label, 0 where another rank has it; whether it is here)."""
+        column = labels - self.first
+        here = (column >= 0) & (column < self.columns)
+        return column.where(here, 0), here
+
+
+def _as_float(logits, columns: int, softcap: float | None):
+    """float32 and capped; columns that only pad are -inf. May be `logits` itself, changed."""
+    logits = logits.float()
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
-    padding = first + logits.shape[1] - vocab_size
-    if padding > 0:
-        logits[:, max(logits.shape[1] - padding, 0) :] = float("-inf")
+    if columns < logits.shape[1]:
+        padding = torch.arange(logits.shape[1], device=logits.device) >= columns
+        logits.masked_fill_(padding, float("-inf"))
     return logits
+
+
+_capped = compiled(_as_float)
+
+
+@compiled
+def _statistics(logits, column, columns: int):
+    """float32 (largest logit, sum of exponentials relative to it, logit at `column`), each [rows],
+    of capped logits."""
+    logits = _as_float(logits, columns, None)
+    # finite also on a rank whose columns all pad
+    top = logits.amax(1).clamp(min=torch.finfo(torch.float32).min)
+    total = (logits - top[:, None]).exp_().sum(1)
+    return top, total, logits.gather(1, column[:, None])[:, 0]
+
+
+@compiled
+def _probabilities(logits, lse, weights, columns: int, softcap: float | None):
+    """softmax of capped logits, times the weights of the rows and the slope of the cap, in the
+    place of the logits."""
+    values = _as_float(logits, columns, None)
+    # c tanh(z / c) has the slope 1 - tanh^2; where a column only pads, nothing is passed on anyway
+    slope = None if softcap is None else 1 - (values / softcap).clamp_(min=-1).square_()
+    values = values.sub_(lse[:, None]).exp_()
+    if slope is not None:
+        values = values.mul_(slope)
+    if weights is not None:
+        values = values.mul_(weights[:, None])
+    return logits.copy_(values)
+
+
+@compiled
+def _scaled(gradient, by, dtype: torch.dtype):
+    """gradient * by, multiplied in float32."""
+    return (gradient.float() * by).to(dtype)
+
+
+def _logits(parts, head: _Head):
+    """[rows, V/tp]: the products of (hidden, weight) of a chunk, summed, and capped. In the dtype
+    of a single product; float32 where there are several or a cap."""
+    products = (hidden @ weight.t() for hidden, weight in parts)
+    if len(parts) == 1 and head.softcap is None:
+        return next(products)
+    logits = functools.reduce(operator.iadd, (product.float() for product in products))
+    return logits if head.softcap is None else _capped(logits, logits.shape[1], head.softcap)
+
+
+def _losses(logits, labels, head: _Head):
+    """(losses, logsumexp) float32 [rows] of a chunk."""
+    column, here = head.place(labels)
+    top, total, target = _statistics(logits, column, head.columns)
+    if head.group is not None and head.group.size() > 1:
+        own, top = top, _all_reduce(top.clone(), dist.ReduceOp.MAX, head.group)
+        total = total * (own - top).exp()
+    # target logit and sum of exponentials travel together: one collective for both
+    both = torch.stack([torch.where(here, target - top, 0.0), total])
+    target, total = _all_reduce(both, dist.ReduceOp.SUM, head.group)
+    # a label that no rank holds would leave the target's logit at 0: a loss like any other
+    unknown = (labels < 0) | (labels >= head.vocab_size)
+    return (total.log() - target).masked_fill_(unknown, float("nan")), total.log() + top
+
+
+def _logit_gradients(logits, labels, losses, lse, weights, head: _Head):
+    """d sum(weights * losses) / d z in the place of the logits; weights None: 1."""
+    out = _probabilities(logits, lse, weights, head.columns, head.softcap)
+    column, here = head.place(labels)
+    # at the label p - 1, taken before any rounding: a nearly certain token still has a gradient
+    value = torch.expm1(-losses)
+    if head.softcap is not None:
+        value = value * (1 - ((lse - losses) / head.softcap).square())
+    value = value if weights is None else value * weights
+    column = column[:, None]
+    return out.scatter_(
+        1, column, torch.where(here, value.to(out.dtype), out.gather(1, column)[:, 0])[:, None]
+    )
+
+
+def _add_product(into, left, right):
+    """into += left^T right, in float32."""
+    if left.dtype == into.dtype:
+        into.addmm_(left.t(), right)
+    elif into.is_cuda:
+        torch.addmm(into, left.t(), right, out_dtype=into.dtype, out=into)
+    else:
+        # in slices of the vocabulary: a chunk's product is as large as the weight, and never whole
+        for columns, part in zip(left.split(_SLICE, 1), into.split(_SLICE), strict=True):
+            part += columns.t() @ right
+
+
+class _Gradients:
+    """d of each tensor of `factors` (hidden, weight, ...) that needs one, added up chunk by chunk.
+    A weight's is float32."""
+
+    def __init__(self, factors, needed, complete: bool):
+        """complete: every row has a label, and will be written."""
+        self.tensors = [None] * len(factors)
+        for i, (tensor, wanted) in enumerate(zip(factors, needed, strict=True)):
+            if wanted and i % 2:
+                self.tensors[i] = torch.zeros_like(tensor, dtype=torch.float32)
+            elif wanted:
+                self.tensors[i] = torch.empty_like(tensor) if complete else torch.zeros_like(tensor)
+
+    def add(self, rows, parts, d_logits):
+        """parts: (hidden, weight) pairs of the chunk; d_logits [rows, V/tp]."""
+        for i, (hidden, weight) in enumerate(parts):
+            d_hidden, d_weight = self.tensors[2 * i : 2 * i + 2]
+            d_product = d_logits.to(weight.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = d_product @ weight
+            if d_weight is not None:
+                _add_product(d_weight, d_product, hidden)
+
+
+def _chunks(labels, chunk_size: int):
+    """The rows that have a label, in runs of chunk_size: slices where all have one, else their
+    places."""
+    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    if len(kept) == len(labels):
+        return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
+    return list(kept.split(chunk_size)) if len(kept) else []
+
+
+def _pairs(factors, rows=slice(None)):
+    return [
+        (hidden[rows], weight) for hidden, weight in zip(factors[::2], factors[1::2], strict=True)
+    ]
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels, group, vocab_size, chunk_size, softcap, *tensors):
-        factors = list(zip(tensors[::2], tensors[1::2], strict=True))
-        first = tensors[1].shape[0] * (group.rank() if group is not None else 0)
-        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    def forward(ctx, labels, head, ahead, *factors):
+        needed = ctx.needs_input_grad[3:]
+        chunks = _chunks(labels, head.chunk_size)
+        ahead = ahead and any(needed)
+        complete = bool(chunks) and isinstance(chunks[0], slice)
+        gradients = _Gradients(factors, needed, complete) if ahead else None
         losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         lse = torch.zeros_like(losses)
-        for rows in kept.split(chunk_size) if len(kept) else ():
-            logits = _logits(factors, rows, first, vocab_size, softcap)
-            top = _all_reduce(logits.max(1).values, dist.ReduceOp.MAX, group)
-            logits -= top[:, None]
-            column = labels[rows] - first
-            here = (column >= 0) & (column < logits.shape[1])
-            target = logits.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-            # target logit and sum of exponentials travel together: one collective for both
-            both = torch.stack([torch.where(here, target, 0.0), logits.exp_().sum(1)])
-            target, total = _all_reduce(both, dist.ReduceOp.SUM, group)
-            # a label that no rank holds would leave the target's logit at 0, a loss that looks like any other
-            unknown = (labels[rows] < 0) | (labels[rows] >= vocab_size)
-            losses[rows] = (total.log() - target).masked_fill_(unknown, float("nan"))
-            lse[rows] = total.log() + top
-        ctx.save_for_backward(labels, lse, kept, *tensors)
-        ctx.first, ctx.vocab_size, ctx.chunk_size, ctx.softcap = (
-            first,
-            vocab_size,
-            chunk_size,
-            softcap,
-        )
+        for rows in chunks:
+            parts = _pairs(factors, rows)
+            logits = _logits(parts, head)
+            losses[rows], lse[rows] = chunk_losses, chunk_lse = _losses(logits, labels[rows], head)
+            if ahead:
+                d_logits = _logit_gradients(
+                    logits, labels[rows], chunk_losses, chunk_lse, None, head
+                )
+                del logits  # the same memory
+                gradients.add(rows, parts, d_logits)
+                del d_logits  # the largest tensor here
+        ctx.head, ctx.chunks, ctx.complete = head, chunks, complete
+        ctx.gradients = gradients.tensors if ahead else None
+        ctx.save_for_backward(labels, losses, lse, *factors)
         return losses
 
     @staticmethod
     def backward(ctx, grad):
-        labels, lse, kept, *tensors = ctx.saved_tensors
-        factors = list(zip(tensors[::2], tensors[1::2], strict=True))
-        grads = [None] * len(tensors)
-        for i, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[5:], strict=True)):
-            if needed:  # a weight's is summed over chunks of rows, in float32
-                grads[i] = torch.zeros_like(tensor, dtype=torch.float32 if i % 2 else tensor.dtype)
-        for rows in kept.split(ctx.chunk_size) if len(kept) else ():
-            probs = _logits(factors, rows, ctx.first, ctx.vocab_size, ctx.softcap)
-            # c tanh(z / c) has the slope 1 - tanh^2; where a column only pads, nothing is passed on anyway
-            slope = (
-                None if ctx.softcap is None else 1 - (probs / ctx.softcap).clamp_(min=-1).square_()
-            )
-            probs = probs.sub_(lse[rows, None]).exp_()
-            column = labels[rows] - ctx.first
-            here = (column >= 0) & (column < probs.shape[1])
-            probs[
-                torch.arange(len(rows), device=rows.device), column.clamp(0, probs.shape[1] - 1)
-            ] -= here.float()
-            probs = probs.mul_(grad[rows, None])
-            if slope is not None:
-                probs = probs.mul_(slope)
-            parts = {weight.dtype: probs.to(weight.dtype) for _, weight in factors}
-            del probs  # the largest tensor here, before the products
-            for i, (hidden, weight) in enumerate(factors):
-                d_hidden, d_weight, part = grads[2 * i], grads[2 * i + 1], parts[weight.dtype]
-                chunk = hidden[rows] if d_weight is not None else None
-                if d_hidden is not None:
-                    d_hidden[rows] = part @ weight
-                if d_weight is not None:
-                    # in slices of the vocabulary: the product of a chunk, as large as the weight, is never whole in memory
-                    for columns, into in zip(
-                        part.split(_SLICE, 1), d_weight.split(_SLICE), strict=True
-                    ):
-                        into += columns.t() @ chunk
-        return (
-            None,
-            None,
-            None,
-            None,
-            None,
-            *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)),
-        )
+        labels, losses, lse, *factors = ctx.saved_tensors
+        # the gradient of a sum is one number, expanded: strides say so without asking the device
+        if ctx.gradients is not None and (grad.stride(0) == 0 or len(grad) < 2):
+            by, taken = grad.sum() if len(grad) == 0 else grad[0], ctx.gradients
+        else:
+            by, taken = None, _TokenLosses.weighted(ctx, labels, losses, lse, grad, factors)
+        out = [None, None, None]
+        for gradient, tensor in zip(taken, factors, strict=True):
+            if gradient is not None and by is not None:
+                gradient = _scaled(gradient, by, tensor.dtype)
+            out.append(gradient if gradient is None else gradient.to(tensor.dtype))
+        return tuple(out)
+
+    @staticmethod
+    def weighted(ctx, labels, losses, lse, weights, factors):
+        """The gradients where each row has a weight of its own, from logits that are made again."""
+        gradients = _Gradients(factors, ctx.needs_input_grad[3:], ctx.complete)
+        for rows in ctx.chunks:
+            parts = _pairs(factors, rows)
+            logits = _logits(parts, ctx.head)
+            of_rows = (x[rows] for x in (labels, losses, lse, weights))
+            gradients.add(rows, parts, _logit_gradients(logits, *of_rows, ctx.head))
+        return gradients.tensors
 
 
 def token_losses(
-    hidden, weight, labels, group=None, vocab_size=None, chunk_size=1024, extra=None, softcap=None
+    hidden, weight, labels, group=None, vocab_size=None, chunk_size=None, extra=None, softcap=None,
+    weights_differ=False,
 ):  # fmt: skip
-    """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX, NaN where it is no token id.
+    """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX, NaN where
+    it is no token id.
 
-    hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape, global token ids;
-    group: the tensor-parallel group (None: one rank); vocab_size: the real V, columns beyond it take no part (None:
-    all take part); chunk_size: rows of logits held at once; extra: (low [..., r], B [V/tp, r]), whose product is added to
-    the logits; softcap: c, where the logits are capped to c tanh(z / c).
+    hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape,
+    global token ids; group: the tensor-parallel group (None: one rank); vocab_size: the real V,
+    columns beyond it take no part (None: all take part); chunk_size: rows of logits held at once
+    (None: 4096 on CUDA, 1024 on a CPU); extra: (low [..., r], B [V/tp, r]), whose product is added
+    to the logits; softcap: c, where the logits are capped to c tanh(z / c); weights_differ: rows
+    will weigh differently in what is minimised, so that gradients taken in the forward pass would
+    be in vain. It is a matter of speed alone: the gradients are right either way.
 
-    Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden is this rank's part
-    only: the caller's mapping (copy_to or gather_from of megatron) sums it. A weight that needs no gradient gets none.
-    Rows without a label are dropped before any GEMM. Under autocast the GEMMs run in its dtype.
+    Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
+    is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
+    weight that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
+    autocast the GEMMs run in its dtype.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
@@ -141,10 +271,15 @@ def token_losses(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         factors = [t.to(dtype) for t in factors]
-    tp = group.size() if group is not None else 1
-    vocab_size = weight.shape[0] * tp if vocab_size is None else vocab_size
+    rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
+    rows = weight.shape[0]
+    vocab_size = rows * size if vocab_size is None else vocab_size
+    columns = min(max(vocab_size - rows * rank, 0), rows)
+    chunk_size = chunk_size or (CHUNK_SIZE_CUDA if hidden.is_cuda else CHUNK_SIZE_CPU)
+    head = _Head(group, vocab_size, rows * rank, columns, chunk_size, softcap)
+    # probabilities of rare tokens are too small for fp16 until the loss scale multiplies them, in
+    # the backward pass
+    ahead = not weights_differ and all(t.dtype != torch.float16 for t in factors)
     with torch.autocast(device, enabled=False):
         factors = [t.reshape(-1, t.shape[-1]) for t in factors]
-        return _TokenLosses.apply(
-            labels.reshape(-1), group, vocab_size, chunk_size, softcap, *factors
-        ).view(labels.shape)
+        return _TokenLosses.apply(labels.reshape(-1), head, ahead, *factors).view(labels.shape)

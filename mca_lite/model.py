@@ -236,6 +236,7 @@ class McaGPTModel(GPTModel):
             config.loss_chunk_size,
             extra,
             config.final_logit_softcapping,
+            config.loss_weights_differ,
         ).t()
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

@@ -18,10 +18,12 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from . import parallel
+from .model_fused import rms_norm, rotate, split_heads
 from .packed_rows import row_layout
 
 # of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
@@ -48,14 +50,7 @@ class RMSNorm(torch.nn.Module):
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x):
-        if self.zero_centered:
-            return F.rms_norm(x.float(), (x.shape[-1],), 1.0 + self.weight.float(), self.eps).to(
-                x.dtype
-            )
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        # the rounding to bf16 comes before the weight, as in the Hugging Face model
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -130,21 +125,29 @@ class _GatherTokens(torch.autograd.Function):
         return mine, None
 
 
-def rotate(x, cos, sin, interleaved: bool = False):
-    """Rotary embedding of x [t, b, n, d] by tables [t, 1, 1, rotary] in x's dtype; channels beyond
-    `rotary` stay.
+class FusedSelfAttention(SelfAttention):
+    """megatron's self-attention, whose linear leaves its bias to the kernel that splits queries,
+    keys and values."""
 
-    A pair that turns: channels i and i + rotary / 2, or interleaved neighbours.
-    """
-    size = cos.shape[-1]
-    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
-    if interleaved:
-        quarter_turn = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, -1)
-        quarter_turn = torch.cat((-second, first), -1)
-    turned = turned * cos + quarter_turn * sin
-    return turned if rest is None else torch.cat((turned, rest), -1)
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        # with fewer query groups than ranks megatron gathers heads between the two
+        self.splits_at_once = (
+            config.num_query_groups >= self.world_size and not config.attention_output_gate
+        )
+        self.linear_qkv.skip_bias_add = self.splits_at_once
+
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        """Query [s, b, n, d], key and value [s, b, g, d], normed where the model norms them."""
+        if not self.splits_at_once:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, bias = self.linear_qkv(hidden_states)
+        query, key, value = split_heads(
+            mixed, bias, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        )
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 def _packed_kernel():
@@ -205,7 +208,7 @@ class CoreAttention(MegatronModule):
             query, key, value = (x[:, None] for x in (query, key, value))
         layout = self._layout(packed_seq_params, query)
         tables = self.config.rotary_tables(layout, query.dtype, self.layer_type)
-        query, key = (rotate(x, *tables, self.config.rope_interleave) for x in (query, key))
+        query, key = rotate(query, key, *tables, self.config.rope_interleave)
         if self.cp_group is not None:
             key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))
         dropout = self.dropout if self.training else 0.0
@@ -279,14 +282,15 @@ class CoreAttention(MegatronModule):
         """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
         kernel, knows_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
-        q, k, v = query[:, 0], key[places, 0], value[places, 0]
+        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if places is not None:
+            k, v = k[places], v[places]
         # the kernel knows one size of a head: multi-latent attention has two
         missing = q.shape[-1] - v.shape[-1]
         if missing:
             v = F.pad(v, (0, missing))
+        # 2.11 takes fewer heads of keys than of queries unasked
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
-        if not knows_groups:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         window = (-1 if self.window is None else self.window - 1, 0)
         out = kernel(
             q,

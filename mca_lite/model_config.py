@@ -187,7 +187,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         False  # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
     )
     drop_embeddings: bool = True  # whether hidden_dropout is for the embeddings as well
-    loss_chunk_size: int = 1024  # rows of logits that are held at once
+    loss_chunk_size: int | None = None  # rows of logits that are held at once; None: by the device
+    loss_weights_differ: bool = False  # rows weigh differently in the loss: see loss_tokens.py
     rows_are_packed: bool = (
         False  # training rows hold several documents: attention without their borders is refused
     )
@@ -261,6 +262,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.transformer_impl == "auto":
             special = self._changed(self._ONLY_LOCAL)
             self.transformer_impl = "local" if special else resolve_transformer_impl("auto")
+        # megatron's way to hand an MLP its activation: local layers have a SwiGLU of their own
+        has_swiglu = self.gated_linear_unit and self.activation_func is F.silu
+        self.use_te_activation_func = (
+            self.transformer_impl == "local" and has_swiglu and not self.bias_activation_fusion
+        )
 
     def _check_layers(self, judge: Judge) -> None:
         """What only one of the two implementations of the layers has."""
@@ -557,8 +563,10 @@ def _from_arguments(args) -> dict[str, Any]:
     out["transformer_impl"] = asked if asked == "auto" else resolve_transformer_impl(asked)
     cuda = torch.cuda.is_available()
     # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
-    for name in ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion"):
+    for name in ("bias_dropout_fusion", "apply_rope_fusion"):
         out.setdefault(name, cuda)
+    is_local = resolve_transformer_impl(asked) == "local"  # with activations of its own
+    out.setdefault("bias_activation_fusion", cuda and not is_local)
     if args.mtp_num_layers is not None:  # else a checkpoint's own
         out["mtp_num_layers"] = args.mtp_num_layers or None
     return {**out, **(args.additional_configs or {})}

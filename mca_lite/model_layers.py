@@ -23,7 +23,14 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from .model_attention import CoreAttention, LatentAttention, RMSNorm, RMSNormOverHeads
+from .model_attention import (
+    CoreAttention,
+    FusedSelfAttention,
+    LatentAttention,
+    RMSNorm,
+    RMSNormOverHeads,
+)
+from .model_fused import swiglu
 from .model_moe import Experts, Router
 
 
@@ -108,7 +115,7 @@ def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
         return ModuleSpec(LatentAttention)
     attention = spec.submodules
     if config.transformer_impl == "local":
-        attention.core_attention = CoreAttention
+        spec.module, attention.core_attention = FusedSelfAttention, CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.qk_norm_over_heads:
@@ -139,6 +146,10 @@ def layer_spec(config, is_moe: bool):
         if config.post_norms or config.residual_multiplier != 1.0:
             parts.self_attn_bda = parts.mlp_bda = ModuleSpec(Residual, params={"config": config})
     parts.self_attention = _attention_spec(config, parts.self_attention)
+    mlp = parts.mlp.submodules
     if is_moe:
-        parts.mlp.submodules.experts, parts.mlp.submodules.router = Experts, Router
+        mlp.experts, mlp.router = Experts, Router
+        mlp = mlp.shared_experts.submodules if mlp.shared_experts is not None else None
+    if config.use_te_activation_func and mlp is not None:
+        mlp.activation_func = swiglu
     return layer

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
+from .model_fused import weighted_swiglu
 from .model_routing import (
     BalancingLosses,
     RouterStatistics,
@@ -167,20 +168,15 @@ class Experts(MegatronModule):
 
         adapter = getattr(self, "lora", None)
         if adapter is None or not adapter.enabled:
-            hidden = self._activated(multiply(x, self.fc1.flatten(1, 2)), probs, x.dtype)
+            hidden = weighted_swiglu(multiply(x, self.fc1.flatten(1, 2)), probs)
             return multiply(hidden, self.fc2), None
         hidden = self._added(multiply(x, self.fc1.flatten(1, 2)), adapter.gate_up(x, multiply))
-        hidden = self._activated(hidden, probs, x.dtype)
+        hidden = weighted_swiglu(hidden, probs)
         return self._added(multiply(hidden, self.fc2), adapter.down(hidden, multiply)), None
 
     @staticmethod
     def _added(base, delta):
         return base if delta is None else (base + delta).to(base.dtype)
-
-    @staticmethod
-    def _activated(both, probs, dtype):
-        gate, up = both.chunk(2, -1)
-        return (F.silu(gate) * up * probs.unsqueeze(-1)).to(dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """megatron's ShardedTensors: experts along the first axis, their columns along the

@@ -173,7 +173,8 @@ class RowLayout:
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
-        for a varlen kernel, which wants the keys of each segment side by side."""
+        for a varlen kernel, which wants the keys of each segment side by side: without context
+        parallelism they stand so, and places is None."""
         device = self.positions.device
         q = np.array([b - a for a, b, _, _ in self.segments])
         k = np.array([d - c for _, _, c, d in self.segments])
@@ -181,9 +182,10 @@ class RowLayout:
             torch.tensor(np.concatenate([[0], n.cumsum()]), dtype=torch.int32, device=device)
             for n in (q, k)
         )
-        places = torch.from_numpy(
-            np.concatenate([np.arange(c, d) for _, _, c, d in self.segments])
-        ).to(device)
+        places = None
+        if self.order is not None:
+            runs = [np.arange(c, d) for _, _, c, d in self.segments]
+            places = torch.from_numpy(np.concatenate(runs)).to(device)
         return cu_q, cu_k, places, int(q.max()), int(k.max())
 
 

@@ -71,6 +71,7 @@ class DPOTrainer(McaTrainer):
             if dataset is not None and len(dataset):
                 _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
+        self.backend.expect_weighted_losses()
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
         self._was_trained = self._start_is_checked = False
 

@@ -451,6 +451,7 @@ SHOWN_BY = {
     "save_only_model": "test_ckpt.py::test_what_cannot_be_resumed_is_refused",
     "async_save": "test_ckpt_safety.py::test_a_checkpoint_written_in_the_background_holds_its_own_step",
     "apply_rope_fusion": "test_cli.py::test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run",
+    "torch_compile": "test_model_fused.py::test_torch_compile_switches_what_runs_on_a_gpu",
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }
 ROWS = [CHANGES_A_RUN, IN_THE_CONFIG, IN_THE_OPTIMIZER, IN_THE_TRAINER, SHOWN_BY]

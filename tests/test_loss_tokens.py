@@ -194,3 +194,33 @@ def test_labels_of_another_shape_are_refused():
     h, w, y = problem()
     with pytest.raises(ValueError, match=r"hidden \(13, 16\) does not belong to labels \(12,\)"):
         token_losses(h, w, y[:12])
+
+
+@pytest.mark.parametrize("weights_differ", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_are_the_same_whenever_they_are_taken(weights_differ, softcap):
+    """In the forward pass or in the backward pass, for equal weights and for others."""
+    row_weights = torch.linspace(-3.0, 2.0, 13)
+    for weigh in (lambda losses: losses.sum() * 0.37, lambda losses: (losses * row_weights).sum()):
+        h, w, y = problem()
+        losses = token_losses(h, w, y, chunk_size=4, softcap=softcap, weights_differ=weights_differ)
+        weigh(losses).backward()
+        h2, w2 = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+        logits = F.linear(h2, w2)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        weigh(F.cross_entropy(logits, y, ignore_index=-100, reduction="none")).backward()
+        # weights of up to 3 for each of 9 rows
+        torch.testing.assert_close(h.grad, h2.grad, rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(w.grad, w2.grad, rtol=1e-6, atol=5e-6)
+
+
+def test_a_token_that_is_nearly_certain_has_a_gradient_in_bf16():
+    """p - 1 is taken before it is rounded: p itself would round to 1."""
+    w = torch.zeros(8, 4, dtype=torch.bfloat16)
+    w[3, 0] = 1.0
+    h = torch.tensor([[9.0, 0, 0, 0]], dtype=torch.bfloat16, requires_grad=True)
+    loss = token_losses(h, w, torch.tensor([3]))
+    loss.sum().backward()
+    expected = torch.expm1(-loss.detach())[0]
+    assert -2e-3 < expected < 0
+    torch.testing.assert_close(h.grad[0, 0].float(), expected, rtol=1e-2, atol=0)

@@ -1,0 +1,38 @@
+"""The product of a frozen linear in half precision with its adapter in it."""
+
+import torch
+
+
+def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left^T right, float32."""
+    if left.is_cuda:
+        return torch.mm(left.t(), right, out_dtype=torch.float32)
+    return (left.t() @ right).float()
+
+
+class AdaptedProduct(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T, which is
+    rounded once.
+
+    Added to a product that is rounded already, an update smaller than half of its last digit would
+    be lost. A product's own addition (addmm) does not help: cuBLAS rounds to bf16 before it adds.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, room, a, b, scale):
+        """room: what LoraAdapter._room gives for `weight`; its columns for B are written."""
+        a, b, flat = a.to(x.dtype), b.to(x.dtype), x.reshape(-1, x.shape[-1])
+        low = (flat @ a.t()).mul_(scale)
+        room[:, x.shape[-1] :].copy_(b)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        return (torch.cat([flat, low], 1) @ room.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, a, b, low = ctx.saved_tensors
+        flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        d_low, d_x = (grad @ b).mul_(ctx.scale), None
+        if ctx.needs_input_grad[0]:
+            d_x = (d_low @ a).addmm_(grad, weight).view(x.shape)
+        return d_x, None, None, _float_product(d_low, flat), _float_product(grad, low), None

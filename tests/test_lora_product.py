@@ -1,0 +1,88 @@
+"""Adapters that are added in the product of a frozen linear in half precision, on one rank."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mca_lite.lora_layers import LoraAdapter, LoraSpec, attach_beside
+
+NAMES = {"all": (("q",), ("k",), ("v",)), "some": (("q",), (), ("v",)), "one": (("q",),)}
+
+
+def adapter_of(names, groups, spec=None):
+    """An adapter of a linear 12 -> 8 + 4 + 4 (one projection: 8), no matrix of it zero."""
+    widths = (8, 4, 4)[: len(names)]
+    adapter = LoraAdapter(
+        spec or LoraSpec(rank=3, alpha=6), "linear", names, 12, widths, groups=groups
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return adapter, sum(widths)
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_one_product_equals_the_sum_of_two(names, groups):
+    adapter, out = adapter_of(names, groups)
+    x, weight = torch.randn(5, 2, 12, requires_grad=True), torch.randn(out, 12)
+    grad, tensors = torch.randn(5, 2, out), [x, *adapter.parameters()]
+    expected = F.linear(x, weight) + adapter(x)
+    got = adapter(x, weight)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(
+        torch.autograd.grad(got, tensors, grad),
+        torch.autograd.grad(expected, tensors, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+class Linear(torch.nn.Linear):
+    """With the seam of megatron's linears."""
+
+    def _forward_impl(self, input, weight, bias=None):
+        return F.linear(input, weight, bias)
+
+    def forward(self, x):
+        return self._forward_impl(input=x, weight=self.weight, bias=self.bias)
+
+
+@torch.no_grad()
+def test_an_update_below_the_last_digit_of_the_output_is_there_on_average():
+    """Added to an output that is rounded to bf16 already, it would vanish."""
+    torch.manual_seed(0)
+    linear = Linear(256, 384, dtype=torch.bfloat16).requires_grad_(False)
+    adapter = LoraAdapter(LoraSpec(rank=1, alpha=1), "linear", (("q",),), 256, (384,))
+    x = torch.randn(512, 256).bfloat16()
+    base = linear(x).float()
+    attach_beside(linear, adapter)
+    adapter.lora_A.normal_()
+    adapter.lora_B_0.fill_(2.0**-16)
+    small = (adapter(x).sign() * (linear(x).float() - base)).mean()
+    wanted = adapter(x).abs().mean()
+    assert wanted < base.abs().mean() / 1000
+    assert small == pytest.approx(float(wanted), rel=0.1)
+    lost = (adapter(x).sign() * ((base + adapter(x)).bfloat16().float() - base)).mean()
+    assert lost < 0.5 * wanted
+
+
+@pytest.mark.parametrize("why", ["float32", "dropout", "trained", "switched off"])
+def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
+    dtype = torch.float32 if why == "float32" else torch.bfloat16
+    linear = Linear(12, 8, dtype=dtype).requires_grad_(why == "trained")
+    spec = LoraSpec(rank=3, alpha=6, dropout=0.5 if why == "dropout" else 0.0)
+    adapter, _ = adapter_of(NAMES["one"], None, spec)
+    x = torch.randn(4, 12).to(dtype)
+    base = linear(x)
+    attach_beside(linear, adapter)
+    if why == "switched off":
+        adapter.enabled = False
+        assert torch.equal(linear(x), base)
+        return
+    assert not adapter.adds_in_product(linear.weight)
+    torch.manual_seed(1)
+    got = linear(x)
+    torch.manual_seed(1)
+    assert torch.equal(got, (base + adapter(x)).to(dtype))

@@ -1,0 +1,97 @@
+"""What is one kernel on a GPU, as it runs on a CPU: against plain formulas. `make gpu` compares the
+kernels themselves."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mca_lite import TrainingArguments, model_fused
+
+
+def rows(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(len(shape) + shape[-1])
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rms_norm_equals_its_formula(zero_centered):
+    x, weight = rows(5, 2, 24), rows(24)
+    scale = 1 + weight if zero_centered else weight
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
+    torch.testing.assert_close(model_fused.rms_norm(x, weight, 1e-6, zero_centered), expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary", [8, 6])  # of 8 channels
+def test_rotation_turns_each_pair_by_its_angle(interleaved, rotary):
+    query, key = rows(5, 2, 4, 8), rows(5, 2, 2, 8)
+    angles = torch.outer(torch.arange(5.0), torch.linspace(1, 2, rotary // 2))
+    table = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
+    turned = model_fused.rotate(
+        query, key, table.cos()[:, None, None], table.sin()[:, None, None], interleaved
+    )
+    for x, got in zip((query, key), turned, strict=True):
+        if interleaved:
+            pairs = torch.view_as_complex(x[..., :rotary].unflatten(-1, (-1, 2)).contiguous())
+        else:
+            pairs = torch.complex(*x[..., :rotary].chunk(2, -1))
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, None]
+        parts = torch.stack([pairs.real, pairs.imag], -1 if interleaved else -2).flatten(-2)
+        torch.testing.assert_close(got, torch.cat([parts, x[..., rotary:]], -1))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_heads_are_split_by_groups(with_bias):
+    query, key, value = rows(3, 2, 6, 4), rows(3, 2, 2, 4) + 10, rows(3, 2, 2, 4) - 10
+    by_group = [query.unflatten(2, (2, 3)), key[:, :, :, None], value[:, :, :, None]]
+    mixed = torch.cat(by_group, 3).flatten(2)
+    bias = rows(mixed.shape[-1]) if with_bias else None
+    got = model_fused.split_heads(mixed if bias is None else mixed - bias, bias, 2, 4)
+    for x, expected in zip(got, (query, key, value), strict=True):
+        torch.testing.assert_close(x, expected)
+        assert x.is_contiguous()
+
+
+def test_swiglu_is_silu_of_the_first_half_times_the_second():
+    gate, up, weights = rows(7, 10), rows(7, 10) + 1, torch.rand(7)
+    both = torch.cat([gate, up], -1)
+    torch.testing.assert_close(model_fused.swiglu(both), F.silu(gate) * up)
+    expected = F.silu(gate) * up * weights[:, None]
+    torch.testing.assert_close(model_fused.weighted_swiglu(both, weights), expected)
+    assert model_fused.weighted_swiglu(both.bfloat16(), weights).dtype == torch.bfloat16
+
+
+def test_torch_compile_true_warns_where_there_is_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_fused, "_asked", None)
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    args = TrainingArguments(output_dir=str(tmp_path), torch_compile=True)
+    with pytest.warns(UserWarning, match="there is no GPU"):
+        model_fused.switch(args.torch_compile)
+
+
+@pytest.mark.parametrize(("asked", "runs_compiled"), [(None, True), (True, True), (False, False)])
+def test_torch_compile_switches_what_runs_on_a_gpu(asked, runs_compiled, monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(model_fused, "_compiler_works", lambda: True)
+    monkeypatch.setattr(model_fused, "_asked", asked)
+    assert model_fused.compiles(OnGpu()) is runs_compiled
+
+
+def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no C compiler\nand a long trace")
+
+    monkeypatch.setattr(model_fused, "_asked", None)
+    monkeypatch.setattr(torch, "compile", fails)
+    model_fused._compiler_works.cache_clear()
+    with pytest.warns(UserWarning, match=r"does not work here \(no C compiler\)") as said:
+        assert not model_fused.compiles(OnGpu())
+        assert not model_fused.compiles(OnGpu())
+    model_fused._compiler_works.cache_clear()
+    assert len(said) == 1

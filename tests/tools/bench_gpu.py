@@ -1,0 +1,328 @@
+"""Training speed on one GPU, side by side: `make bench-gpu`, or `make bench-gpu ARGS="1.5B 'LoRA
+8B'"` for some cases.
+
+Each case is trained by this project, by Hugging Face's Trainer and by that with Liger kernels, each
+in a process of its own, with random weights and tokens; one JSON line each, also appended to
+$OUT/results.jsonl where OUT is set. Time: the device is synchronised at the end of each step, and
+the median of the steps after the warm-up counts. FLOPs are counted as Megatron does (see `flops`),
+over the dense bf16 peak of an H100 or H200, 989 TFLOP/s; recomputed work and padding do not count.
+
+Hugging Face's rows have bf16 weights and moments, this project's have float32 master weights:
+Trainer has no such choice. TINY=1 in the environment runs the same at a size for a CPU.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start CUDA afterwards
+
+import numpy as np
+import torch
+
+PEAK = 989e12
+TINY = bool(os.environ.get("TINY"))
+_QWEN2 = dict(vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768)
+SHAPES = {
+    "0.5B": ("qwen2", dict(_QWEN2, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)),
+    "1.5B": ("qwen2", dict(_QWEN2, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)),
+    "4B": ("qwen3", dict(_QWEN2, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36)),
+    "8B": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)),
+}
+_HEADS = {
+    "0.5B": dict(num_attention_heads=14, num_key_value_heads=2),
+    "1.5B": dict(num_attention_heads=12, num_key_value_heads=2),
+    "4B": dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+    "8B": dict(num_attention_heads=32, num_key_value_heads=8),
+}
+SHAPES["8B"][1].update(vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=32768)
+# mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for Trainer
+CASES = {
+    "0.5B": dict(shape="0.5B", mbs=8, rows=8, theirs=dict(mbs=4)),
+    "1.5B": dict(shape="1.5B", mbs=4, rows=32, steps=5, skip=2),
+    "1.5B short steps": dict(shape="1.5B", mbs=4, rows=8),
+    "4B": dict(shape="4B", mbs=2, rows=8, steps=6, skip=3),
+    "packed 1.5B": dict(shape="1.5B", mbs=4, rows=8, packed=True, theirs=dict(mbs=1)),
+    "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
+}
+TRAINERS = ("ours", "hf", "liger")
+
+
+def hf_config(shape: str):
+    from transformers import AutoConfig
+
+    kind, keys = SHAPES[shape][0], {**SHAPES[shape][1], **_HEADS[shape]}
+    if TINY:
+        keys = {**keys, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        keys.update(num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
+        keys.update({"head_dim": 16} if "head_dim" in keys else {})
+    tokens = dict(pad_token_id=None, bos_token_id=None, eos_token_id=0)
+    return AutoConfig.for_model(kind, rms_norm_eps=1e-6, **tokens, **keys)
+
+
+def flops(config, tokens: int, squares: int, lora: int) -> float:
+    """Operations of a step over `tokens`, the squared lengths of whose documents sum to `squares`.
+
+    6 for each weight of a matrix product, the head's included; half of the square of attention,
+    which is causal. LoRA: 4 for each frozen weight and 6 for each trained one.
+    """
+    h, n, g = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    d = getattr(config, "head_dim", None) or h // n
+    f, layers = config.intermediate_size, config.num_hidden_layers
+    weights = layers * (h * d * (2 * n + 2 * g) + 3 * h * f) + h * config.vocab_size
+    core = 6.0 * layers * squares * n * d
+    if not lora:
+        return 6.0 * weights * tokens + core
+    shapes = ((h, n * d), (h, g * d), (h, g * d), (n * d, h), (h, f), (h, f), (f, h))
+    adapters = layers * lora * sum(a + b for a, b in shapes)
+    return (4.0 * weights + 6.0 * adapters) * tokens + core
+
+
+def document_lengths(total: int, longest: int, seed=0, mean=400) -> np.ndarray:
+    """Log-normal lengths, sigma 0.9, which sum to at least `total`."""
+    rng, lengths = np.random.default_rng(seed), []
+    while sum(lengths) < total:
+        lengths.append(int(np.clip(rng.lognormal(math.log(mean) - 0.405, 0.9), 16, longest)))
+    return np.array(lengths)
+
+
+def dataset(config, s: int, rows: int, packed: bool) -> tuple[list[dict], int, int]:
+    """(rows of a step, their tokens, their documents' squared lengths): input_ids, labels shifted,
+    attention_mask that numbers documents."""
+    rng = np.random.default_rng(0)
+    packs = [[s]] * rows
+    if packed:
+        from mca_lite.data_packs import best_fit
+
+        lengths = document_lengths(rows * s * 1.15, s, mean=min(400, s // 4))
+        fullest = sorted(best_fit(lengths, s), key=lambda pack: -int(lengths[pack].sum()))
+        packs = [lengths[pack].tolist() for pack in fullest[:rows]]
+    data = []
+    for pack in packs:
+        ids = torch.from_numpy(rng.integers(0, config.vocab_size, sum(pack) + 1))
+        numbers = torch.arange(1, len(pack) + 1).repeat_interleave(torch.tensor(pack))
+        data.append(dict(input_ids=ids[:-1], labels=ids[1:], attention_mask=numbers))
+    lengths = np.concatenate(packs)
+    return data, int(lengths.sum()), int((lengths.astype(np.int64) ** 2).sum())
+
+
+class Clock:
+    """Seconds of each step."""
+
+    def __init__(self):
+        self.times, self.start = [], None
+
+    def now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def begin(self):
+        self.start = self.now()
+
+    def tick(self):
+        end = self.now()
+        self.times.append(end - self.start)
+        self.start = end
+
+
+@torch.no_grad()
+def fill(parameters) -> None:
+    torch.manual_seed(1234)
+    for name, p in parameters:
+        if p.dim() > 1:
+            p.normal_(0.0, 0.02)
+        elif name.endswith("bias"):
+            p.zero_()
+        else:
+            p.fill_(1.0)
+
+
+def run_ours(
+    shape, mbs, rows, s, steps, packed=False, lora=0, keys=None
+) -> tuple[Clock, list, int, int]:
+    from mca_lite import McaTrainer, TrainingArguments, parallel
+    from mca_lite.lora import LoraSpec, inject
+    from mca_lite.model import build_chunks
+    from mca_lite.model_config import AutoConfig
+    from mca_lite.trainer_callbacks import TrainerCallback
+
+    folder, clock = tempfile.mkdtemp(), Clock()
+    config = hf_config(shape)
+    config.save_pretrained(folder)
+    data, tokens, squares = dataset(config, s, rows, packed)
+
+    class Ticks(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            clock.begin()
+
+        def on_step_end(self, *args, **kwargs):
+            clock.tick()
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        of_run = dict(
+            output_dir=f"{folder}/out",
+            max_steps=steps,
+            logging_steps=1,
+            per_device_train_batch_size=mbs,
+            gradient_accumulation_steps=rows // mbs,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            weight_decay=0.1,
+            bf16=torch.cuda.is_available(),
+            save_strategy="no",
+            disable_tqdm=True,
+            sequence_packing=packed,
+        )
+        args = TrainingArguments(**{**of_run, **(keys or {})})
+        parallel.initialize(args)
+        models = build_chunks(AutoConfig.from_pretrained(folder, args))
+        fill(models.named_parameters())
+        if lora:
+            inject(models, LoraSpec(rank=lora, alpha=2 * lora))
+        trainer = McaTrainer(models, args, train_dataset=data, callbacks=[Ticks()], shuffle=False)
+        trainer.train()
+    return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
+
+
+def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
+    import transformers
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    transformers.utils.logging.set_verbosity_error()
+    cuda, clock, config = torch.cuda.is_available(), Clock(), hf_config(shape)
+    data, tokens, squares = dataset(config, s, rows, packed)
+    with torch.device("cuda" if cuda else "cpu"):
+        dtype = torch.bfloat16 if cuda else torch.float32
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    fill(model.named_parameters())
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
+        )
+    model.config.use_cache = False
+    samples = []
+    for (
+        row
+    ) in data:  # Trainer shifts labels itself; positions that restart make its mask of packed rows
+        lengths = torch.bincount(row["attention_mask"])[1:].tolist()
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        labels = row["input_ids"].masked_fill(positions == 0, -100)
+        extra = {"position_ids": positions} if packed else {}
+        samples.append(dict(input_ids=row["input_ids"], labels=labels, **extra))
+
+    class Ticks(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            clock.begin()
+
+        def on_step_end(self, *args, **kwargs):
+            clock.tick()
+
+    def collate(rows):
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=steps,
+        logging_steps=1,
+        per_device_train_batch_size=mbs,
+        gradient_accumulation_steps=rows // mbs,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        bf16=cuda,
+        save_strategy="no",
+        disable_tqdm=True,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        use_liger_kernel=liger,
+        report_to=[],
+        remove_unused_columns=False,
+    )
+    trainer = Trainer(
+        model, args, train_dataset=samples, data_collator=collate, callbacks=[Ticks()]
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
+
+
+def measure(case: str, trainer: str, label: str) -> dict:
+    """Train one case and return its line."""
+    keys = dict(CASES[case])
+    theirs, skip = keys.pop("theirs", {}), keys.pop("skip", 4)
+    keys = {"s": 64 if TINY else 4096, "steps": 8, **keys}
+    if trainer == "ours":
+        clock, logs, tokens, squares = run_ours(**keys)
+    else:
+        clock, logs, tokens, squares = run_theirs(**{**keys, **theirs}, liger=trainer == "liger")
+    median = sorted(clock.times[skip:])[len(clock.times[skip:]) // 2]
+    work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
+    cuda = torch.cuda.is_available()
+    return dict(
+        case=case,
+        trainer=label or trainer,
+        tokens_per_second=round(tokens / median),
+        mfu=round(work / median / PEAK, 4),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+        step_ms=[round(1e3 * t) for t in clock.times],
+        losses=[round(float(log["loss"]), 5) for log in logs],
+        grad_norms=[round(float(log["grad_norm"]), 4) for log in logs],
+        own_mfu=logs[-1].get("mfu"),
+    )
+
+
+def write(line: dict) -> None:
+    print(json.dumps(line), flush=True)
+    if "OUT" in os.environ:
+        with open(f"{os.environ['OUT']}/results.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def in_a_child(case: str, trainer: str, label: str) -> None:
+    """The imports are made; each case gets a process, and with it a fresh GPU memory."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        write(measure(case, trainer, label))
+    except BaseException as error:
+        traceback.print_exc()
+        write(
+            dict(
+                case=case, trainer=label or trainer, failed=f"{type(error).__name__}: {error}"[:300]
+            )
+        )
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main(names: list[str]) -> int:
+    """Names of cases or trainers, or label=NAME for the lines of this project; no case or no
+    trainer means all."""
+    label = "".join(name.removeprefix("label=") for name in names if name.startswith("label="))
+    unknown = [n for n in names if n not in CASES and n not in TRAINERS and "label=" not in n]
+    if unknown:
+        print(f"unknown: {', '.join(unknown)}; cases: {', '.join(CASES)}; {', '.join(TRAINERS)}")
+        return 2
+    import transformers.trainer  # noqa: F401
+
+    import mca_lite.trainer  # noqa: F401
+
+    cases = [name for name in CASES if name in names] or list(CASES)
+    for case in cases:
+        for trainer in [name for name in TRAINERS if name in names] or TRAINERS:
+            in_a_child(case, trainer, label if trainer == "ours" else "")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
