@@ -96,12 +96,12 @@ class TrainerControl:
         """What the TrainingArguments ask for after the step that `state` has just counted."""
         step, last = state.global_step, state.global_step >= state.max_steps
 
-        def is_time(strategy: str, interval: int) -> bool:
+        def is_time(strategy: str, interval: int | None) -> bool:
             if strategy == "no":
                 return False
             if strategy == "epoch":
                 return last or end_of_epoch
-            return last or step % interval == 0
+            return last or (interval is not None and step % interval == 0)
 
         self.should_log = is_time("steps", args.logging_steps)
         self.should_evaluate = is_time(args.eval_strategy, args.eval_steps)

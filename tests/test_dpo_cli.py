@@ -155,5 +155,5 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
     assert folder_of(parse_args([*words, "ref_model=model"]), planned) == ROOT
     new_tokens = parse_args([*words[:-1], "ref_model=adapter"])
     new_tokens.finetuning.modules_to_save = ["embed_tokens"]  # as new tokens make it
-    with pytest.raises(ValueError, match="(?s)modules_to_save changes.*try: ref_model: cached"):
+    with pytest.raises(ValueError, match="try: ref_model: cached"):
         folder_of(new_tokens, planned)
