@@ -470,7 +470,7 @@ class RunArguments:
         return values
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write to_yaml_dict() as YAML to the file `path`, whose folder is made where it is absent."""
+        """Write to_yaml_dict() as YAML to the file `path`; its folder is made if absent."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.to_yaml_dict(), sort_keys=False, allow_unicode=True, width=120)

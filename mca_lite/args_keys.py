@@ -1,4 +1,4 @@
-"""Aliases, unsupported keys and ignored keys; those that have an effect are the fields in args.py."""
+"""Aliases, unsupported keys and ignored keys; keys that have an effect are fields in args.py."""
 
 from __future__ import annotations
 
@@ -60,14 +60,16 @@ _IGNORED_BY_REASON = {
     "cache_dir holds tokenised data": "tokenized_path",
     "one process tokenises for all": "data_shared_file_system preprocessing_batch_size buffer_size",
     "no sample is dropped": "dataloader_drop_last",
-    "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory",
+    "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers "
+    "dataloader_pin_memory",
     "batches are filled in the order of the data": "group_by_length",
     "logging_steps decides it": "logging_strategy logging_first_step",
     "everything is written to output_dir": "logging_dir",
     "the log shows what was computed": "logging_nan_inf_filter log_level print_param_status",
     "checkpoints go to a file system that all nodes share": "save_on_each_node",
     "no logits are kept": "prediction_loss_only eval_accumulation_steps compute_accuracy",
-    "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen ignore_pad_token_for_loss",
+    "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen "
+    "ignore_pad_token_for_loss",
     "torch's default holds": "tf32",
     "nothing is generated in training": "use_cache",
     "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token",
@@ -78,7 +80,8 @@ IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for k
 
 # What to say about keys that are no keys here although they read like some.
 HINTS = {
-    "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size: <layers / (pipeline size x this)>",
+    "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size: "
+    "<layers / (pipeline size x this)>",
     "micro_batch_size": "per_device_train_batch_size",
     "train_iters": "max_steps",
     "lr": "learning_rate",

@@ -161,6 +161,13 @@ class ArgumentGroup:
             and getattr(self, item.name) != default_of(item)
         ]
 
+    def fields_of(self, config: str) -> dict[str, Any]:
+        """{field: value} of keys declared as fields of a config: "optimizer" or "ddp"."""
+        names = {
+            f.name: f.metadata[config] for f in dataclasses.fields(self) if config in f.metadata
+        }
+        return {key if name is True else name: getattr(self, key) for key, name in names.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, copied; what was left to a default is there with the value in
         effect.

@@ -323,7 +323,8 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
         return
     from . import cpu
 
-    cpu.apply()  # before megatron-core, which takes seconds to import: only where its fields are named
+    # before megatron-core, which takes seconds to import: only where its fields are named
+    cpu.apply()
     from megatron.core.transformer import MLATransformerConfig
 
     known = {item.name for item in dataclasses.fields(MLATransformerConfig)}

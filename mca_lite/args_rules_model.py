@@ -23,7 +23,7 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 @dataclass(kw_only=True)
 class ModelNumbers:
-    """What rules need to know of a model. None: not known, and the rules that need it say nothing."""
+    """What rules need to know of a model. None: not known, and rules that need it say nothing."""
 
     num_layers: int | None = None
     num_attention_heads: int | None = None
@@ -249,7 +249,7 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 
 
 def check_window(length: int, window: int | None, transformer_impl: str, judge: Judge) -> None:
-    """Rows of `length` tokens against a model's sliding window, which the local layers alone have."""
+    """Rows of `length` tokens against a model's sliding window, which local layers alone have."""
     if window is not None and transformer_impl != "local" and length > window:
         reason = f"it is longer than the model's sliding window of {window} tokens, which is not "
         reason += "built on Transformer Engine"

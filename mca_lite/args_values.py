@@ -19,7 +19,7 @@ import yaml
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: the key, the value that came, why it does not work, and what would."""
+    """One thing that is wrong: the key, the value that came, why it does not work, what would."""
 
     key: str
     value: Any

@@ -198,13 +198,7 @@ class MegatronBackend(Backend):
 
     def _wrap(self, model, first: bool) -> DistributedDataParallel:
         args = self.args
-        config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=args.grad_reduce_in_fp32,
-            overlap_grad_reduce=args.overlap_grad_reduce,
-            overlap_param_gather=args.overlap_param_gather,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            bucket_size=args.ddp_bucket_size,
-        )
+        config = DistributedDataParallelConfig(**args.fields_of("ddp"))
         # later chunks' communication is hidden behind the compute of earlier ones: one bucket each
         return DistributedDataParallel(self.config, config, model, disable_bucketing=not first)
 

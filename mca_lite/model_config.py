@@ -92,7 +92,8 @@ class PretrainedConfig:
         )
         if target is None:
             raise ValueError(
-                f"{path}: model_class {name!r} is unknown, expected McaModelConfig or MLAMcaModelConfig"
+                f"{path}: model_class {name!r} is unknown, expected McaModelConfig or "
+                "MLAMcaModelConfig"
             )
         return target._build(values, args, str(path))
 
@@ -216,7 +217,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
                 raise ValueError(
-                    f"activation_func {self.activation_func!r}: expected one of {', '.join(ACTIVATIONS)}"
+                    f"activation_func {self.activation_func!r}: expected one of "
+                    f"{', '.join(ACTIVATIONS)}"
                 )
             self.activation_func = ACTIVATIONS[self.activation_func]
         self._resolve_layers()
@@ -282,7 +284,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             judge.refuse(name, reason, f"{name} left out", getattr(self, name), key)
 
     def validate(self) -> None:
-        """Check the layout against the model; ConfigError says what to set. Needs no process group."""
+        """Check the layout against the model, without a process group. Raises ConfigError."""
         if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False
         layout, more = self.pipeline_model_parallel_layout, "m" * (self.mtp_num_layers or 0)
@@ -417,11 +419,11 @@ class AutoConfig:
 
 
 def grow(config, vocab_size: int) -> None:
-    """Let a McaModelConfig, or a transformers config, have that many tokens. ValueError for fewer."""
+    """Let a McaModelConfig, or a transformers config, have so many tokens. ValueError for fewer."""
     text = config if isinstance(config, McaModelConfig) else config.get_text_config()
     if vocab_size < text.vocab_size:
         raise ValueError(
-            f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is taken away"
+            f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is removed"
         )
     text.vocab_size = vocab_size
     if isinstance(config, McaModelConfig):
@@ -489,18 +491,21 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
     ]
     if getattr(hf, "quantization_config", None):
         problems.append(
-            "quantization_config in config.json cannot be honoured: save the model in bf16 or fp32 first"
+            "quantization_config in config.json cannot be honoured: save the model in bf16 or "
+            "fp32 first"
         )
     for rope in _rope_parameters(hf):
         if (kind := rope["rope_type"]) not in _ROPE_TYPES:
             problems.append(
-                f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(_ROPE_TYPES)}"
+                f"rope scaling {kind!r} cannot be honoured: expected one of "
+                f"{', '.join(_ROPE_TYPES)}"
             )
         # default rope in the other models of transformers passes it over, and the scaled ones
         # cannot run with it
         if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
             problems.append(
-                f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or none"
+                f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or "
+                "none"
             )
     if problems:
         raise ValueError(

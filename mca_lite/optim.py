@@ -84,33 +84,20 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     # without a GPU everything is on the CPU already, and megatron's hybrid optimizer finds no GPU
     # tensors to pair
     offload = args.optimizer_cpu_offload and torch.cuda.is_available()
-    return OptimizerConfig(
+    own = dict(
         # megatron-core knows two: an SGD, which has no state yet, keeps the place of any other
         optimizer=OPTIMIZERS[args.optim].megatron or "sgd",
-        lr=args.learning_rate,
         min_lr=0.0,  # None would break the scheduler, which reads it from each group
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_epsilon,
-        sgd_momentum=args.sgd_momentum,
         fp16=params_dtype == torch.float16,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
-        loss_scale=args.loss_scale,
-        initial_loss_scale=args.initial_loss_scale,
-        min_loss_scale=args.min_loss_scale,
-        loss_scale_window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=args.optimizer_offload_fraction if offload else 0.0,
         use_torch_optimizer_for_cpu_offload=offload,
         # never clipping still measures the norm
         clip_grad=args.max_grad_norm or float("inf"),
-        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
     )
+    return OptimizerConfig(**{**args.fields_of("optimizer"), **own})
 
 
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
