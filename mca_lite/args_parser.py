@@ -66,8 +66,7 @@ def default_of(item: dataclasses.Field) -> Any:
 
 def example(item: dataclasses.Field) -> str:
     """What to write instead: the key with its default, or its help text where the default is no
-    value.
-    """
+    value."""
     default = default_of(item)
     if default is None and "low" in item.metadata:
         default = item.metadata["low"]
@@ -120,8 +119,7 @@ class ArgumentGroup:
 
     def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
         """Cast a field in place and check it by itself. None, and a value that does not work,
-        become the default.
-        """
+        become the default."""
         key, default, value = item.name, default_of(item), getattr(self, item.name)
         if value is None and default is not MISSING:
             value = default
@@ -170,15 +168,13 @@ class ArgumentGroup:
 
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, copied; what was left to a default is there with the value in
-        effect.
-        """
+        effect."""
         return dataclasses.asdict(self)
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
     """The Problems of single values by the types and limits of the group's keys, for constructors
-    that take them.
-    """
+    that take them."""
     group = group_type.__new__(group_type)
     judge = Judge(group)
     for item in dataclasses.fields(group_type):
@@ -259,8 +255,7 @@ class ArgumentParser:
 
     def _is_value(self, option: str, word: str) -> bool:
         """Whether the word after `--option` is its value, rather than the next key or, for a flag,
-        the file.
-        """
+        the file."""
         key, equals, _ = word.partition("=")
         known = key in self.fields or key in ALIASES
         known = known or lookup(IGNORED_KEYS, key) or lookup(UNSUPPORTED, key)
@@ -352,8 +347,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
 
 def _word_value(text: str) -> str | None:
     """A word's value: null, quoted text without its quotes, or the text itself, for its field's
-    type to read.
-    """
+    type to read."""
     if text.strip().lower() in ("", "~", "null"):
         return None
     try:

@@ -13,35 +13,17 @@ import difflib
 import importlib.util
 import math
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from .args_keys import unsupported_problem
 from .args_rules_model import check_virtual_stages, layout_defect, layout_stages
-from .args_values import Judge, cast, parse_size
+from .args_rules_schedule import check_schedule
+from .args_values import Judge, parse_size
 from .objectives import all_metrics, check_objective_keys, check_objective_run
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 # what report_to may name -> the package that it takes, and the extra that installs it
 REPORTERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb")}
-# Hugging Face's names -> megatron's
-SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "cosine_warmup_with_min_lr": "cosine",
-    "inverse_sqrt": "inverse-square-root",
-    "warmup_stable_decay": "WSD",
-}
-DECAY_TYPES = ("linear", "cosine", "exponential", "minus_sqrt")
-SCHEDULE_KWARGS: dict[str, Any] = {
-    "min_lr": float,
-    "min_lr_rate": float,
-    "num_decay_steps": int,
-    "num_stable_steps": int,
-    "decay_type": Literal[DECAY_TYPES],
-}
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # fields of megatron's config that additional_configs cannot set: they follow from other keys ...
 DERIVED_FIELDS = (
@@ -61,8 +43,7 @@ MODEL_FIELDS = (
 
 def normalise_training(a: Any, judge: Judge) -> None:
     """Replace aliases and fill in what follows from other keys, in place; `a.notes` says what was
-    switched off.
-    """
+    switched off."""
     unknown = [name for name in a.report_to if name not in (*REPORTERS, "none", "all")]
     if unknown:
         choices = f"report_to: none, {', '.join(REPORTERS)}"
@@ -147,8 +128,7 @@ def check_world(a: Any, judge: Judge) -> None:
 
 def _check_expert_world(a: Any, judge: Judge) -> None:
     """Experts are spread over the ranks of a pipeline stage: all that attention uses for data,
-    context and tensors.
-    """
+    context and tensors."""
     key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
     etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
     stage = a.world_size // a.pipeline_model_parallel_size
@@ -163,14 +143,13 @@ def _check_expert_world(a: Any, judge: Judge) -> None:
 
 def check_training(a: Any, judge: Judge) -> None:
     """Every rule of TrainingArguments; sets gradient_accumulation_steps and casts
-    lr_scheduler_kwargs.
-    """
+    lr_scheduler_kwargs."""
     _resolve_batches(a, judge)
     _check_layout(a, judge)
     _check_cadence(a, judge)
     _check_memory(a, judge)
     _check_additional_configs(a, judge)
-    _check_schedule(a, judge)
+    check_schedule(a, judge)
 
 
 def _resolve_batches(a: Any, judge: Judge) -> None:
@@ -317,8 +296,7 @@ def _check_memory(a: Any, judge: Judge) -> None:
 
 def _check_additional_configs(a: Any, judge: Judge) -> None:
     """additional_configs can set fields of megatron's config that no key and no config.json
-    decides.
-    """
+    decides."""
     if not a.additional_configs or "additional_configs" in judge.bad:
         return
     from . import cpu
@@ -350,110 +328,6 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
         judge.refuse("additional_configs", reason, remedy, value, f"additional_configs.{name}")
 
 
-# ---- the schedule of the learning rate
-
-
-def _check_schedule(a: Any, judge: Judge) -> None:
-    """lr_scheduler_type and its kwargs: names, types, limits; casts the kwargs in place."""
-    kind, wsd = a.lr_scheduler_type, a.lr_scheduler_type == "warmup_stable_decay"
-    if kind not in SCHEDULES:
-        remedy = f"lr_scheduler_type: {', '.join(SCHEDULES)}"
-        judge.refuse("lr_scheduler_type", "no such schedule", remedy)
-        return
-    given, values, before = a.lr_scheduler_kwargs, {}, len(judge.problems)
-
-    def refuse(name: str, reason: str, remedy: str) -> None:
-        key = "lr_scheduler_kwargs"
-        judge.refuse(key, reason, remedy, given.get(name), f"{key}.{name}")
-
-    for name, value in given.items():
-        key = "min_lr_rate" if name == "min_lr_ratio" else name
-        if key not in SCHEDULE_KWARGS:
-            refuse(name, "no schedule takes it", f"any of {', '.join(SCHEDULE_KWARGS)}")
-        elif kind.startswith("constant") or (key in ("decay_type", "num_stable_steps") and not wsd):
-            refuse(name, f"it has no effect on lr_scheduler_type {kind}", "the key left out")
-        elif value is not None:
-            value = "minus_sqrt" if value == "1-sqrt" else value  # Hugging Face's name
-            try:
-                values[key] = cast(value, SCHEDULE_KWARGS[key])
-            except ValueError as error:
-                refuse(name, str(error), "0" if key != "decay_type" else ", ".join(DECAY_TYPES))
-    limits = {"min_lr": a.learning_rate, "min_lr_rate": 1.0}
-    for key, value in values.items():
-        if key != "decay_type" and not 0 <= value <= limits.get(key, value):
-            most = f" and at most {limits[key]}" if key in limits else ""
-            refuse(key, f"it must be at least 0{most}", f"{key}: 0")
-    if {"min_lr", "min_lr_rate"} <= set(values):
-        refuse("min_lr_rate", "min_lr is given too", "one of the two")
-    if wsd and not {"num_decay_steps", "num_stable_steps"} & set(values):
-        remedy = 'lr_scheduler_kwargs: {"num_decay_steps": 100}'
-        refuse("num_decay_steps", "the schedule must know when decay begins", remedy)
-    a.lr_scheduler_kwargs = values
-    fits = len(judge.problems) == before and judge.bad.isdisjoint({"max_steps", "warmup_steps"})
-    if fits and a.max_steps > 0:
-        _check_schedule_steps(a, schedule_steps(a, a.max_steps), judge)
-
-
-class ScheduleSteps(NamedTuple):
-    """Steps of warm-up, the step at which the lowest rate is reached, and steps of decay (None: all
-    between).
-    """
-
-    warmup: int
-    end: int
-    decay: int | None
-
-
-def schedule_steps(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """The steps of the schedule of TrainingArguments over so many optimizer steps."""
-    kwargs, warmup = a.lr_scheduler_kwargs or {}, warmup_steps(a, num_training_steps)
-    if a.lr_scheduler_type == "constant":
-        warmup = 0
-    stable, decay = kwargs.get("num_stable_steps"), kwargs.get("num_decay_steps")
-    if SCHEDULES[a.lr_scheduler_type] != "WSD":
-        return ScheduleSteps(warmup, num_training_steps if decay is None else decay, None)
-    end = num_training_steps
-    if stable is not None:
-        rest = max(num_training_steps - warmup - stable, 1)
-        end = warmup + stable + (rest if decay is None else decay)
-    if decay is None:
-        decay = max(end - warmup - (stable or 0), 1)
-    return ScheduleSteps(warmup, end, decay)
-
-
-def warmup_steps(a: Any, num_training_steps: int) -> int:
-    """Warm-up in steps, rounded up: warmup_steps, or the share warmup_ratio of all steps."""
-    share = a.warmup_ratio
-    if 0 < a.warmup_steps < 1:  # a share too, as in transformers 5
-        share = a.warmup_steps
-    elif a.warmup_steps:
-        return int(a.warmup_steps)
-    # a share leaves a step to decay in
-    return min(math.ceil(share * num_training_steps), max(num_training_steps - 1, 0))
-
-
-def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
-    warmup, end, decay = steps
-    if warmup >= end and SCHEDULES[a.lr_scheduler_type] != "constant":
-        reason = f"{warmup} warm-up steps leave nothing of the {end} steps to decay in"
-        judge.refuse("warmup_steps lr_scheduler_kwargs", reason, "warmup_ratio: 0.1", warmup)
-    elif decay is not None and not 0 <= decay <= end - warmup:
-        reason = f"it is not between 0 and the {end - warmup} steps that {warmup} warm-up steps "
-        reason += f"leave of {end}"
-        name = "lr_scheduler_kwargs.num_decay_steps"
-        judge.refuse("lr_scheduler_kwargs", reason, f"num_decay_steps: {end - warmup}", decay, name)
-
-
-def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """schedule_steps() of a run whose length is known. Raises ConfigError for steps that do not fit
-    together.
-    """
-    judge, steps = Judge(a), schedule_steps(a, num_training_steps)
-    _check_schedule_steps(a, steps, judge)
-    judge.close()
-    return steps
-
-
 # ---- the other groups
 
 
@@ -482,8 +356,7 @@ def check_data(a: Any, judge: Judge) -> None:
 
 def check_finetuning(a: Any, judge: Judge) -> None:
     """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter
-    has its own sizes.
-    """
+    has its own sizes."""
     given = a.changed(lora=True)
     if a.finetuning_type == "full":
         if a.adapter_name_or_path and "finetuning_type" not in judge.bad:

@@ -34,8 +34,7 @@ class Problem(NamedTuple):
 
 class ConfigError(ValueError):
     """All `problems` of a configuration; its text shows each with key, value, reason and a value
-    that works.
-    """
+    that works."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = list(problems)
@@ -106,8 +105,7 @@ ConfigLoader.add_implicit_resolver(
 
 def check_duplicates(node: yaml.MappingNode) -> None:
     """Raise yaml.MarkedYAMLError where a mapping has a key twice: YAML would silently take the
-    last.
-    """
+    last."""
     seen = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -127,8 +125,7 @@ def loads_yaml(text: str) -> Any:
 
 def cast(value: Any, hint: Any) -> Any:
     """Convert `value` to the annotation `hint`: text is read as a number, a truth value, a list (by
-    commas) or a dict (JSON or YAML). Raises ValueError with what was expected.
-    """
+    commas) or a dict (JSON or YAML). Raises ValueError with what was expected."""
     if isinstance(value, enum.Enum):
         value = value.value
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files, weights_sources
-from .args import check_together
 from .args_rules_model import check_torch_packing
+from .args_run import check_together
 from .args_values import Judge
 from .backend import Backend
 from .backend_torch_moe import TorchRouters

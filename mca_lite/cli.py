@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from .args import parse_args
+from .args_run import parse_args
 
 USER_ERROR = 2  # exit code for input that cannot be trained on, and for unreadable checkpoints
 

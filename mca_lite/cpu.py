@@ -180,9 +180,13 @@ def _cuda_table():
 
 def _table():
     """The rows. Imports megatron, so it is built only when it is applied."""
-    import megatron.core.optimizer.clip_grads as clip_grads
+    yield from _rows_of_cuda()
+    yield from _rows_of_tensors()
+
+
+def _rows_of_cuda():
+    """torch.cuda's functions, and the random states that megatron keeps in it."""
     import megatron.core.tensor_parallel.random as megatron_random
-    import torch.distributed as dist
 
     cuda = torch.cuda
     rng_get, rng_set = (
@@ -217,6 +221,13 @@ def _table():
     )
     yield megatron_random, "_get_cuda_rng_state", rng_get, one_rng
     yield megatron_random, "_set_cuda_rng_state", rng_set, one_rng
+
+
+def _rows_of_tensors():
+    """Tensors that ask for CUDA by name, and what gloo or a CPU's arithmetic lacks."""
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import torch.distributed as dist
+
     constructors = "tensor zeros ones empty full arange rand randn"
     for name in f"{constructors} zeros_like ones_like empty_like full_like".split():
         construct = getattr(torch, name)

@@ -27,19 +27,13 @@ from .args_values import Judge
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_tokens import token_losses
-from .model_config import (
-    AutoConfig,
-    McaModelConfig,
-    grow,
-    load_decision,
-    load_hf_config,
-    rope_frequencies,
-)
+from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
 from .model_families import rows_of
 from .model_family_rows import TE_ALIASES
 from .model_layers import block_spec
 from .model_moe import routers_of
 from .model_mtp import prediction_spec
+from .model_rope import rope_frequencies
 from .packed_rows import Targets
 from .weights_files import file_parts, named_tensors
 from .weights_sources import InitSource, SafetensorsSource

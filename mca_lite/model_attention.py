@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from . import parallel
 from .model_fused import rms_norm, rotate, split_heads
+from .model_rope import rotary_tables
 from .packed_rows import row_layout
 
 # of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
@@ -207,7 +208,7 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is not None:
             query, key, value = (x[:, None] for x in (query, key, value))
         layout = self._layout(packed_seq_params, query)
-        tables = self.config.rotary_tables(layout, query.dtype, self.layer_type)
+        tables = rotary_tables(self.config, layout, query.dtype, self.layer_type)
         query, key = rotate(query, key, *tables, self.config.rope_interleave)
         if self.cp_group is not None:
             key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))

@@ -1,13 +1,9 @@
-"""McaModelConfig: megatron's TransformerConfig that knows its Hugging Face model and the run's
-parallel layout.
+"""McaModelConfig: megatron's TransformerConfig with a Hugging Face model and a parallel layout.
 
-Where it comes from (AutoConfig.from_pretrained):
-
-    mca_config.json in the folder   -> read directly
-    config.json (Hugging Face)      -> translated by the family's table
+AutoConfig.from_pretrained reads mca_config.json where the folder has one, and otherwise translates
+Hugging Face's config.json by the family's table.
 """
 
-import copy
 import difflib
 import enum
 import functools
@@ -32,7 +28,7 @@ from .args_values import Judge
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .model_families import SAME_AS, Family, get_family
 from .model_layers import resolve_transformer_impl, transformer_engine_works
-from .parallel import device
+from .model_rope import ROPE_TYPES, rope_frequencies, rope_parameters
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -47,8 +43,7 @@ _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 @dataclass
 class PretrainedConfig:
     """What a config needs beside megatron's fields: where it came from, and its way to and from
-    JSON.
-    """
+    JSON."""
 
     name_or_path: str | None = None
     hf_model_type: str | None = None
@@ -57,8 +52,7 @@ class PretrainedConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every field that differs from its default, as JSON can hold it. What follows from other
         fields is left out, and so are functions other than the activation: they are derived again,
-        for the layout that reads them.
-        """
+        for the layout that reads them."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             if f.name in _DERIVED:
@@ -74,8 +68,7 @@ class PretrainedConfig:
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Write mca_config.json into the folder, which is made where it is missing. One rank should
-        call it.
-        """
+        call it."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MCA_CONFIG_NAME).write_text(self.to_json_string())
@@ -83,13 +76,11 @@ class PretrainedConfig:
     @classmethod
     def from_json_file(cls, path: str | os.PathLike, args=None) -> "PretrainedConfig":
         """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of
-        the saved one.
-        """
+        the saved one."""
         values = json.loads(Path(path).read_text())
         name = values.pop("model_class", cls.__name__)
-        target = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}.get(
-            name
-        )
+        classes = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}
+        target = classes.get(name)
         if target is None:
             raise ValueError(
                 f"{path}: model_class {name!r} is unknown, expected McaModelConfig or "
@@ -100,8 +91,7 @@ class PretrainedConfig:
     @classmethod
     def from_pretrained(cls, model_name_or_path: str, args=None) -> "PretrainedConfig":
         """mca_config.json where the folder has one, else the HF config.json translated (see
-        AutoConfig).
-        """
+        AutoConfig)."""
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
@@ -117,41 +107,30 @@ class PretrainedConfig:
 
     def update_with_args(self, args) -> None:
         """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and
-        check them.
-        """
-        kept = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in _DERIVED
-        }
-        self.__dict__.update(
-            type(self)._build(kept, args, self.name_or_path or "the model's config").__dict__
-        )
+        check them."""
+        names = {f.name for f in fields(self) if f.init} - _DERIVED
+        kept = {name: getattr(self, name) for name in names}
+        rebuilt = type(self)._build(kept, args, self.name_or_path or "the model's config")
+        self.__dict__.update(rebuilt.__dict__)
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """Whether weights saved under `other` can be loaded rank by rank, without resharding or
-        conversion.
-        """
-        names = [
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-        ]
-        names += ["expert_model_parallel_size", "expert_tensor_parallel_size", "transformer_impl"]
-        mine, theirs = (
-            _to_json(self.pipeline_model_parallel_layout),
-            _to_json(other.pipeline_model_parallel_layout),
+        conversion."""
+        return all(
+            _to_json(getattr(self, name)) == _to_json(getattr(other, name))
+            for name in LAYOUT_FIELDS
         )
-        return mine == theirs and all(getattr(self, n) == getattr(other, n) for n in names)
 
 
 # derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
-_DERIVED = {
-    "init_method",
-    "output_layer_init_method",
-    "embedding_init_method",
-    "pipeline_dtype",
-    "autocast_dtype",
-}
-_DERIVED |= {"microbatch_group_size_per_vp_stage", *DERIVED_FIELDS.split()}
+_DERIVED = {*DERIVED_FIELDS.split(), "autocast_dtype", "microbatch_group_size_per_vp_stage"}
+_DERIVED |= {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype"}
+# what decides which rank holds which part of which tensor, under which name
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size transformer_impl "
+    "pipeline_model_parallel_layout"
+).split()
 _LEFT_OUT = object()
 
 
@@ -216,19 +195,17 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def __post_init__(self):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
+                known = ", ".join(ACTIVATIONS)
                 raise ValueError(
-                    f"activation_func {self.activation_func!r}: expected one of "
-                    f"{', '.join(ACTIVATIONS)}"
+                    f"activation_func {self.activation_func!r}: expected one of {known}"
                 )
             self.activation_func = ACTIVATIONS[self.activation_func]
         self._resolve_layers()
         if self.transformer_impl == "local":
-            self.apply_rope_fusion = (
-                False  # TE's kernel; the local core attention rotates by itself
-            )
-        self.params_dtype = (
-            torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
-        )
+            self.apply_rope_fusion = False  # TE's kernel: local attention rotates by itself
+        self.params_dtype = torch.float32
+        if self.bf16 or self.fp16:
+            self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
         self.validate()
@@ -289,8 +266,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.sequence_parallel = False
         layout, more = self.pipeline_model_parallel_layout, "m" * (self.mtp_num_layers or 0)
         if isinstance(layout, str) and (more or "m" in layout):
-            # in megatron's syntax m is a layer for multi-token prediction: they stand before the
-            # loss
+            # m is a layer for multi-token prediction in megatron's syntax: before the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
         family = get_family(self.hf_model_type) if self.hf_model_type else None
@@ -330,16 +306,13 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if not self.num_moe_experts:
             return False
         pattern = self.moe_layer_freq
-        layer = min(
-            layer, self.num_layers - 1
-        )  # those for multi-token prediction are as the last one
+        layer = min(layer, self.num_layers - 1)  # those for prediction are as the last one
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
     def padded_vocab_size(self) -> int:
         """vocab_size rounded up so that tensor parallelism can cut it: the rows that megatron's
-        embedding holds.
-        """
+        embedding holds."""
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
@@ -358,43 +331,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         """Whether layers with a sliding window have rotary frequencies of their own."""
         return "sliding_attention" in ((self.hf_config or {}).get("rope_parameters") or {})
 
-    def rotary_tables(
-        self, layout, dtype: torch.dtype, layer_type: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packing.RowLayout), in
-        dtype.
-
-        The tables over all positions are made once and grow by doubling; the last rows' own are
-        kept as well.
-        """
-        if not self.has_local_rope:
-            layer_type = "full_attention"  # one table serves all
-        rows, key = self.__dict__.setdefault("_rotary_rows", {}), (id(layout), dtype, layer_type)
-        if key not in rows or rows[key][0] is not layout:
-            if len(rows) >= 64:
-                rows.clear()
-            tables = self.__dict__.setdefault("_rotary_table", {})
-            whole = tables.get(layer_type)
-            if whole is None or len(whole[0]) < layout.longest:
-                inv_freq, factor = rope_frequencies(self, layer_type)
-                length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
-                angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
-                angles = (
-                    angles.repeat_interleave(2, 1) if self.rope_interleave else angles.repeat(1, 2)
-                )
-                whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
-            rows[key] = (
-                layout,
-                *(table[layout.positions, None, None].to(dtype) for table in whole),
-            )
-        return rows[key][1:]
-
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
     """The same for multi-latent attention: kv_channels are those that turn with the position,
-    layers are local ones.
-    """
+    layers are local ones."""
 
 
 class AutoConfig:
@@ -432,8 +373,7 @@ def grow(config, vocab_size: int) -> None:
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     """How weights saved under one config are loaded under another: directly, or resharded; said in
-    the log.
-    """
+    the log."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
@@ -466,7 +406,7 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     family = get_family(hf.model_type)
     _refuse_what_is_not_built(hf, family, name_or_path or hf.model_type)
     values = family.values(hf)
-    rope = _rope_parameters(hf)[-1]
+    rope = rope_parameters(hf)[-1]
     window, types = family.sliding_window(hf), getattr(hf, "layer_types", None)
     values.update(
         name_or_path=name_or_path,
@@ -494,11 +434,10 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
             "quantization_config in config.json cannot be honoured: save the model in bf16 or "
             "fp32 first"
         )
-    for rope in _rope_parameters(hf):
-        if (kind := rope["rope_type"]) not in _ROPE_TYPES:
+    for rope in rope_parameters(hf):
+        if (kind := rope["rope_type"]) not in ROPE_TYPES:
             problems.append(
-                f"rope scaling {kind!r} cannot be honoured: expected one of "
-                f"{', '.join(_ROPE_TYPES)}"
+                f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(ROPE_TYPES)}"
             )
         # default rope in the other models of transformers passes it over, and the scaled ones
         # cannot run with it
@@ -513,49 +452,6 @@ def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
             + "\n  ".join(problems)
             + "\nset use_mca: false to train it as plain torch"
         )
-
-
-# those whose frequencies do not depend on the length of the sequence
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-def _rope_parameters(hf) -> list[dict[str, Any]]:
-    """The model's rope parameters: one dict, or one for layers with a window and one for those
-    without.
-    """
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
-    kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
-    for kind in kinds:
-        kind.setdefault("rope_type", "default")
-        kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
-    return kinds
-
-
-def rope_frequencies(
-    config: McaModelConfig, layer_type: str = "full_attention"
-) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
-    of layers of a type.
-
-    From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to
-    the bit.
-    """
-    scaling, of_type = (config.hf_config or {}).get("rope_parameters") or {}, {}
-    if config.has_local_rope:
-        scaling, of_type = scaling[layer_type], {"layer_type": layer_type}
-    if scaling.get("rope_type", "default") != "default":
-        from transformers import AutoConfig as HFAutoConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config))
-        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
-            hf, torch.device("cpu"), **of_type
-        )
-        return inv_freq.float().to(device()), float(factor)
-    dim = int(config.kv_channels * config.rotary_percent)
-    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    base = scaling["rope_theta"] if of_type else config.rotary_base
-    return (1.0 / base**exponent).to(device()), 1.0
 
 
 def _from_arguments(args) -> dict[str, Any]:
@@ -585,9 +481,7 @@ def _to_json(value):
         return value.name
     if callable(value) and value in ACTIVATIONS.values():
         return next(name for name, function in ACTIVATIONS.items() if function is value)
-    if hasattr(
-        value, "input_data"
-    ):  # megatron's parsed pipeline layout: the text or list that it was made of
+    if hasattr(value, "input_data"):  # megatron's pipeline layout: the text that it was made of
         return value.input_data
     try:
         return json.loads(json.dumps(value))

@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from .args_rules import SCHEDULES, plan_schedule
+from .args_rules_schedule import SCHEDULES, plan_schedule
 from .optimizers import OPTIMIZERS
 
 

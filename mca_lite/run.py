@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from . import lora, lora_files, model, model_config, parallel, weights_convert, weights_vocabulary
-from .args import RunArguments
-from .args_rules import plan_schedule
 from .args_rules_model import check_torch_packing, check_window
+from .args_rules_schedule import plan_schedule
+from .args_run import RunArguments
 from .args_values import Judge
 from .ckpt_megatron import DIST_NAME
 from .constants import RUN_CONFIG_NAME

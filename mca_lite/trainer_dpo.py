@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from . import lora, loss_preference, parallel
-from .args import check_together
+from .args_run import check_together
 from .args_values import Judge
 from .ckpt_folder import CheckpointError
 from .constants import ADAPTER_CONFIG_NAME, IGNORE_INDEX

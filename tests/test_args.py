@@ -8,15 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mca_lite.args import (
-    GROUPS,
-    DataArguments,
-    Seq2SeqTrainingArguments,
-    TrainingArguments,
-    parse_args,
-)
+from mca_lite.args import DataArguments, Seq2SeqTrainingArguments, TrainingArguments
 from mca_lite.args_parser import ArgumentParser, read_config_file
 from mca_lite.args_rules_model import balanced_layout, check_model, numbers_of
+from mca_lite.args_run import GROUPS, parse_args
 from mca_lite.args_values import ConfigError, Judge
 from tests.shared.commands import keys_of
 

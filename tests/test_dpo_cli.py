@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_lite.args import parse_args
+from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError
 from tests.shared.commands import ROOT, run
 from tests.shared.training import read_log

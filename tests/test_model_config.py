@@ -19,8 +19,8 @@ from mca_lite.model_config import (
     PretrainedConfig,
     from_hf_config,
     load_hf_config,
-    rope_frequencies,
 )
+from mca_lite.model_rope import rope_frequencies
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding),

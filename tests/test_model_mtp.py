@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from mca_lite.args import parse_args
+from mca_lite.args_run import parse_args
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import keys_of
 from tests.shared.files import assert_same_bytes, tensors

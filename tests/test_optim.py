@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mca_lite.args import TrainingArguments
-from mca_lite.args_rules import warmup_steps
+from mca_lite.args_rules_schedule import warmup_steps
 from mca_lite.args_values import ConfigError
 from mca_lite.optim import (
     create_torch_optimizer,
