@@ -84,11 +84,10 @@ def check_model(m: ModelNumbers, a: Any, judge: Judge) -> None:
 
 def _check_tensor_parallel(m: ModelNumbers, a: Any, judge: Judge) -> None:
     key, tp = "tensor_model_parallel_size", a.tensor_model_parallel_size
-    counts = {
-        "attention heads": m.num_attention_heads,
-        "query groups": m.num_query_groups or m.num_attention_heads,
-        "MLP columns": m.ffn_hidden_size,
-    }
+    counts = {"attention heads": m.num_attention_heads, "MLP columns": m.ffn_hidden_size}
+    groups = m.num_query_groups or m.num_attention_heads
+    if groups and tp % groups:  # several ranks may share a group, as long as each has as many
+        counts["query groups"] = groups
     shared = {what: count for what, count in counts.items() if count}
     uneven = [f"{count} {what}" for what, count in shared.items() if count % tp]
     if uneven:

@@ -7,6 +7,7 @@ methods.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -140,6 +141,7 @@ class MegatronHost:
                 "mtp_num_layers: 0"
             )
         self._refuse_fused(spec)
+        self._refuse_shared_groups(spec)
         if config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
             self._refuse_overlapped(spec)
         of_experts = (w for w in self.weights() if w.is_expert)
@@ -162,6 +164,17 @@ class MegatronHost:
                 f"lora_target: adapters on {', '.join(meant)} of {self.config.hf_model_type}, "
                 "which holds several projections in one tensor, are not built: set lora_target: "
                 f"{', '.join(sorted(others))}, or use_mca: false"
+            )
+
+    def _refuse_shared_groups(self, spec: LoraSpec) -> None:
+        # ranks that share a query group would hold unequal parts of q_proj, k_proj and v_proj
+        groups, tp = self.config.num_query_groups, self.config.tensor_model_parallel_size
+        attention = {c.hf for c in self.candidates() if c.mca.endswith("linear_qkv")}
+        if groups % tp and (meant := sorted(attention.intersection(spec.modules))):
+            raise ValueError(
+                f"lora_target: adapters on {meant[0]} of a model with {groups} query groups are "
+                f"not built for tensor_model_parallel_size {tp}: set it to "
+                f"{math.gcd(groups, tp)}, or lora_target without q_proj, k_proj and v_proj"
             )
 
     def _refuse_overlapped(self, spec: LoraSpec) -> None:

@@ -493,11 +493,13 @@ def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
 
 def test_heads_and_query_groups_must_be_shared_evenly():
     (problem,) = problems_with(
-        {**NUMBERS, "num_key_value_heads": 2}, training(tensor_model_parallel_size=4)
+        {**NUMBERS, "num_key_value_heads": 6}, training(tensor_model_parallel_size=4)
     )
     assert (
-        "2 query groups" in problem.reason and problem.suggestion == "tensor_model_parallel_size: 2"
+        "6 query groups" in problem.reason and problem.suggestion == "tensor_model_parallel_size: 2"
     )
+    shared = {**NUMBERS, "num_key_value_heads": 2}  # each group on two ranks
+    assert problems_with(shared, training(tensor_model_parallel_size=4)) == []
     assert problems_with(NUMBERS, training(tensor_model_parallel_size=4)) == []
 
 

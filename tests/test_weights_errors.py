@@ -112,7 +112,7 @@ def test_every_pipeline_rank_refuses_what_one_of_them_lacks(llama, tmp_path):
     [
         (
             dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36),
-            ["3 attention heads", "parallel 2"],
+            ["3 attention heads", "tensor_model_parallel_size: 2"],
         ),
         (dict(intermediate_size=49), ["49", "tensor_model_parallel_size", "2"]),
     ],
