@@ -8,6 +8,7 @@ import os
 import sys
 import time
 
+from . import world
 from .args_run import parse_args
 
 USER_ERROR = 2  # exit code for input that cannot be trained on, and for unreadable checkpoints
@@ -23,8 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
         return 0
-    is_main = os.environ.get("RANK", "0") == "0"
     try:
+        world.settle()
+        is_main = os.environ.get("RANK", "0") == "0"
         arguments = parse_args(words)
         if is_main:
             for line in arguments.warnings:
@@ -42,10 +44,11 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(1)  # the first rank to leave ends the others
         return USER_ERROR
     from .ckpt_folder import CheckpointError
+    from .output_folder import OutputFolderError
 
     try:
         run.train(plan)
-    except CheckpointError as error:  # alike on every rank
+    except (CheckpointError, OutputFolderError) as error:  # alike on every rank
         if is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
