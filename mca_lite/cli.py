@@ -12,10 +12,21 @@ from . import world
 from .args_run import parse_args
 
 USER_ERROR = 2  # exit code for input that cannot be trained on, and for unreadable checkpoints
+INTERRUPTED = 130  # of Ctrl-C before training: there was nothing to save
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as `argv` (None: the command line) says -> exit code.
+    """Train as `argv` (None: the command line) says -> exit code."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:  # outside of the loop, which saves on it
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted outside of training: nothing was saved", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(argv: list[str] | None) -> int:
+    """As main, which answers Ctrl-C.
 
     Input that cannot be trained on is told once a machine, by its first rank: a file may be missing
     on one of them only.

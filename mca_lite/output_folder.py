@@ -85,8 +85,7 @@ def _check_shared(folder: Path) -> None:
     """
     if parallel.world_size() == 1:
         return
-    token = folder / f".probe-{uuid.uuid4().hex}"
-    parallel.on_main(token.touch, OutputFolderError)
+    token = folder / parallel.on_main(lambda: _write_token(folder), OutputFolderError)
     # the path of each rank: a relative one depends on the folder that the rank was started in
     answers = parallel.gather((socket.gethostname(), str(folder.absolute()), _sees(token)))
     if parallel.is_main():
@@ -103,6 +102,12 @@ def _check_shared(folder: Path) -> None:
             f"{answers[0][1]}, and it was not found by {'; '.join(blind[:3])}{more}. Set "
             "output_dir to one folder of a file system that all of them mount"
         )
+
+
+def _write_token(folder: Path) -> str:
+    token = folder / f".probe-{uuid.uuid4().hex}"
+    token.touch()
+    return token.name
 
 
 def _sees(token: Path) -> bool:

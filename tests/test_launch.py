@@ -232,6 +232,15 @@ def test_a_signal_in_the_export_leaves_a_whole_model(tmp_path, number):
     assert not [name for name in names if name.endswith(".tmp")]
 
 
+def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parse_args", interrupt)
+    assert cli.main(["configs/sft.yaml"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted outside of training: nothing was saved\n"
+
+
 def test_a_failed_or_killed_export_leaves_no_temporary_file(tmp_path):
     import torch
 
