@@ -318,6 +318,8 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
     Raises ConfigError where the file is absent, broken or not flat, or where it has a key twice.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is no file, but a folder, a pipe or a device")
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = f"it cannot be read: {error}"

@@ -25,6 +25,7 @@ from .args_rules import check_backend, check_run, check_world
 from .args_rules_model import check_model, numbers_of
 from .args_values import Judge, cast, type_hints
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .files import why_no_model
 from .objectives import OBJECTIVES, check_objective_run
 
 
@@ -176,6 +177,9 @@ def _read_model_numbers(model: ModelArguments, judge: Judge) -> dict[str, Any]:
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not has_config:
         reason = "it holds adapters, without the model that they belong to"
         judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}")
+        return {}
+    if not folder.is_dir() and (missing := why_no_model(name)):
+        judge.refuse(key, missing, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")
         return {}
     try:
         path = folder / MCA_CONFIG_NAME

@@ -8,13 +8,25 @@ import os
 import sys
 import time
 
+from . import world
 from .args_run import parse_args
 
 USER_ERROR = 2  # exit code for input that cannot be trained on, and for unreadable checkpoints
+INTERRUPTED = 130  # of Ctrl-C before training: there was nothing to save
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as `argv` (None: the command line) says -> exit code.
+    """Train as `argv` (None: the command line) says -> exit code."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:  # outside of the loop, which saves on it
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted outside of training: nothing was saved", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(argv: list[str] | None) -> int:
+    """As main, which answers Ctrl-C.
 
     Input that cannot be trained on is told once a machine, by its first rank: a file may be missing
     on one of them only.
@@ -23,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
         return 0
-    is_main = os.environ.get("RANK", "0") == "0"
     try:
+        world.settle()
+        is_main = os.environ.get("RANK", "0") == "0"
         arguments = parse_args(words)
         if is_main:
             for line in arguments.warnings:
@@ -42,10 +55,11 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(1)  # the first rank to leave ends the others
         return USER_ERROR
     from .ckpt_folder import CheckpointError
+    from .output_folder import OutputFolderError
 
     try:
         run.train(plan)
-    except CheckpointError as error:  # alike on every rank
+    except (CheckpointError, OutputFolderError) as error:  # alike on every rank
         if is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR

@@ -93,6 +93,9 @@ def _files_of(path: Path) -> list[str]:
     files = [str(p) for p in files if p.name != "dataset_info.json"]
     if not files or Path(files[0]).suffix not in SUFFIXES:
         raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
+    for file in files:
+        if not Path(file).is_file():
+            raise ValueError(f"{file}: expected a file; a folder, a pipe or a device is not read")
     return files
 
 

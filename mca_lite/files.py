@@ -1,5 +1,6 @@
-"""Small files that are written whole or not at all, and names that last."""
+"""Small files that are written whole or not at all, and folders of models that are not there."""
 
+import difflib
 import json
 import os
 import uuid
@@ -37,3 +38,25 @@ def sync(path: str | os.PathLike) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def why_no_model(name: str) -> str | None:
+    """Why a name that is no folder can be no model of the hub either; None where it could be one.
+
+    What looks like a path is one, and so is a name that begins with a folder which is here.
+    """
+    path = Path(name)
+    if path.is_file():
+        return "expected a folder, and this is a file"
+    parent = path.expanduser().parent
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if not is_path and not ("/" in name and parent.is_dir()):
+        return None
+    reason = f"no such folder (seen from {Path.cwd()})"
+    if not parent.is_dir():
+        return f"{reason}, nor is {parent} there"
+    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+    near = difflib.get_close_matches(path.name, folders)
+    if near:
+        reason += f": did you mean {' or '.join(str(parent / entry) for entry in near)}?"
+    return reason

@@ -26,6 +26,7 @@ from .args_rules import DERIVED_FIELDS
 from .args_rules_model import ModelNumbers, check_model, check_virtual_stages
 from .args_values import Judge
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .files import why_no_model
 from .model_families import SAME_AS, Family, get_family
 from .model_layers import resolve_transformer_impl, transformer_engine_works
 from .model_rope import ROPE_TYPES, rope_frequencies, rope_parameters
@@ -385,13 +386,11 @@ def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
     """transformers' config object of a folder or hub name. ValueError where there is none."""
     import transformers
 
-    if (
-        Path(model_name_or_path).is_dir()
-        and not (Path(model_name_or_path) / HF_CONFIG_NAME).is_file()
-    ):
-        raise ValueError(
-            f"{model_name_or_path}: expected a {HF_CONFIG_NAME} in this folder, and there is none"
-        )
+    folder = Path(model_name_or_path)
+    if folder.is_dir() and not (folder / HF_CONFIG_NAME).is_file():
+        raise ValueError(f"{folder}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
+    if not folder.is_dir() and (missing := why_no_model(model_name_or_path)):
+        raise ValueError(f"model {model_name_or_path}: {missing}")
     values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
     if values.get("model_type") in SAME_AS:
         kind = SAME_AS[values.pop("model_type")]

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import before_megatron  # noqa: F401
+from . import (
+    before_megatron,  # noqa: F401
+    world,
+)
 
 
 def device() -> torch.device:
@@ -52,18 +55,14 @@ def _stay_on_loopback() -> None:
 
 
 def start_process_group(timeout_s: float = 1800) -> None:
-    """Join the world that torchrun's variables describe, or make a world of one without torchrun.
+    """Join the world that torchrun's or SLURM's variables describe, or make a world of one.
 
     Does nothing when a process group is there already (a test, or a host program, may have made
-    it).
+    it). ValueError for variables that describe a world by half.
     """
     if dist.is_initialized():
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set: start with torchrun, "
-            "or unset WORLD_SIZE"
-        )
+    world.settle()
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
@@ -71,7 +70,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     else:
         _stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
         if _one_machine():
             # after a restart torchrun's store still holds the addresses of ranks that are dead

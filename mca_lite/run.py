@@ -15,7 +15,16 @@ from typing import Any
 import torch
 import transformers
 
-from . import lora, lora_files, model, model_config, parallel, weights_convert, weights_vocabulary
+from . import (
+    lora,
+    lora_files,
+    model,
+    model_config,
+    output_folder,
+    parallel,
+    weights_convert,
+    weights_vocabulary,
+)
 from .args_rules_model import check_torch_packing, check_window
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
@@ -25,7 +34,7 @@ from .constants import RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import steps_of_run
 from .objectives import Objective, objective_of
-from .trainer_callbacks import TrainerCallback
+from .trainer_callbacks import StopSignals, TrainerCallback
 from .weights_sources import SafetensorsSource, resolve_folder
 from .weights_vocabulary import GrownSource
 
@@ -247,16 +256,30 @@ def add_adapters(built, plan: Plan):
 
 
 def train(plan: Plan):
-    """Start the world, build, train, save, and stop the world -> the trainer."""
+    """Start the world, build, train, save, and stop the world -> the trainer.
+
+    A signal during the export does not stop it: half a model is of no use to anyone.
+    """
+    args = plan.arguments.training
+    parallel.initialize(args, plan.arguments.backend.use_mca)
+    with output_folder.hold(args.output_dir):
+        trainer = _build_trainer(plan)
+        result = trainer.train()
+        with StopSignals():
+            _export(plan, trainer, result)
+    parallel.shutdown()
+    return trainer
+
+
+def _build_trainer(plan: Plan):
     arguments, args, data = plan.arguments, plan.arguments.training, plan.data
-    parallel.initialize(args, arguments.backend.use_mca)
     if parallel.is_main():
         print("\n".join(data.report), flush=True)
     built, make = build_model(plan), plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:
         second_model = build_planned(arguments, plan.second_model)
-    trainer = make(
+    return make(
         model=built,
         args=args,
         tokenizer=plan.tokenizer,
@@ -267,7 +290,10 @@ def train(plan: Plan):
         callbacks=[_SaveConfig(arguments)],
         **make.own_keywords(arguments, second_model),
     )
-    result = trainer.train()
+
+
+def _export(plan: Plan, trainer, result) -> None:
+    arguments, args = plan.arguments, plan.arguments.training
     if args.save_hf_model:
         trainer.save_model()
     if arguments.finetuning.save_merged_model and plan.adapters is not None:
@@ -279,8 +305,6 @@ def train(plan: Plan):
         f"trained {result.global_step} steps in {seconds:.1f} s, mean loss "
         f"{result.training_loss:.4f}{where}"
     )
-    parallel.shutdown()
-    return trainer
 
 
 class _SaveConfig(TrainerCallback):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import ckpt, parallel
+from . import ckpt, output_folder, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
@@ -118,11 +118,12 @@ class McaTrainer:
         metrics).
 
         resume_from_checkpoint: a path, True or "auto" (the newest complete one in output_dir, if
-        any), None: args'. Every rank must call it, with as many samples in train_dataset. After
-        SIGTERM or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
+        any), None: args'. Every rank must call it, with as many samples in train_dataset.
+        OutputFolderError where another run has output_dir, or not every node sees it. After
+        SIGTERM, SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
         SystemExit with the code trainer_callbacks.EXIT_CODE.
         """
-        with StopSignals() as self._signals:
+        with output_folder.hold(self.args.output_dir), StopSignals() as self._signals:
             return self._train(resume_from_checkpoint, self._signals)
 
     def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:

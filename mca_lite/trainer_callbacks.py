@@ -4,10 +4,11 @@ The loop calls every callback on every rank with the same numbers, so a callback
 `TrainerControl` changes it everywhere and no rank is left alone in a collective. A callback that
 writes files does so on one rank only.
 
-SIGTERM and SIGUSR1, which schedulers send before they take a machine away, mean: finish the step,
-save, leave. torchrun passes SIGTERM on to its ranks by itself, SIGUSR1 with --signals-to-handle
-SIGTERM,SIGINT,SIGUSR1, and kills them --shutdown-timeout seconds later (30 where it is not set):
-set that above the time of a step and a checkpoint.
+SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGINT (Ctrl-C)
+mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself,
+SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1, without which it dies of it
+and leaves its ranks behind. It kills them --shutdown-timeout seconds later (30 where it is not
+set): set that above the time of a step and a checkpoint.
 """
 
 import json
@@ -281,7 +282,7 @@ def callbacks_of(args) -> list[TrainerCallback]:
 
 # of a run that was asked to stop, saved, and can go on with resume_from_checkpoint: auto
 EXIT_CODE = 85
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(SystemExit):
@@ -295,8 +296,7 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While it is entered, SIGTERM and SIGUSR1 are noted in `received` (0: none) instead of ending
-    the process.
+    """While it is entered, SIGNALS are noted in `received` (0: none) instead of ending the process.
 
     Handlers are a matter of the main thread: in another one nothing is changed."""
 

@@ -23,7 +23,7 @@ from . import parallel
 from .args_values import parse_size
 from .model_families import rows_of
 from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, Row, is_of_expert
-from .weights_files import name_shards, write_hf_config, write_shards
+from .weights_files import name_shards, remove_shards, write_hf_config, write_shards
 from .weights_sources import (
     InitSource,
     SafetensorsSource,
@@ -436,6 +436,7 @@ def export_hf(
     answers = parallel.gather((shards, problem))
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if failed:
+        remove_shards(folder, str(parallel.rank()))
         raise OSError(f"{folder} could not be written: {'; '.join(failed)}")
 
     def finish() -> list[str]:

@@ -41,7 +41,7 @@ def write_shards(
     name_shards.
 
     A shard is written as soon as the next tensor would not fit: host memory is one shard. tag:
-    tells writers of one folder apart.
+    tells writers of one folder apart. Where it fails, none of its files is left.
     """
     from safetensors.torch import save_file
 
@@ -54,22 +54,32 @@ def write_shards(
         save_file(shard, folder / name, metadata={"format": "pt"})
         shards.append(Shard(name, list(shard), size))
 
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
+    try:
+        for name, tensor in tensors:
+            if shard and size + tensor.nbytes > limit:
+                flush()
+                shard, size = {}, 0
+            shard[name] = tensor
+            size += tensor.nbytes
+        if shard:
             flush()
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    if shard:
-        flush()
+    except BaseException:
+        remove_shards(folder, tag)
+        raise
     return shards
+
+
+def remove_shards(folder: Path, tag: str = "*") -> None:
+    """Remove weight files without a lasting name: those of a writer, or of all."""
+    for path in folder.glob(f".shard-{tag}-*.safetensors.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def name_shards(folder: Path, shards: list[Shard]) -> list[str]:
     """Give written shards their final names, and write an index if there are several -> the file
     names.
 
-    Weight files of an earlier export are removed.
+    Weight files of an earlier export are removed, also what is left of one that was killed.
     """
     fixed = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]
     for path in [*folder.glob("model-*-of-*.safetensors"), *fixed]:
@@ -81,6 +91,7 @@ def name_shards(folder: Path, shards: list[Shard]) -> list[str]:
             final = SAFE_WEIGHTS_NAME
         os.replace(folder / shard.temporary, folder / final)
         weight_map.update(dict.fromkeys(shard.tensors, final))
+    remove_shards(folder)
     written = sorted(set(weight_map.values()))
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(s.size for s in shards)}, "weight_map": weight_map}

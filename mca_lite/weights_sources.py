@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from .files import why_no_model
 from .model_families import FAMILIES
 from .model_family_rows import UNUSED_TENSORS
 from .weights_files import file_parts, holds_fused_experts, named_tensors
@@ -168,9 +169,14 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, which may be downloaded."""
+    """The local folder of a model: itself, or the hub's snapshot, which may be downloaded.
+
+    ValueError, before the hub is asked, for what can only be a folder and is not there.
+    """
     if Path(model_name_or_path).is_dir():
         return Path(model_name_or_path)
+    if missing := why_no_model(model_name_or_path):
+        raise ValueError(f"model {model_name_or_path}: {missing}")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]

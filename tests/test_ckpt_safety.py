@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -333,15 +334,21 @@ def interrupted(path: str, out: str, number: int, **keys):
             ):
                 os.kill(os.getpid(), number)
 
+    before = signal.getsignal(number)
     try:
         training.train(path, out, callbacks=[Send()], **keys)
     except Interrupted as end:
-        return end.code, end.step, signal.getsignal(number) == signal.SIG_DFL
+        return end.code, end.step, signal.getsignal(number) == before
     return None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("keys", [TP2, dict(backend="torch"), dict(async_save=True, **PP2)])
+BACKGROUND = dict(async_save=True, **PP2)
+SIGNALED = [
+    *itertools.product([signal.SIGTERM, signal.SIGUSR1], [TP2, dict(backend="torch"), BACKGROUND])
+]
+
+
+@pytest.mark.parametrize("number, keys", [*SIGNALED, (signal.SIGINT, TP2)])
 def test_a_signal_to_one_rank_saves_and_stops_all(model_path, tmp_path, number, keys):
     whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=5, **keys)[0]
     answers = world.run(

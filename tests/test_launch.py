@@ -1,0 +1,304 @@
+"""Launchers, the folder of a run, and its end: half described worlds, two runs in one folder, nodes that share none, exports
+that a signal meets, and paths that lead nowhere."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mca_lite import cli, files, output_folder
+from mca_lite import world as launcher
+from mca_lite.args_parser import read_config_file
+from mca_lite.args_values import ConfigError
+from mca_lite.data_files import resolve
+from mca_lite.output_folder import OutputFolderError
+from mca_lite.weights_files import name_shards, write_shards
+from mca_lite.weights_sources import resolve_folder
+from tests.shared import world
+from tests.shared.commands import ROOT, SHORT, run
+from tests.shared.training import read_log
+
+TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
+SRUN = dict(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_JOB_ID="70123")
+
+
+def settled(monkeypatch, **variables) -> dict:
+    """The environment after world.settle(), where these were the only variables."""
+    monkeypatch.setattr(os, "environ", dict(variables))
+    launcher.settle()
+    return os.environ
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        (dict(RANK="1", WORLD_SIZE="2"), "MASTER_ADDR and MASTER_PORT are not set"),
+        (dict(TORCHRUN, MASTER_ADDR=""), "MASTER_ADDR is not set"),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2 and RANK is not set"),
+        (dict(RANK="0"), "RANK is 0 and WORLD_SIZE is not set"),
+        (dict(TORCHRUN, RANK="2"), "RANK is 2 in a world of WORLD_SIZE 2: expected 0 to 1"),
+        (dict(TORCHRUN, RANK="-1"), "expected 0 to 1"),
+        (dict(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE is 'two', expected a whole number"),
+        (dict(WORLD_SIZE="0"), "RANK is not set"),
+        (SRUN, "task 3 of SLURM_NTASKS 8, and MASTER_ADDR cannot be found out"),
+        (dict(SLURM_PROCID="0", SLURM_NTASKS="2", MASTER_ADDR="a"), "SLURM_LOCALID cannot"),
+        (dict(SRUN, SLURM_JOB_NODELIST="n[1-2]"), "MASTER_ADDR cannot"),  # a batch script, no srun
+        (dict(SRUN, SLURM_STEP_NODELIST="n[1-2]-ib"), "MASTER_ADDR cannot"),
+    ],
+)
+def test_a_half_described_world_is_refused_before_anything_is_read_or_written(
+    monkeypatch, capsys, tmp_path, variables, words
+):
+    with pytest.raises(ValueError, match=words):
+        settled(monkeypatch, **variables)
+    os.environ["LOCAL_RANK"] = "0"  # the rank that speaks
+    assert cli.main(["configs/sft.yaml", f"output_dir={tmp_path / 'out'}"]) == 2
+    assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, TORCHRUN, dict(WORLD_SIZE="1"), dict(SLURM_NTASKS="8"), dict(SRUN, **TORCHRUN)]
+    + [dict(SRUN, SLURM_NTASKS="1"), dict(RANK="0", WORLD_SIZE="1")],
+)
+def test_a_world_that_is_described_or_not_mentioned_stays_as_it_is(monkeypatch, variables):
+    assert settled(monkeypatch, **variables) == variables
+
+
+@pytest.mark.parametrize(
+    "variables, host",
+    [
+        (dict(SLURM_STEP_NODELIST="node7"), "node7"),
+        (dict(SLURM_STEP_NODELIST="rack1-node[03-05,9],other"), "rack1-node03"),
+        (dict(SLURM_STEP_NODELIST="a.b,c"), "a.b"),
+        (dict(SLURM_STEP_NODELIST="n[1-2]-ib", SLURM_LAUNCH_NODE_IPADDR="10.0.0.1"), "10.0.0.1"),
+        (dict(SLURM_LAUNCH_NODE_IPADDR="10.0.0.1", SLURM_NNODES="1"), "127.0.0.1"),
+        (dict(MASTER_ADDR="mine", SLURM_STEP_NODELIST="node7"), "mine"),
+    ],
+)
+def test_sruns_variables_describe_a_world(monkeypatch, variables, host):
+    found = settled(monkeypatch, **SRUN, **variables)
+    assert [found[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["3", "8", "1"]
+    assert found["MASTER_ADDR"] == host and found["MASTER_PORT"] == "20123"
+    assert found.get("LOCAL_WORLD_SIZE") == ("8" if "SLURM_NNODES" in variables else None)
+
+
+# -- the folder of a run
+
+
+HOLD = """
+import sys, time
+from mca_lite import output_folder
+with output_folder.hold(sys.argv[1]):
+    print("has it", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_a_folder_belongs_to_one_run_until_its_process_is_gone(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", HOLD, str(out)]
+    other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "has it\n"
+        words = f"another run trains in .*: process {other.pid} on {socket.gethostname()}, since 2"
+        with pytest.raises(OutputFolderError, match=words), output_folder.hold(out):
+            raise AssertionError("two runs have the folder")
+    finally:
+        other.kill()
+        other.wait()
+    with output_folder.hold(out), output_folder.hold(out):  # of one process: counted
+        assert (out / output_folder.OWNER_NAME).is_file()
+    assert not (out / output_folder.OWNER_NAME).exists()
+
+
+def test_the_command_line_says_who_has_the_folder(tmp_path):
+    with output_folder.hold(tmp_path / "out"):
+        there = sorted((tmp_path / "out").iterdir())
+        result = run(
+            f"configs/sft.yaml {SHORT} use_mca=false max_samples=50 output_dir={tmp_path / 'out'}",
+            tmp_path,
+            code=2,
+        )
+        assert sorted((tmp_path / "out").iterdir()) == there
+    assert result.stderr.splitlines()[-1].startswith("error: another run trains in")
+    assert f"process {os.getpid()} on" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(OutputFolderError, match="output_dir .*file cannot be written .*exists"),
+        output_folder.hold(tmp_path / "file"),
+    ):
+        pass
+
+
+def hold_from_a_folder_of_ones_own(folder: str) -> str:
+    import torch.distributed as dist
+
+    from mca_lite import output_folder
+
+    output_folder._SEE_S = 0.5
+    os.makedirs(f"{folder}/{dist.get_rank()}")
+    os.chdir(f"{folder}/{dist.get_rank()}")
+    try:
+        with output_folder.hold("out"):
+            return "held"
+    except output_folder.OutputFolderError as error:
+        return str(error)
+
+
+def hold(folder: str) -> str:
+    from mca_lite import output_folder
+
+    with output_folder.hold(folder):
+        return sorted(os.listdir(folder))
+
+
+def test_nodes_that_share_no_folder_are_found_before_the_first_step(tmp_path):
+    answers = world.run(hold_from_a_folder_of_ones_own, 2, str(tmp_path))
+    assert answers[0] == answers[1]
+    assert f"not found by rank 1 on {socket.gethostname()} in {tmp_path}/1/out" in answers[0]
+    assert not (tmp_path / "1/out").exists()
+    for names in world.run(hold, 2, str(tmp_path / "shared")):
+        assert not [name for name in names if "probe" in name]
+
+
+@pytest.mark.full
+def test_two_agents_with_homes_of_their_own_train_save_and_resume_elsewhere(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "out"
+    words = f"configs/sft.yaml {SHORT} max_samples=50 output_dir={out} save_strategy=steps".split()
+    words += ["save_steps=2", "tensor_model_parallel_size=2", "overwrite_output_dir=false"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--local_addr"]
+    command += ["127.0.0.1", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint"]
+    command += [f"127.0.0.1:{port}", "train.py", *words]
+    agents = []
+    for node in range(2):
+        home = tmp_path / f"home{node}"
+        home.mkdir()
+        env = {**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env["XDG_CACHE_HOME"] = str(home / ".cache")
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        agents.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
+    try:
+        said = [agent.communicate(timeout=240)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert (out / "model.safetensors").is_file() and (out / "checkpoint-3/manifest.json").is_file()
+    words = f"configs/sft.yaml {SHORT} max_samples=50 output_dir={out} max_steps=4"
+    run(f"{words} resume_from_checkpoint=auto overwrite_output_dir=false", tmp_path)
+    assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4]
+
+
+# -- the end of a run
+
+
+def export_interrupted(out: str, cache: str, number: int):
+    """(exit code, files) of a run in which every weight file of the export brings a signal."""
+    import safetensors.torch
+
+    from mca_lite import cli
+
+    save_file = safetensors.torch.save_file
+
+    def save_and_send(*args, **options):
+        os.kill(os.getpid(), number)
+        save_file(*args, **options)
+
+    safetensors.torch.save_file = save_and_send
+    os.chdir(ROOT)
+    words = f"configs/sft.yaml {SHORT} max_steps=1 max_samples=50 max_shard_size=100KB"
+    code = cli.main([*words.split(), f"output_dir={out}", f"cache_dir={cache}"])
+    return code, sorted(os.listdir(out))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_export_leaves_a_whole_model(tmp_path, number):
+    [(code, names)] = world.run(
+        export_interrupted, 1, str(tmp_path / "out"), str(tmp_path / "cache"), number
+    )
+    assert code == 0 and "model.safetensors.index.json" in names and "tokenizer.json" in names
+    assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parse_args", interrupt)
+    assert cli.main(["configs/sft.yaml"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted outside of training: nothing was saved\n"
+
+
+def test_a_failed_or_killed_export_leaves_no_temporary_file(tmp_path):
+    import torch
+
+    def tensors(last):
+        yield "a", torch.zeros(300)
+        yield "b", torch.zeros(300)
+        if last is None:
+            raise KeyboardInterrupt
+        yield "c", last
+
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(tensors(None), tmp_path, 1300, tag="3")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".shard-7-0.safetensors.tmp").write_text("of an export that was killed")
+    name_shards(tmp_path, write_shards(tensors(torch.zeros(1)), tmp_path, 1300))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left[:-1] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+# -- paths that lead nowhere
+
+
+def test_a_mistyped_folder_of_a_model_is_told_with_near_names_and_no_hub_is_asked(
+    tmp_path, monkeypatch, capsys
+):
+    def ask(*args, **options):
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
+    monkeypatch.setattr("transformers.utils.cached_file", ask)
+    (tmp_path / "qwen3-tiny").mkdir()
+    monkeypatch.chdir(tmp_path.parent)
+    for name in (str(tmp_path / "qwen-tiny"), f"{tmp_path.name}/qwen-tiny"):
+        near = f"no such folder .*did you mean {Path(name).parent}/qwen3-tiny"
+        with pytest.raises(ValueError, match=near):
+            resolve_folder(name)
+    for name in ("./qwen", "a/b/c", "~/no/such"):
+        with pytest.raises(ValueError, match="no such folder"):
+            resolve_folder(name)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="expected a folder, and this is a file"):
+        resolve_folder(str(tmp_path / "file"))
+    config = str(ROOT / "configs/sft.yaml")
+    words = [config, f"model_name_or_path={tmp_path / 'qwen-tiny'}", f"output_dir={tmp_path}/out"]
+    assert cli.main(words) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpt2", "someone/model"])
+def test_what_may_be_a_name_of_the_hub_is_asked_for_there(name):
+    assert files.why_no_model(name) is None
+
+
+def test_pipes_are_refused_as_data_and_as_configuration(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for entry in (str(tmp_path / "pipe.jsonl"), str(tmp_path)):
+        with pytest.raises(ValueError, match=r"pipe.jsonl: expected a file; .* a pipe"):
+            resolve([entry], None)
+    with pytest.raises(ConfigError, match="it is no file, but a folder, a pipe"):
+        read_config_file(tmp_path / "pipe.yaml")
