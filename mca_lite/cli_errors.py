@@ -41,7 +41,7 @@ def end(error: Exception, output_dir: str | None) -> int:
     text, code = user_words(error), USER_ERROR
     if text is None:
         kept, code = _keep_traceback(error, output_dir), DEFECT
-        first = (describe_error(error).splitlines() or [""])[0]
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
         text = f"{first} (a defect of mca_lite; the traceback is in {kept})"
         if is_lost:
             text = f"another rank is gone, and its own words say why: {first} ({kept})"
