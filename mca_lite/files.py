@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all, what is wrong with folders, words for errors."""
+"""Small files that are written whole or not at all; words for folders and files that fail."""
 
 import difflib
 import json

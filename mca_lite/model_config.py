@@ -82,9 +82,7 @@ class PretrainedConfig:
         name = values.pop("model_class", cls.__name__)
         targets = {target.__name__: target for target in (McaModelConfig, MLAMcaModelConfig)}
         if str(name) not in targets:
-            raise ValueError(
-                f"{path}: model_class {name!r} is unknown, expected {' or '.join(targets)}"
-            )
+            raise ValueError(f"{path}: expected {' or '.join(targets)}, got model_class {name!r}")
         try:
             return targets[name]._build(values, args, str(path))
         except (TypeError, KeyError, AttributeError, AssertionError) as error:
@@ -92,8 +90,7 @@ class PretrainedConfig:
 
     @classmethod
     def from_pretrained(cls, model_name_or_path: str, args=None) -> "PretrainedConfig":
-        """mca_config.json where the folder has one, else the HF config.json translated (see
-        AutoConfig)."""
+        """The config of a folder or hub name; see AutoConfig.from_pretrained."""
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
