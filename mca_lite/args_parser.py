@@ -341,8 +341,10 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
             str(loader.construct_object(key, deep=True)): _node_value(loader, node)
             for key, node in root.value
         }
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         reason = f"it is no valid configuration: {_first_line(error)}"
+        if isinstance(error, RecursionError):
+            reason = "it is no valid configuration: it is nested too deep"
         problem = Problem("config file", str(path), reason, "key: value, each key once")
         raise ConfigError([problem]) from None
 
@@ -364,6 +366,6 @@ def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
     return loader.construct_object(node, deep=True)
 
 
-def _first_line(error: yaml.YAMLError) -> str:
+def _first_line(error: Exception) -> str:
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     return f"{problem or error}{f' (line {mark.line + 1})' if mark else ''}"

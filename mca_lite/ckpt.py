@@ -28,6 +28,7 @@ import torch
 from . import ckpt_folder, lora, parallel
 from .ckpt_folder import CheckpointError
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .files import describe_error, read_json
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
 from .trainer_callbacks import TrainerState
@@ -123,7 +124,7 @@ def _complete(job: "_Job", name_it=lambda: None) -> None:
             name_it()
         except Exception as error:
             raise CheckpointError(
-                f"{job.final} could not be finished: {parallel.describe_error(error)}"
+                f"{job.final} could not be finished: {describe_error(error)}"
             ) from error
 
     parallel.on_main(finish, CheckpointError)
@@ -167,7 +168,7 @@ class _Job:
                 for answer in flushed:
                     answer.result()
         except Exception as error:  # told to all ranks by finish()
-            self.error = parallel.describe_error(error)
+            self.error = describe_error(error)
 
 
 def _make_empty(folder: Path) -> None:
@@ -220,7 +221,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
     batch are not what they were.
     """
     folder = Path(folder)
-    record = json.loads((folder / TRAINING_NAME).read_text())
+    record, state = _read_records(folder)
     if not record["with_optimizer"]:
         raise CheckpointError(
             f"{folder} was saved with save_only_model and cannot be resumed from: start from its "
@@ -242,7 +243,7 @@ def load(folder: str | os.PathLike, trainer) -> None:
             f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
         )
     max_steps, epochs = trainer.state.max_steps, trainer.state.num_train_epochs
-    trainer.state = TrainerState.load(folder / TRAINER_STATE_NAME)
+    trainer.state = state
     trainer.state.max_steps, trainer.state.num_train_epochs = max_steps, epochs
     best = trainer.state.best_model_checkpoint
     if (
@@ -257,6 +258,35 @@ def load(folder: str | os.PathLike, trainer) -> None:
     if record["layout"] == now["layout"] and mine.is_file():
         _set_random_states(torch.load(mine, weights_only=True))
     parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
+
+
+_KINDS = {  # what training.json must hold
+    "with_optimizer": bool,
+    "scheduler_steps": int,
+    "num_samples": int,
+    "global_batch_size": int,
+    "layout": list,
+}
+
+
+def _read_records(folder: Path) -> tuple[dict, TrainerState]:
+    """(training.json, trainer_state.json) of a checkpoint. CheckpointError, on every rank, where
+    they are not what is written there."""
+    path = folder / TRAINING_NAME
+    try:
+        record, state = read_json(path), TrainerState.load(folder / TRAINER_STATE_NAME)
+        for key, kind in _KINDS.items():
+            if type(record.get(key)) is not kind:
+                raise ValueError(f"{path}: expected {key}, of type {kind.__name__}")
+        for key in ("data_seed", "shuffle", "dataset"):
+            if key not in record:
+                raise ValueError(f"{path}: expected {key}")
+        for key in ("objective", "base"):
+            if not isinstance(record.get(key) or {}, dict):
+                raise ValueError(f"{path}: {key} is no object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{error}: use another checkpoint") from None
+    return record, state
 
 
 def _check_base(theirs: dict, model, folder: Path) -> None:

@@ -7,11 +7,15 @@
                                     again, free to be deleted
     latest                          the name of the newest checkpoint, for other programs
 
+Whatever else bears such a name (a symbolic link, a file, bytes that are no text) is left alone, and
+one line at the start says so; where it has the name of a temporary folder it is set aside.
+
 manifest.json makes a folder trustworthy. It is written last, with size and checksum of every file:
 
     format      FORMAT_VERSION of the writer: a reader refuses what is newer than itself
     backend     megatron or torch;  step, with_optimizer;  model: what tells one model from another
     files       {relative path: {"bytes": size, "crc32": eight hex digits}}
+    crc32       of all fields above, since format 2
 
 A CRC finds every flipped bit and every cut file. It is no defence against people: what is read
 from a checkpoint is read without running code that the file brings (ckpt_megatron.py).
@@ -27,11 +31,11 @@ from typing import Any
 
 from . import parallel
 from .constants import CHECKPOINT_PREFIX
-from .files import sync
+from .files import show_name, sync, write_file
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _BACKENDS = {
     "megatron": "megatron-core (use_mca: true)",
     "torch": "the torch backend (use_mca: false)",
@@ -42,6 +46,8 @@ _MODEL_KEYS = (
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
+_NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
+_LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
 
 class CheckpointError(ValueError):
@@ -81,7 +87,14 @@ def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict]) -> None:
     """Write manifest.json, the last file of a checkpoint."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
+    record["crc32"] = _crc_of(record)
     write_synced(folder / MANIFEST_NAME, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _crc_of(record: dict[str, Any]) -> str:
+    """The checksum of a manifest's other fields."""
+    rest = {key: value for key, value in record.items() if key != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -102,16 +115,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _check_manifest(record: dict[str, Any]) -> None:
     """Raise ValueError, KeyError, TypeError or AttributeError for what no manifest looks like."""
-    if not isinstance(record["format"], int):
-        raise ValueError("its format is not a number")
+    if type(record["format"]) is not int or record["format"] < 1:
+        raise ValueError("its format is not a number above 0")
+    if (record["format"] > 1 or "crc32" in record) and record.get("crc32") != _crc_of(record):
+        raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
         return  # other fields may mean other things: refusal() says so
     if record["backend"] not in _BACKENDS or not isinstance(record["model"], dict):
         raise ValueError("it lacks the backend or the model")
+    if type(record["step"]) is not int or type(record["with_optimizer"]) is not bool:
+        raise ValueError("it lacks the step, or whether it has the optimizer")
     if not record["files"]:
         raise ValueError("it lists no files")
     for name, entry in record["files"].items():
-        if not isinstance(entry["bytes"], int) or not isinstance(entry["crc32"], str):
+        if type(entry["bytes"]) is not int or type(entry["crc32"]) is not str:
             raise ValueError("it lacks sizes or checksums")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"it names {name}, which lies outside the folder")
@@ -162,8 +179,8 @@ def _damage_of_file(path: Path, entry: dict[str, Any]) -> str | None:
         found = measure(path)
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        return f"cannot be read: {error}"
     if found["bytes"] != entry["bytes"]:
         return f"has {found['bytes']} bytes, and {entry['bytes']} were written"
     if found["crc32"] != entry["crc32"]:
@@ -191,10 +208,31 @@ def step_of(folder: Path) -> int:
 
 
 def all_folders(output_dir: str | os.PathLike) -> list[Path]:
-    """Whatever bears a checkpoint's name, complete or not, oldest first."""
+    """The folders that bear a checkpoint's name, complete or not, oldest first."""
     found = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
-    named = [path for path in found if re.fullmatch(r".*-\d+", path.name)]
-    return sorted((path for path in named if path.is_dir()), key=step_of)
+    named = [path for path in found if _NAME.fullmatch(path.name)]
+    return sorted((path for path in named if _is_own_folder(path)), key=step_of)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether this is a folder itself: what a link points to may be anybody's."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _free_name(path: Path) -> Path:
+    """The path, with a number at its end where something has that name."""
+    free, count = path, 1
+    while os.path.lexists(free):
+        count += 1
+        free = path.with_name(f"{path.name}-{count}")
+    return free
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint, or what has the name of one -> its new path. No link is followed."""
+    aside = _free_name(path.with_name(f"set-aside-{path.name.lstrip('.')}"))
+    os.rename(path, aside)
+    return aside
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -209,26 +247,20 @@ def publish(temporary: Path, final: Path) -> None:
     """
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
         sync(folder)
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():
+    replaced = _free_name(final.with_name(f".{final.name}.replaced"))
+    if _is_own_folder(final):
         os.rename(final, replaced)
+    elif os.path.lexists(final):
+        _set_aside(final)
     os.rename(temporary, final)
     sync(final.parent)
-    _point_to(final)
+    write_file(final.with_name(LATEST_NAME), f"{final.name}\n")
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _point_to(folder: Path) -> None:
-    pointer = folder.parent / LATEST_NAME
-    temporary = pointer.with_name(f".{LATEST_NAME}.tmp")
-    write_synced(temporary, f"{folder.name}\n".encode())
-    os.replace(temporary, pointer)
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint so that it is never seen half deleted."""
-    gone = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
+    gone = _free_name(folder.with_name(f".{folder.name}.old"))
     os.rename(folder, gone)
     shutil.rmtree(gone)
 
@@ -251,11 +283,7 @@ def set_newer_aside(output_dir: str | os.PathLike, step: int, say=print) -> None
     for folder in all_folders(output_dir):
         if step_of(folder) <= step:
             continue
-        aside, count = folder.with_name(f"set-aside-{folder.name}"), 1
-        while aside.exists():
-            count += 1
-            aside = folder.with_name(f"set-aside-{folder.name}-{count}")
-        os.rename(folder, aside)
+        aside = _set_aside(folder)
         say(
             f"{folder.name} is newer than step {step}, which this run goes on from: "
             f"it is now {aside.name}"
@@ -274,9 +302,9 @@ def find(args, asked: str | bool | None, backend: str, identity: dict, say=print
     none of several is good, and for a checkpoint of another model or of a newer version.
     """
     if asked in (None, False):
-        parallel.on_main(lambda: _start_anew(args), CheckpointError)
+        parallel.on_main(lambda: _start_anew(args, say), CheckpointError)
         return None
-    parallel.on_main(lambda: _clean(args.output_dir), CheckpointError)
+    parallel.on_main(lambda: _clean(args.output_dir, say), CheckpointError)
     if asked not in (True, "auto"):
         bad = inspect(Path(asked), backend, identity)
         if bad:
@@ -328,7 +356,7 @@ def _read(folder: Path) -> tuple[dict | None, str | None]:
         return None, str(error)
 
 
-def _start_anew(args) -> None:
+def _start_anew(args, say=print) -> None:
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
         raise CheckpointError(
@@ -338,14 +366,25 @@ def _start_anew(args) -> None:
         )
     for old in there:
         remove(old)
-    _clean(args.output_dir)
+    _clean(args.output_dir, say)
 
 
-def _clean(output_dir: str | os.PathLike) -> None:
-    """Remove what a run that died has left half written or half deleted."""
-    for left in Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*"):
-        final = left.with_name(left.stem[1:])
-        if left.suffix == ".replaced" and not final.exists():
-            os.rename(left, final)  # the run died between the two renames of publish
-        elif left.suffix in (".tmp", ".old", ".replaced"):
+def _clean(output_dir: str | os.PathLike, say=print) -> None:
+    """Remove what a run that died has left half written or half deleted, and say what is passed
+    over."""
+    for left in sorted(Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
+        match = _LEFT.fullmatch(left.name)
+        if match is None:
+            say(f"{show_name(left)} in {output_dir} is no checkpoint of ours: passed over")
+        elif not _is_own_folder(left):
+            aside = _set_aside(left)
+            say(f"{left.name} in {output_dir} is no folder of ours: it is now {aside.name}")
+        elif match[2] == "replaced" and not os.path.lexists(left.with_name(match[1])):
+            # the run died between the two renames of publish
+            os.rename(left, left.with_name(match[1]))
+        else:
             shutil.rmtree(left)
+    for path in sorted(Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")):
+        if not _NAME.fullmatch(path.name) or not _is_own_folder(path):
+            what = "a symbolic link" if path.is_symlink() else "no checkpoint of ours"
+            say(f"{show_name(path)} in {output_dir} is {what}: passed over, and never deleted")

@@ -10,13 +10,14 @@ python -m mca_lite convert SRC DST [--merge ADAPTER] [--verify]
 """
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+from .cli_errors import end
 from .constants import HF_CONFIG_NAME
+from .files import check_can_write, read_json
 
 # what belongs to a model beside its weights and config.json
 _SIDE_FILES = (
@@ -59,9 +60,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         if options.verify:
             print(verify(options.src, options.dst, options.merge))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return end(error, None)
     return 0
 
 
@@ -113,7 +113,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
         if damage := ckpt_folder.damage(adapter, ckpt_folder.read_manifest(adapter)):
             raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
     base = SafetensorsSource(src)
-    config = json.loads((base.folder / HF_CONFIG_NAME).read_text())
+    config = read_json(base.folder / HF_CONFIG_NAME)
     # from transformers: a config.json without the key means what the family does by default
     tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
     change, vocab_size = lora_files.file_merger(adapter, base, tied)
@@ -186,6 +186,7 @@ def _compare(ours, theirs, src: str, dst: str, tolerance: float) -> str:
 
 
 def _refuse_full(dst: Path) -> None:
+    check_can_write(dst, "DST")
     if dst.exists() and any(dst.iterdir()):
         raise ValueError(f"{dst} is not empty: name a folder that is not there yet")
 
@@ -203,9 +204,9 @@ def _dtype_of(folder: Path) -> str:
     """The dtype that a folder's config names: float32, bfloat16 or float16."""
     mca = folder / "mca_config.json"
     if mca.is_file():
-        values = json.loads(mca.read_text())
+        values = read_json(mca)
         return "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
-    values = json.loads((folder / HF_CONFIG_NAME).read_text())
+    values = read_json(folder / HF_CONFIG_NAME)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(

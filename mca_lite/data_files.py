@@ -16,6 +16,8 @@ from pathlib import Path
 from .objectives import objective_of
 
 SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
+_TOO_DEEP = "it is nested too deep"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
 # What dataset_info.json of LLaMA-Factory may hold
@@ -104,6 +106,8 @@ def _read_info(path: Path) -> dict:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid JSON: {_TOO_DEEP}") from None
     if not isinstance(info, dict):
         raise ValueError(
             f"{path}: expected an object that maps names to datasets, got {type(info).__name__}"
@@ -125,7 +129,12 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
         raise ValueError(
             f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
         )
-    columns, tags = entry.get("columns", {}), entry.get("tags", {})
+    columns, tags = _names_of(entry, "columns", here), _names_of(entry, "tags", here)
+    num_samples = entry.get("num_samples")
+    if not isinstance(entry["file_name"], str):
+        raise ValueError(f"{here}: file_name: expected a path, got {entry['file_name']!r:.80}")
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+        raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
     for kind, given, known in (
         ("key", entry, _KEYS),
         ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
@@ -148,9 +157,17 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
         for key in _UNUSED_KEYS
         if key in entry
     ]
-    return DatasetSpec(
-        name, _files_of(path), formatting, columns, tags, entry.get("num_samples"), notes
-    )
+    return DatasetSpec(name, _files_of(path), formatting, columns, tags, num_samples, notes)
+
+
+def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
+    """The columns or tags of a declaration, {} where there are none or null."""
+    names = entry.get(key)
+    if names is None:
+        return {}
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{here}: {key}: expected an object of names, got {names!r:.80}")
+    return names
 
 
 # -- readers -------------------------------------------------------------------------------------
@@ -176,6 +193,20 @@ def read_records(file: str) -> Iterator[tuple[str, object]]:
                     yield where, text if suffix == ".txt" else parse_json(text, where)
 
 
+def _check_text(record, where: str):
+    """The record. Raises: ValueError with the place where it holds what no UTF-8 text can: half of
+    a pair of surrogates."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        bad = ascii(error.object[error.start])
+        raise ValueError(
+            f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair or "
+            "remove it"
+        ) from None
+    return record
+
+
 def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
@@ -186,11 +217,14 @@ def _decode(raw: bytes, where: str) -> str:
 def parse_json(text: str, where: str):
     """The value of one JSON text. Raises: ValueError with the place."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{where}: expected one JSON value: {error.msg} (character {error.pos + 1})"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{where}: expected one JSON value: {_TOO_DEEP}") from None
+    return _check_text(value, where) if _SURROGATE.search(text) else value
 
 
 def _read_json(file: str) -> Iterator[tuple[str, object]]:
@@ -198,6 +232,7 @@ def _read_json(file: str) -> Iterator[tuple[str, object]]:
     their lines."""
     text = _decode(Path(file).read_bytes(), file)
     decoder, space = json.JSONDecoder(), re.compile(r"\s*")
+    may_be_no_text = _SURROGATE.search(text) is not None
     at = space.match(text).end()
     is_list = text[at : at + 1] == "["
     at = space.match(text, at + is_list).end()
@@ -208,7 +243,10 @@ def _read_json(file: str) -> Iterator[tuple[str, object]]:
             record, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise ValueError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
-        yield f"{file}:{line}", record
+        except RecursionError:
+            raise ValueError(f"{file}:{line}: not valid JSON: {_TOO_DEEP}") from None
+        where = f"{file}:{line}"
+        yield where, _check_text(record, where) if may_be_no_text else record
         at = space.match(text, at).end()
         if is_list and text[at : at + 1] not in (",", "]"):
             line += text.count("\n", counted, at)
@@ -231,7 +269,10 @@ def _read_parquet(file: str) -> Iterator[tuple[str, object]]:
     import pyarrow.parquet  # an extra: only who reads parquet needs it
 
     row = 0
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
-        for record in batch.to_pylist():
-            row += 1
-            yield f"{file}:{row}", record
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{file}:{row}", record
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file}:{row + 1}: no valid parquet: {error}") from None

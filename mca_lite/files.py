@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all, and folders of models that are not there."""
+"""Small files that are written whole or not at all; words for folders and files that fail."""
 
 import difflib
 import json
@@ -60,3 +60,48 @@ def why_no_model(name: str) -> str | None:
     if near:
         reason += f": did you mean {' or '.join(str(parent / entry) for entry in near)}?"
     return reason
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """The object in a JSON file. ValueError with the file's name for whatever else it holds."""
+    try:
+        record = json.loads(Path(path).read_bytes())
+    except RecursionError:
+        raise ValueError(f"{path}: its JSON is nested too deep to be read") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, but {error}: copy the file again") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def check_can_write(folder: str | os.PathLike, key: str) -> None:
+    """ValueError where a folder cannot be made, or cannot be written. Nothing is made or changed:
+    the nearest folder that is there is asked."""
+    asked = there = Path(folder).absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    reason = None
+    if not there.is_dir():
+        reason = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = f"nothing may be written in {there}"
+    if reason is not None:
+        raise ValueError(f"{key}: {asked} cannot be written, since {reason}: set {key} to another")
+
+
+def describe_error(error: BaseException) -> str:
+    """One line about an error: its text, and its type where the text may not say enough."""
+    if "inline_container" in str(error):
+        # torch's archives: their writer's own complaint hides what the system said before it
+        before = error.__context__
+        if isinstance(before, OSError):
+            return str(before)
+        return "a file could not be written whole: No space left on device, or a limit on its size"
+    plain = isinstance(error, (ValueError, OSError)) and str(error)
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def show_name(path: str | os.PathLike) -> str:
+    """The name of a file as it can be printed, whatever its bytes are."""
+    return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")

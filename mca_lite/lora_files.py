@@ -17,14 +17,19 @@ import torch.distributed as dist
 
 from . import lora, parallel
 from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from .files import write_json
+from .files import read_json, write_json
 from .lora_layers import LoraSpec
 from .lora_sites import Candidate, host_of, module_of
+from .weights_files import open_safetensors
 from .weights_sources import SafetensorsSource
 from .weights_vocabulary import EMBEDDING_AND_HEAD
 
 PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+_PARTNERS = {
+    **dict(zip(_SUFFIXES[::2], _SUFFIXES[1::2], strict=True)),
+    **dict(zip(_SUFFIXES[1::2], _SUFFIXES[::2], strict=True)),
+}
 _VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 # Keys of adapter_config.json that ask for what is not built here -> their values without effect
 _PLAIN = {
@@ -55,15 +60,13 @@ class AdapterSource:
     """The tensors of an adapter's folder, by their names without PEFT's prefix."""
 
     def __init__(self, folder: str | os.PathLike):
-        from safetensors import safe_open
-
         path = Path(folder) / ADAPTER_WEIGHTS_NAME
         if not path.is_file():
             raise ValueError(
                 f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
                 "that PEFT or this package wrote"
             )
-        self.folder, self._file = Path(folder), safe_open(path, "pt")
+        self.folder, self._file = Path(folder), open_safetensors(path)
         # PEFT writes the frozen embedding of an adapted one beside it: the base has it
         keys = (key for key in self._file.keys() if ".base_layer." not in key)
         self._names = {key.removeprefix(PREFIX): key for key in keys}
@@ -90,6 +93,19 @@ class AdapterSource:
             return full[rows]
         return full[:, columns] if columns is not None else full
 
+    def check_pairs(self) -> None:
+        """ValueError where a module has one matrix of two."""
+        for name in sorted(self._names):
+            for suffix, partner in _PARTNERS.items():
+                if name.endswith(suffix):
+                    self._require(name.removesuffix(suffix) + partner)
+
+    def _require(self, key: str) -> None:
+        if key not in self._names:
+            raise ValueError(
+                f"{self.folder} lacks {PREFIX}{key}: it is damaged, or not of this model"
+            )
+
     def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A whole matrix, which must have the shape that the model gives it."""
         self.check(key, shape)
@@ -97,10 +113,7 @@ class AdapterSource:
 
     def check(self, key: str, shape: tuple[int, ...]) -> None:
         """ValueError where the adapter lacks a matrix, or has one of another shape."""
-        if key not in self._names:
-            raise ValueError(
-                f"{self.folder} lacks {PREFIX}{key}: it is damaged, or not of this model"
-            )
+        self._require(key)
         if self.shape(key) != shape:
             raise ValueError(
                 f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: "
@@ -117,7 +130,8 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
             f"adapter_name_or_path: {folder} holds no {ADAPTER_CONFIG_NAME}: set the folder of an "
             "adapter"
         )
-    values = json.loads(path.read_text())
+    values = read_json(path)
+    _check_types(values, path)
     for key, plain in _PLAIN.items():
         if key in values and values[key] not in plain:
             raise ValueError(
@@ -125,14 +139,36 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
                 f"{json.dumps(plain[0])}): merge that adapter into its base with PEFT and train a "
                 "new one"
             )
+    source = AdapterSource(folder)
+    source.check_pairs()
     return LoraSpec(
         rank=values["r"],
         alpha=values["lora_alpha"],
-        dropout=values.get("lora_dropout", 0.0),
-        targets=tuple(AdapterSource(folder).modules()),
+        dropout=values.get("lora_dropout") or 0.0,
+        targets=tuple(source.modules()),
         use_rslora=bool(values.get("use_rslora")),
         modules_to_save=tuple(values.get("modules_to_save") or ()),
     )
+
+
+def _check_types(values: dict, path: Path) -> None:
+    """ValueError where an adapter_config.json lacks what an adapter is made by, or has another
+    type there."""
+    wanted = {
+        "r": ("a whole number above 0", lambda r: type(r) is int and r > 0),
+        "lora_alpha": ("a number", lambda alpha: type(alpha) in (int, float)),
+        "lora_dropout": ("a number", lambda share: type(share) in (int, float, type(None))),
+        "modules_to_save": (
+            "a list of names",
+            lambda names: (
+                names is None
+                or (isinstance(names, list) and all(isinstance(name, str) for name in names))
+            ),
+        ),
+    }
+    for key, (what, fits) in wanted.items():
+        if not fits(values.get(key)):
+            raise ValueError(f"{path}: {key}: expected {what}, got {values.get(key)!r:.80}")
 
 
 def spec_of_keys(keys) -> LoraSpec:
@@ -306,12 +342,12 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
             f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or "
             "start anew with another output_dir"
         )
-    values, now = json.loads(path.read_text()), peft_config(spec, target_modules(model))
+    values, now = read_json(path), peft_config(spec, target_modules(model))
     for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
-        if values[key] != now[key]:
+        if values.get(key) != now[key]:
             raise ValueError(
-                f"{folder} was saved with {key} {values[key]} of its adapters, and this run has "
-                f"{now[key]}: set it back to go on"
+                f"{folder} was saved with {key} {values.get(key)} of its adapters, and this run "
+                f"has {now[key]}: set it back to go on"
             )
 
 

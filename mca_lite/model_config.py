@@ -26,7 +26,7 @@ from .args_rules import DERIVED_FIELDS
 from .args_rules_model import ModelNumbers, check_model, check_virtual_stages
 from .args_values import Judge
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import why_no_model
+from .files import describe_error, read_json, why_no_model
 from .model_families import SAME_AS, Family, get_family
 from .model_layers import resolve_transformer_impl, transformer_engine_works
 from .model_rope import ROPE_TYPES, rope_frequencies, rope_parameters
@@ -78,21 +78,19 @@ class PretrainedConfig:
     def from_json_file(cls, path: str | os.PathLike, args=None) -> "PretrainedConfig":
         """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of
         the saved one."""
-        values = json.loads(Path(path).read_text())
+        values = read_json(path)
         name = values.pop("model_class", cls.__name__)
-        classes = {"McaModelConfig": McaModelConfig, "MLAMcaModelConfig": MLAMcaModelConfig}
-        target = classes.get(name)
-        if target is None:
-            raise ValueError(
-                f"{path}: model_class {name!r} is unknown, expected McaModelConfig or "
-                "MLAMcaModelConfig"
-            )
-        return target._build(values, args, str(path))
+        targets = {target.__name__: target for target in (McaModelConfig, MLAMcaModelConfig)}
+        if str(name) not in targets:
+            raise ValueError(f"{path}: expected {' or '.join(targets)}, got model_class {name!r}")
+        try:
+            return targets[name]._build(values, args, str(path))
+        except (TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
     def from_pretrained(cls, model_name_or_path: str, args=None) -> "PretrainedConfig":
-        """mca_config.json where the folder has one, else the HF config.json translated (see
-        AutoConfig)."""
+        """The config of a folder or hub name; see AutoConfig.from_pretrained."""
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
@@ -391,13 +389,17 @@ def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
         raise ValueError(f"{folder}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
     if not folder.is_dir() and (missing := why_no_model(model_name_or_path)):
         raise ValueError(f"model {model_name_or_path}: {missing}")
-    values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
-    if values.get("model_type") in SAME_AS:
-        kind = SAME_AS[values.pop("model_type")]
-        return transformers.AutoConfig.for_model(kind, **values)
-    return transformers.AutoConfig.from_pretrained(
-        model_name_or_path, trust_remote_code=trust_remote_code
-    )
+    try:
+        values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
+        if values.get("model_type") in SAME_AS:
+            kind = SAME_AS[values.pop("model_type")]
+            return transformers.AutoConfig.for_model(kind, **values)
+        return transformers.AutoConfig.from_pretrained(
+            model_name_or_path, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # whatever a made up file leads to in transformers
+        words = f"its {HF_CONFIG_NAME} cannot be used: {describe_error(error)}"
+        raise ValueError(f"{model_name_or_path}: {words}") from error
 
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:

@@ -16,6 +16,7 @@ from . import (
     before_megatron,  # noqa: F401
     world,
 )
+from .files import describe_error
 
 
 def device() -> torch.device:
@@ -179,12 +180,6 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
     if answer[1] is not None:
         raise kind(answer[1])
     return answer[0]
-
-
-def describe_error(error: BaseException) -> str:
-    """One line about an error: its text, and its type where the text may not say enough."""
-    plain = isinstance(error, (ValueError, OSError)) and str(error)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
 
 
 def largest(*numbers: int) -> list[int]:

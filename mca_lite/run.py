@@ -33,6 +33,7 @@ from .ckpt_megatron import DIST_NAME
 from .constants import RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import steps_of_run
+from .files import check_can_write
 from .objectives import Objective, objective_of
 from .trainer_callbacks import StopSignals, TrainerCallback
 from .weights_sources import SafetensorsSource, resolve_folder
@@ -74,6 +75,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     """Read tokenizer, configs, weights' index, adapter and data. ValueError says what is wrong with
     them. No collectives: ranks that wait for the token cache poll for it."""
     transformers.utils.logging.disable_progress_bar()
+    check_can_write(arguments.training.output_dir, "output_dir")
     keys, objective = arguments.finetuning, objective_of(arguments.finetuning.stage)
     folder = resolve_folder(arguments.model.model_name_or_path, arguments.model.model_revision)
     planned = _plan_model(arguments, folder, arguments.model.train_from_scratch)

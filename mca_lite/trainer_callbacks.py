@@ -21,9 +21,19 @@ from dataclasses import asdict, dataclass, field
 from .args import TrainingArguments
 from .args_parser import check_keys
 from .args_values import ConfigError
+from .files import read_json
 
 # TrainerState's names that Hugging Face's trainer_state.json spells differently.
 _HF_NAMES = {"best_step": "best_global_step"}
+_STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are not looked at
+    "global_step": (int,),
+    "consumed_samples": (int,),
+    "consumed_tokens": (int,),
+    "log_history": (list,),
+    "best_metric": (int, float, type(None)),
+    "best_step": (int, type(None)),
+    "best_model_checkpoint": (str, type(None)),
+}
 
 
 @dataclass
@@ -65,21 +75,17 @@ class TrainerState:
 
         Raises OSError where there is no such file, ValueError where it does not hold a state.
         """
-        with open(path, encoding="utf-8") as file:
-            try:
-                record = json.load(file)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}: expected JSON, but {error}: use another checkpoint"
-                ) from None
-        if not isinstance(record, dict) or "global_step" not in record:
-            raise ValueError(
-                f"{path}: expected a JSON object with global_step: use another checkpoint"
-            )
+        record = read_json(path)
         names = {name: _HF_NAMES.get(name, name) for name in cls.__dataclass_fields__}
-        return cls(
-            **{name: record[hf_name] for name, hf_name in names.items() if hf_name in record}
-        )
+        found = {name: record[hf_name] for name, hf_name in names.items() if hf_name in record}
+        if "global_step" not in found:
+            raise ValueError(f"{path}: expected a JSON object with global_step")
+        for name, value in found.items():
+            if type(value) not in _STATE_TYPES.get(name, (type(value),)):
+                raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
+        if not all(isinstance(line, dict) for line in found.get("log_history", [])):
+            raise ValueError(f"{path}: log_history is no list of objects")
+        return cls(**found)
 
 
 @dataclass

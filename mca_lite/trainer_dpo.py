@@ -11,7 +11,6 @@ micro-batch, s positions.
 
 import contextlib
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from .data_batches import documents_of, split_documents
 from .data_cache import default_cache_dir
 from .data_files import SIDES
 from .data_packs import Packs, WithReference
+from .files import read_json
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
 from .objectives import OBJECTIVES
 from .packed_rows import pack_batch
@@ -424,4 +424,4 @@ def _check_pairs(dataset, packs: bool) -> None:
 
 def _saves_modules(adapter: str) -> bool:
     path = Path(adapter) / ADAPTER_CONFIG_NAME
-    return path.is_file() and bool(json.loads(path.read_text()).get("modules_to_save"))
+    return path.is_file() and bool(read_json(path).get("modules_to_save"))

@@ -21,6 +21,7 @@ from megatron.core import parallel_state as mpu
 
 from . import parallel
 from .args_values import parse_size
+from .files import describe_error
 from .model_families import rows_of
 from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, Row, is_of_expert
 from .weights_files import name_shards, remove_shards, write_hf_config, write_shards
@@ -430,7 +431,7 @@ def export_hf(
     try:
         shards = write_shards(tensors, folder, max_shard_size, tag=str(parallel.rank()))
     except Exception as error:  # safetensors has its own
-        problem = parallel.describe_error(error)
+        problem = describe_error(error)
         for _ in own:  # other ranks of this rank's groups still gather and send
             pass
     answers = parallel.gather((shards, problem))

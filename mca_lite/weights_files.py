@@ -34,6 +34,19 @@ class Shard(NamedTuple):
     size: int  # bytes
 
 
+def open_safetensors(path: Path):
+    """A safetensors file, open for reading by tensors. ValueError with its name where it is damaged
+    or cut: its header and its size must fit."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
+        raise ValueError(
+            f"{path} is damaged or cut, or cannot be read ({error}): copy or download it again"
+        ) from None
+
+
 def write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size, tag: str = "0"
 ) -> list[Shard]:

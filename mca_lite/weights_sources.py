@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from .files import why_no_model
+from .files import read_json, why_no_model
 from .model_families import FAMILIES
 from .model_family_rows import UNUSED_TENSORS
-from .weights_files import file_parts, holds_fused_experts, named_tensors
+from .weights_files import file_parts, holds_fused_experts, named_tensors, open_safetensors
 
 
 class SafetensorsSource:
@@ -30,12 +30,9 @@ class SafetensorsSource:
     """
 
     def __init__(self, model_name_or_path: str, model_type: str | None = None):
-        from safetensors import safe_open
-
         self.folder = resolve_folder(model_name_or_path)
-        self._open: dict[str, Any] = {}  # file -> handle
-        self._safe_open = safe_open
-        self._file_of = _read_index(self.folder, safe_open)
+        # tensor -> file, file -> handle
+        self._file_of, self._open = _read_index(self.folder)
         self._part_of: dict[str, tuple[str, tuple]] = {}  # name -> (stored tensor, index into it)
         if model_type is not None and holds_fused_experts(self._file_of):
             for stored in self._file_of:
@@ -51,10 +48,7 @@ class SafetensorsSource:
         return sorted(stored, key=lambda name: (self._file_of[stored[name]], name))
 
     def _slice(self, name: str):
-        file_name = self._file_of[name]
-        if file_name not in self._open:
-            self._open[file_name] = self._safe_open(self.folder / file_name, "pt")
-        return self._open[file_name].get_slice(name)
+        return self._open[self._file_of[name]].get_slice(name)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -78,27 +72,43 @@ class SafetensorsSource:
         return tuple(torch.empty(self._shape(stored), device="meta")[index].shape)
 
 
-def _read_index(folder: Path, safe_open) -> dict[str, str]:
-    """{tensor: file} of a folder. ValueError if it holds no safetensors, or lacks a file that its
-    index names."""
+def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """({tensor: file}, {file: handle}) of a folder, every file opened.
+
+    ValueError, with the file's name, where the folder holds no safetensors, or where its index or
+    one of them is damaged or lacks something.
+    """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-        with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
-            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        file = open_safetensors(folder / SAFE_WEIGHTS_NAME)
+        return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME), {SAFE_WEIGHTS_NAME: file}
     if not index.is_file():
         raise ValueError(
             f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is "
             "there; a model in another format can be saved anew by transformers' save_pretrained, "
             "and a model without weights starts with train_from_scratch: true"
         )
-    file_of = json.loads(index.read_text())["weight_map"]
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise ValueError(f"{index}: expected weight_map, an object that names the file of a tensor")
+    for name, file in file_of.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: expected the name of a file for {name}, got {file!r:.80}")
     gone = sorted(name for name in set(file_of.values()) if not (folder / name).is_file())
     if gone:
         raise ValueError(
             f"{folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
             f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
         )
-    return file_of
+    opened = {name: open_safetensors(folder / name) for name in sorted(set(file_of.values()))}
+    held = {name: set(file.keys()) for name, file in opened.items()}
+    lost = sorted(name for name, file in file_of.items() if name not in held[file])
+    if lost:
+        raise ValueError(
+            f"{folder / file_of[lost[0]]} lacks {lost[0]}, which {SAFE_WEIGHTS_INDEX_NAME} says it "
+            "holds: copy or download the model again"
+        )
+    return file_of, opened
 
 
 class InitSource:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_where_no_checkpoint_is_good_nothing_starts_anew_by_itself(model_path, r
 
 
 def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
-    model_path, run_folder_copy, tmp_path
+    model_path, run_folder_copy, tmp_path, monkeypatch
 ):
     other = tiny.save_model(tmp_path / "other", "qwen3", intermediate_size=64)
     for error, _, _ in world.run(attempt, 2, other, str(run_folder_copy), steps=5, **AUTO):
@@ -102,10 +103,13 @@ def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
         attempt, 2, model_path, str(run_folder_copy), backend="torch", steps=5, **AUTO
     ):
         assert "use_mca: true" in error
-    path = run_folder_copy / "checkpoint-4" / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with monkeypatch.context() as patch:  # as a newer version writes it
+        patch.setattr(ckpt_folder, "FORMAT_VERSION", ckpt_folder.FORMAT_VERSION + 1)
+        record = ckpt_folder.read_manifest(run_folder_copy / "checkpoint-4")
+        facts = {key: record[key] for key in ("backend", "step", "with_optimizer", "model")}
+        ckpt_folder.write_manifest(run_folder_copy / "checkpoint-4", facts, record["files"])
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **AUTO):
-        assert "has format 2" in error and "up to 1" in error and "checkpoint-4" in error
+        assert "has format 3" in error and "up to 2" in error and "checkpoint-4" in error
 
 
 def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
@@ -362,3 +366,142 @@ def test_a_signal_to_one_rank_saves_and_stops_all(model_path, tmp_path, number, 
     assert (
         world.run(train, 2, model_path, str(tmp_path / "run"), steps=5, **AUTO, **keys)[0] == whole
     )
+
+
+# what lies about in output_dir
+
+FACTS = {"backend": "megatron", "step": 4, "with_optimizer": True, "model": {"vocab_size": 61}}
+
+
+def small_checkpoint(folder: Path) -> Path:
+    """A complete checkpoint of one file."""
+    folder.mkdir(parents=True)
+    (folder / "training.json").write_text("{}")
+    files = {"training.json": ckpt_folder.measure(folder / "training.json")}
+    ckpt_folder.write_manifest(folder, {**FACTS, "step": ckpt_folder.step_of(folder)}, files)
+    return folder
+
+
+def start(output_dir: Path, asked="auto", overwrite: bool = False) -> tuple[Path | None, list[str]]:
+    """(the checkpoint that a run goes on from, the lines that it prints)."""
+    said = []
+    args = SimpleNamespace(output_dir=str(output_dir), overwrite_output_dir=overwrite)
+    found = ckpt_folder.find(args, asked, "megatron", FACTS["model"], said.append)
+    return found, said
+
+
+def test_no_flipped_bit_of_a_manifest_is_accepted(tmp_path):
+    folder = small_checkpoint(tmp_path / "checkpoint-4")
+    path = folder / "manifest.json"
+    whole, wanted = path.read_bytes(), ckpt_folder.read_manifest(folder)
+    for place in range(len(whole) * 8):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        with contextlib.suppress(ckpt_folder.CheckpointError):
+            assert ckpt_folder.read_manifest(folder) == wanted, data
+    path.write_bytes(whole)
+    assert ckpt_folder.read_manifest(folder) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "{}", "[" * 100_000, '{"format": true}', '{"format": 0, "files": {}}']
+)
+def test_auto_falls_back_where_a_manifest_is_none(tmp_path, text):
+    older = small_checkpoint(tmp_path / "checkpoint-2")
+    (small_checkpoint(tmp_path / "checkpoint-4") / "manifest.json").write_text(text)
+    found, said = start(tmp_path)
+    assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(files={}),
+        dict(files=None),
+        dict(files={"gone.bin": {"bytes": 1, "crc32": "00000000"}}),
+        dict(files={"a\0b": {"bytes": 1, "crc32": "00000000"}}),
+        dict(step="4"),
+        dict(backend=["megatron"]),
+    ],
+)
+def test_auto_falls_back_where_a_manifest_has_other_types_or_files(tmp_path, change):
+    older = small_checkpoint(tmp_path / "checkpoint-2")
+    newer = small_checkpoint(tmp_path / "checkpoint-4")
+    record = ckpt_folder.read_manifest(newer) | change
+    record["crc32"] = ckpt_folder._crc_of(record)
+    (newer / "manifest.json").write_text(json.dumps(record))
+    found, said = start(tmp_path)
+    assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
+
+
+def test_a_manifest_of_format_1_has_no_checksum_and_is_read(tmp_path):
+    folder = small_checkpoint(tmp_path / "checkpoint-4")
+    record = ckpt_folder.read_manifest(folder) | {"format": 1}
+    del record["crc32"]
+    (folder / "manifest.json").write_text(json.dumps(record))
+    assert start(tmp_path)[0] == folder
+
+
+def litter(output_dir: Path, elsewhere: Path) -> Path:
+    """Links, files and odd names beside the real checkpoint-4 -> the folder that the links lead to."""
+    target = small_checkpoint(elsewhere / "checkpoint-2")
+    small_checkpoint(output_dir / "checkpoint-4")
+    for name in (
+        "checkpoint-2",
+        ".checkpoint-2.tmp",
+        ".checkpoint-1.old",
+        ".checkpoint-6.replaced",
+    ):
+        (output_dir / name).symlink_to(target)
+    (output_dir / "checkpoint-9").symlink_to(elsewhere / "nowhere")
+    for name in (".checkpoint-x.tmp", ".checkpoint-8.tmp", "checkpoint-7"):
+        (output_dir / name).write_text("a file")
+    (output_dir / "checkpoint-best-12").mkdir()
+    os.mkdir(os.fsencode(output_dir) + b"/checkpoint-\xff-12")
+    return target
+
+
+@pytest.mark.parametrize("asked, overwrite", [("auto", False), (None, True)])
+def test_what_is_no_checkpoint_of_ours_is_passed_over_with_a_line(tmp_path, asked, overwrite):
+    target = litter(tmp_path / "run", tmp_path / "elsewhere")
+    found, said = start(tmp_path / "run", asked, overwrite)
+    assert found == (tmp_path / "run" / "checkpoint-4" if asked else None)
+    text = "\n".join(said)
+    for name in ("checkpoint-2", "checkpoint-7", "checkpoint-9", ".checkpoint-x.tmp", r"\xff-12"):
+        assert name in text, text
+    assert text.encode(), "lines that can be printed"
+    assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == []
+    assert (tmp_path / "run" / "checkpoint-2").is_symlink()
+    # and again: nothing is in the way of the next start, or of a checkpoint that is to be written
+    assert start(tmp_path / "run", "auto")[0] == found
+    assert not ckpt_folder.temporary_folder(tmp_path / "run" / "checkpoint-2").is_symlink()
+
+
+def test_pruning_and_naming_touch_no_link(tmp_path):
+    target, run = litter(tmp_path / "run", tmp_path / "elsewhere"), tmp_path / "run"
+    for step in (2, 6):
+        written = small_checkpoint(run / f"written-{step}")
+        ckpt_folder.publish(written, run / f"checkpoint-{step}")
+    assert (run / "set-aside-checkpoint-2").is_symlink()
+    ckpt_folder.prune(run / "checkpoint-6", None, 1)
+    assert [p.name for p in ckpt_folder.list_checkpoints(run)] == ["checkpoint-6"]
+    assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == []
+
+
+def test_records_of_a_checkpoint_with_other_content_are_named(tmp_path):
+    from mca_lite import ckpt
+
+    good = {"with_optimizer": True, "scheduler_steps": 4, "num_samples": 8, "global_batch_size": 2}
+    good |= {"layout": [1, 1], "data_seed": 1, "shuffle": True, "dataset": "x"}
+    for name, text in {
+        "training.json": json.dumps({**good, "scheduler_steps": None}),
+        "trainer_state.json": '{"global_step": 1e400}',
+    }.items():
+        (tmp_path / "training.json").write_text(json.dumps(good))
+        (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+        assert ckpt._read_records(tmp_path)[1].global_step == 4
+        for bad in (text, "[" * 100_000, "null", ""):
+            (tmp_path / name).write_text(bad)
+            with pytest.raises(ckpt_folder.CheckpointError, match=f"{name}.*another checkpoint"):
+                ckpt._read_records(tmp_path)

@@ -436,3 +436,65 @@ def test_tags_of_dataset_info_rename_roles():
         tokenizer, part = encode(record, CHATML, form=form, spec=spec)
         text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         assert tokenizer.decode(part.ids) == text
+
+
+# what no reader takes
+
+LONE = '{"text": "half \\ud83d a pair"}'
+
+
+@pytest.mark.parametrize(
+    "name, text, place",
+    [
+        ("lone.jsonl", f'{{"text": "\\ud83d\\ude00"}}\n{LONE}\n', "lone.jsonl:2"),
+        ("lone.json", f'[{{"text": "a"}},\n\n{LONE}]', "lone.json:3"),
+        ("key.jsonl", '{"\\udc00": 1}', "key.jsonl:1"),
+        ("deep.jsonl", '{"text": "a"}\n' + "[" * 100_000, "deep.jsonl:2"),
+        ("deep.json", "[" * 100_000, "deep.json:1"),
+    ],
+)
+def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path, name, text, place):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=place):
+        list(read_records(str(tmp_path / name)))
+
+
+def test_a_whole_pair_of_surrogates_is_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n')
+    assert [record for _, record in read_records(str(tmp_path / "a.jsonl"))] == [{"text": "😀"}]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(columns=["text"]), "columns: expected an object of names"),
+        (dict(columns={"prompt": None}), "columns: expected an object of names"),
+        (dict(tags="role"), "tags: expected an object of names"),
+        (dict(file_name=["a.jsonl"]), "file_name: expected a path"),
+        (dict(num_samples="ten"), "num_samples: expected a count"),
+        (dict(formatting=["alpaca"]), "formatting"),
+    ],
+)
+def test_a_declaration_of_other_types_is_named(tmp_path, change, words):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    info = {"mine": {"file_name": "a.jsonl", **change}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=f"dataset_info.json: dataset 'mine': {words}"):
+        resolve(["mine"], str(tmp_path))
+
+
+def test_null_columns_are_none_and_deep_nesting_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    info = {"mine": {"file_name": "a.jsonl", "columns": None, "tags": None}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    assert resolve(["mine"], str(tmp_path))[0].columns == {}
+    (tmp_path / "dataset_info.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="dataset_info.json: not valid JSON"):
+        resolve(["mine"], str(tmp_path))
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match="a.parquet"):
+        list(read_records(str(tmp_path / "a.parquet")))

@@ -114,7 +114,7 @@ def test_keys_of_preferences_on_another_stage_are_named(monkeypatch):
 
 
 def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
-    from mca_lite import cli
+    from mca_lite import cli, cli_errors
 
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(
@@ -133,7 +133,7 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
             f"output_dir={tmp_path / 'out'}",
             f"cache_dir={tmp_path / 'c'}",
         ]
-        assert cli.main(argv) == cli.USER_ERROR
+        assert cli.main(argv) == cli_errors.USER_ERROR
         assert wanted in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 

@@ -77,7 +77,7 @@ def test_state_file_of_hugging_face_is_read(tmp_path):
 def test_broken_state_file_is_named(tmp_path, content):
     path = tmp_path / "trainer_state.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="trainer_state.json.*another checkpoint"):
+    with pytest.raises(ValueError, match="trainer_state.json"):
         TrainerState.load(str(path))
 
 

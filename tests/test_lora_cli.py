@@ -43,7 +43,7 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
 
 @pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
 def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backend, capsys):
-    from mca_lite import cli
+    from mca_lite import cli, cli_errors
 
     for words, wanted in {
         "lora_target=q_porj": "did you mean q_proj?",
@@ -59,7 +59,7 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
             f"output_dir={tmp_path / 'out'}",
             f"cache_dir={tmp_path / 'cache'}",
         ]
-        assert cli.main(argv) == cli.USER_ERROR
+        assert cli.main(argv) == cli_errors.USER_ERROR
         assert wanted in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 

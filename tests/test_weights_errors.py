@@ -1,11 +1,16 @@
 """A checkpoint or layout that does not fit a model is refused, and the message names what does not fit."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from mca_lite import lora, lora_files
+from mca_lite.weights_files import write_safetensors
+from mca_lite.weights_sources import SafetensorsSource
 from tests.shared import tiny, world
 from tests.shared.files import EMBEDDING, changed, make_args
 from tests.shared.layouts import PP2, TP2
@@ -122,3 +127,121 @@ def test_tensor_parallel_size_that_does_not_divide_is_refused(changes, parts, tm
     path = tiny.save_model(tmp_path / "model", "llama", **changes)
     for error in world.run(load_error, 2, path, TP2):
         assert all(part in error for part in parts), error
+
+
+# files that are damaged
+
+FIRST_SHARD = "model-00001-of-00002.safetensors"
+
+
+def header_length(data: bytes, length: int) -> bytes:
+    return length.to_bytes(8, "little") + data[8:]
+
+
+DAMAGED = {
+    "empty": lambda data: b"",
+    "cut in its header": lambda data: data[:40],
+    "cut by a byte": lambda data: data[:-1],
+    "cut by half": lambda data: data[: len(data) // 2],
+    "longer": lambda data: data + b"\0",
+    "zeros": lambda data: bytes(len(data)),
+    "text": lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+    "header too long": lambda data: header_length(data, 1 << 62),
+    "header no json": lambda data: data[:8] + b"x" + data[9:],
+}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", FIRST_SHARD])
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_weight_file_is_named(tmp_path, kind, name):
+    values = {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)}
+    size = "1MB" if name == "model.safetensors" else 64
+    write_safetensors(values.items(), tmp_path, size)
+    path = tmp_path / name
+    assert SafetensorsSource(str(tmp_path)).names() == set(values)
+    path.write_bytes(DAMAGED[kind](path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{name} is damaged or cut") as caught:
+        SafetensorsSource(str(tmp_path))
+    assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "{}",
+        "[1]",
+        "[" * 100_000,
+        '{"weight_map": {"a.weight": 3}}',
+        '{"weight_map": []}',
+    ]
+    + [f'{{"weight_map": {{"a.weight": "../{FIRST_SHARD}"}}}}']
+    + [f'{{"weight_map": {{"c.weight": "{FIRST_SHARD}"}}}}'],
+)
+def test_a_damaged_index_is_named(tmp_path, text):
+    values = {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)}
+    write_safetensors(values.items(), tmp_path, 64)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        SafetensorsSource(str(tmp_path))
+
+
+ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "[" * 100_000]
+    + [
+        json.dumps(ADAPTER | change)
+        for change in (
+            dict(r=None),
+            dict(r="4"),
+            dict(r=0),
+            dict(lora_alpha=[8]),
+            dict(lora_dropout="much"),
+            dict(modules_to_save="lm_head"),
+            dict(bias={"a": 1}),
+        )
+    ],
+)
+def test_a_damaged_adapter_config_is_named(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        lora_files.read_spec(tmp_path)
+
+
+def test_an_adapter_that_is_damaged_or_lacks_a_matrix_is_named(tmp_path):
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    values = {f"{module}.lora_A.weight": torch.ones(4, 8)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    save_file(values, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks {module}.lora_B.weight"):
+        lora_files.read_spec(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="adapter_model.safetensors is damaged or cut"):
+        lora_files.read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "mca_config.json"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"model_type": []}', '{"hidden_size": "x"}']
+)
+def test_a_damaged_model_config_is_named(llama, tmp_path, name, text):
+    from mca_lite.model_config import AutoConfig
+
+    shutil.copy(f"{llama}/config.json", tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        AutoConfig.from_pretrained(str(tmp_path))
+
+
+def test_a_deepseek_without_experts_takes_adapters_on_the_torch_backend():
+    import transformers
+
+    with torch.device("meta"):
+        config = tiny.hf_config("deepseek_v3", first_k_dense_replace=4)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    spec = lora.plan(model, lora.LoraSpec(rank=2, targets=("q_a_proj", "down_proj")))
+    assert "model.layers.0.mlp.down_proj" in spec.modules

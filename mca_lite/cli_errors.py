@@ -1,0 +1,95 @@
+"""How a command ends that went wrong: one line that says what to do, and an exit code.
+
+What a user can cause (configuration, data, files, folders, a full disk, too little memory) ends
+with its own words and code 2. Everything else is a defect of this package: its traceback goes into
+a file, to be sent with a report, and the code is 1.
+
+Under torchrun the words stand last: they go into the file of torchrun's summary too.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from .files import describe_error
+
+USER_ERROR = 2  # exit code for what a user can put right
+DEFECT = 1
+WAIT_S = 1.0  # in which torchrun ends the ranks whose words would repeat others'
+_ALIKE = ("CheckpointError", "OutputFolderError")  # every rank has them, with the same text
+_MEMORY = ("MemoryError", "OutOfMemoryError")
+# what is said, by gloo or nccl, of a rank that is gone
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+)
+
+
+def end(error: Exception, output_dir: str | None) -> int:
+    """Print why a run ends, once a machine where its ranks agree -> the exit code.
+
+    output_dir: where a traceback is kept (None, or a folder that is not there or full: the
+    temporary folder). No collectives.
+    """
+    is_lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    text, code = user_words(error), USER_ERROR
+    if text is None:
+        kept, code = _keep_traceback(error, output_dir), DEFECT
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = f"{first} (a defect of mca_lite; the traceback is in {kept})"
+        if is_lost:
+            text = f"another rank is gone, and its own words say why: {first} ({kept})"
+    if not is_lost:
+        _tell_torchrun(text)
+    rank = os.environ.get("RANK", "0")
+    if is_lost or os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(WAIT_S)  # the first rank to leave ends the others
+        text = f"rank {rank}: {text}"
+    if rank == "0" or type(error).__name__ not in _ALIKE:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def user_words(error: Exception) -> str | None:
+    """What to tell of an error that a user can put right, None of a defect."""
+    kind = type(error).__name__
+    if kind in _MEMORY:
+        return f"out of memory: {str(error) or kind}"
+    is_file = kind == "SafetensorError" or "inline_container" in str(error)
+    if is_file or isinstance(error, (ValueError, OSError)):
+        # a text that cannot be coded comes without the name of its file
+        return None if isinstance(error, UnicodeError) else describe_error(error)
+    return None
+
+
+def _keep_traceback(error: Exception, output_dir: str | None) -> str:
+    """Write the traceback to a file -> its path, or why there is none."""
+    text = "".join(traceback.format_exception(error))
+    name = f"traceback-rank{os.environ.get('RANK', '0')}.txt"
+    problem: OSError | None = None
+    for folder in filter(None, (output_dir, tempfile.gettempdir())):
+        path = Path(folder) / (name if folder == output_dir else f"mca_lite-{os.getpid()}-{name}")
+        try:
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return str(path)
+        except OSError as failed:
+            problem = failed
+    return f"no file, since {problem}"
+
+
+def _tell_torchrun(text: str) -> None:
+    """Let torchrun's summary, the last that it prints, say why this rank ended."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    message = {"message": f"error: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": message}))
+    except OSError:
+        pass  # it only repeats what is printed
