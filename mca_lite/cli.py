@@ -56,9 +56,16 @@ def _main(argv: list[str] | None) -> int:
         return USER_ERROR
     from .ckpt_folder import CheckpointError
     from .output_folder import OutputFolderError
+    from .trainer_nonfinite import NOT_FINITE_EXIT_CODE, NotFiniteError
 
     try:
         run.train(plan)
+    except NotFiniteError as error:  # alike on every rank
+        if is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1)  # the first rank to leave ends the others
+        return NOT_FINITE_EXIT_CODE
     except (CheckpointError, OutputFolderError) as error:  # alike on every rank
         if is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
