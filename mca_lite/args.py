@@ -251,6 +251,15 @@ class TrainingArguments(ArgumentGroup):
     loss_chunk_size: int | None = arg(
         None, "rows of logits held at once (None: 4096 on a GPU, 1024 on a CPU)", low=1, model=True
     )
+    check_for_nan_in_loss_and_grad: bool = arg(
+        True, "stop before an update whose loss or gradient is not finite"
+    )
+    nan_policy: Literal["stop", "skip"] = arg(
+        "stop", "what such an update does: end the run, or be left out and counted"
+    )
+    nan_skip_limit: int = arg(
+        10, "updates that nan_policy: skip leaves out, at most, before it ends the run", low=1
+    )
 
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)

@@ -81,7 +81,10 @@ class Backend:
 
     def step(self) -> tuple[bool, float, int | None]:
         """Clip and update -> (whether the update was made, gradient norm before clipping, zeros in
-        the gradient). The answer is the same on every rank."""
+        the gradient). The answer is the same on every rank.
+
+        No update is made with a norm that is not finite, where check_for_nan_in_loss_and_grad is
+        set, nor with gradients that the loss scale of fp16 overflowed: the norm is 0 then."""
         raise NotImplementedError
 
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:

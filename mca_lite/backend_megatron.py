@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -237,11 +238,22 @@ class MegatronBackend(Backend):
             forward_only=forward_only,
         )
 
+    @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        updated, grad_norm, num_zeros = self.optimizer.step()
-        if num_zeros is not None:
-            num_zeros = int(num_zeros)
-        return bool(updated), float(grad_norm or 0.0), num_zeros
+        """The parts of megatron's step(), which would update with any gradient norm."""
+        optimizer = self.optimizer
+        if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
+            return False, 0.0, None
+        grad_norm = float(optimizer.get_grad_norm())
+        if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
+            return False, grad_norm, None
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+        num_zeros = None
+        if self.args.log_num_zeros_in_grad:
+            num_zeros = int(optimizer.count_zeros())
+        return bool(optimizer.step_with_ready_grads()), grad_norm, num_zeros
 
     # -- numbers
 

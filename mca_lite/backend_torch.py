@@ -243,6 +243,8 @@ class TorchBackend(Backend):
             self._scaler.update(overflow)
             if overflow:
                 return False, 0.0, None  # no update and no norm: as megatron's optimizer answers
+        elif self.args.check_for_nan_in_loss_and_grad and not bool(grad_norm.isfinite()):
+            return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(
             parameters, self.args.max_grad_norm or float("inf"), grad_norm
         )

@@ -20,7 +20,11 @@ from .files import describe_error
 USER_ERROR = 2  # exit code for what a user can put right
 DEFECT = 1
 WAIT_S = 1.0  # in which torchrun ends the ranks whose words would repeat others'
-_ALIKE = ("CheckpointError", "OutputFolderError")  # every rank has them, with the same text
+_ALIKE = (
+    "CheckpointError",
+    "OutputFolderError",
+    "NotFiniteError",
+)  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
 # what is said, by gloo or nccl, of a rank that is gone
 _LOST = (
@@ -38,7 +42,7 @@ def end(error: Exception, output_dir: str | None) -> int:
     temporary folder). No collectives.
     """
     is_lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
-    text, code = user_words(error), USER_ERROR
+    text, code = user_words(error), getattr(error, "exit_code", USER_ERROR)
     if text is None:
         kept, code = _keep_traceback(error, output_dir), DEFECT
         first = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -61,6 +65,8 @@ def user_words(error: Exception) -> str | None:
     kind = type(error).__name__
     if kind in _MEMORY:
         return f"out of memory: {str(error) or kind}"
+    if kind == "NotFiniteError":
+        return str(error)
     is_file = kind == "SafetensorError" or "inline_container" in str(error)
     if is_file or isinstance(error, (ValueError, OSError)):
         # a text that cannot be coded comes without the name of its file

@@ -9,7 +9,6 @@ when they are shown.
 
 import functools
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from . import ckpt, output_folder, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .constants import IGNORE_INDEX, TRAINER_STATE_NAME
+from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
 from .log import Report, run_summary
 from .log_speed import model_work, peak_memory_gib
@@ -41,7 +40,8 @@ from .trainer_callbacks import (
     TrainerState,
     callbacks_of,
 )
-from .trainer_checkpoints import answer_signals, finish_checkpoint, save_checkpoint
+from .trainer_checkpoints import answer_signals, finish_checkpoint, save_checkpoint, store_state
+from .trainer_nonfinite import FiniteGuard
 from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, throughput_of
 
 
@@ -72,6 +72,8 @@ class McaTrainer:
     ):
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
+        self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
+        self._guard.check_weights("before training")
         backend = MegatronBackend if isinstance(model, VirtualModels) else TorchBackend
         self.backend = backend(model, args)
         self.models = self.backend.chunks
@@ -82,7 +84,6 @@ class McaTrainer:
         self.shuffle, self.extra_summary = shuffle, summary or {}
         self.optimizer = self.lr_scheduler = None
         self.state, self.control = TrainerState(), TrainerControl()
-        self._writer = ckpt.CheckpointWriter(self)
         self._signals = StopSignals()
         self.report = Report(
             is_main=parallel.is_main(),
@@ -142,6 +143,9 @@ class McaTrainer:
             _, metrics, skipped, grad_norm, num_zeros = self.training_step(
                 self.models, data, seq_length
             )
+            metrics, grad_norm = self._guard.after_step(
+                skipped, grad_norm, metrics, plan, data, seq_length
+            )
             numbers = self._over_ranks(numbers.add_metrics(metrics))
             window, whole_run, skips = window + numbers, whole_run + numbers, skips + skipped
             samples, step = plan.num_samples_of(step), step + 1
@@ -165,6 +169,7 @@ class McaTrainer:
         of the schedule, the gradient reduction and the optimizer.
         """
         micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
+        self._guard.start_step()
         self.backend.train_mode(True)
         self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
@@ -180,7 +185,7 @@ class McaTrainer:
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
         batch = next(data_iterator)
         inputs = self._prepare_train_inputs(iter([batch]))
-        return model(**inputs), self._pre_compute_loss(batch, inputs)
+        return model(**inputs), self._guard.mark(self._pre_compute_loss(batch, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches of a step, before they run: the place for what an objective takes from
@@ -331,6 +336,7 @@ class McaTrainer:
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
         self._load_from_checkpoint(resume_from_checkpoint)
+        self._guard.start_run()
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -361,9 +367,10 @@ class McaTrainer:
         self._notify("on_step_end")
         if control.should_log:
             of_router = self.backend.router_statistics()
-            self._log({**window.means(), **extra, **of_router, **throughput.take()})
+            means = window.means(uncounted=None if extra["skipped_iter"] else 0.0)
+            self._log({**means, **extra, **of_router, **throughput.take()})
         if control.should_evaluate and self.eval_dataset is not None:
-            self.evaluate()
+            self._guard.check_evaluation(self.evaluate())
         if control.should_save:
             save_checkpoint(self)
 
@@ -385,18 +392,14 @@ class McaTrainer:
         for callback in self.callbacks:
             getattr(callback, event)(self.args, self.state, self.control, trainer=self, **kwargs)
 
-    def _store_state(self) -> None:
-        if parallel.is_main():
-            os.makedirs(self.args.output_dir, exist_ok=True)
-            self.state.save(os.path.join(self.args.output_dir, TRAINER_STATE_NAME))
-
     def _finish(self, whole_run: Numbers, seconds: float) -> TrainOutput:
         if self._writer.is_busy:
             finish_checkpoint(self)
+        self._guard.end_run()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             ckpt.load_model(self.state.best_model_checkpoint, self.backend)
             self.report.print(f"loaded the best checkpoint {self.state.best_model_checkpoint}")
-        self._store_state()
+        store_state(self)
         self._notify("on_train_end")
         loss = whole_run.means()["loss"]
         metrics = {"train_loss": loss, "train_runtime": seconds}

@@ -1,7 +1,10 @@
 """When a trainer saves, and how it stops when a signal asks it to."""
 
+import os
+
 from . import ckpt_folder, parallel
 from .ckpt_folder import CheckpointError
+from .constants import TRAINER_STATE_NAME
 from .trainer_callbacks import Interrupted, StopSignals
 
 
@@ -14,15 +17,27 @@ def save_checkpoint(trainer) -> None:
     """
     if trainer._writer.is_busy:
         finish_checkpoint(trainer)
+    trainer._guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
     trainer._writer.begin()
     if not trainer.args.async_save:
         finish_checkpoint(trainer)
 
 
 def finish_checkpoint(trainer) -> None:
-    """Wait for all ranks to have written, give the checkpoint its name, and prune. Collective."""
+    """Wait for all ranks to have written, and give the checkpoint its name. Collective.
+
+    Older ones are pruned for it after the next good step: its weights may be finite, and lost.
+    """
     folder, step = trainer._writer.finish()
     trainer._notify("on_save", path=str(folder), step=step)
+    if trainer._guard.is_on:
+        trainer._guard.unproven = folder
+    else:
+        prune(trainer, folder)
+
+
+def prune(trainer, folder) -> None:
+    """Delete the oldest checkpoints beyond save_total_limit; `folder` is the newest. Collective."""
     best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
     parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
 
@@ -40,10 +55,17 @@ def answer_signals(trainer, signals: StopSignals) -> None:
         save_checkpoint(trainer)
         if writer.is_busy:
             finish_checkpoint(trainer)
-    trainer._store_state()
+    store_state(trainer)
     stop = Interrupted(signal, trainer.state.global_step)
     trainer.report.print(
         f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on "
         "from here"
     )
     raise stop
+
+
+def store_state(trainer) -> None:
+    """Write trainer_state.json to output_dir, on the main rank."""
+    if parallel.is_main():
+        os.makedirs(trainer.args.output_dir, exist_ok=True)
+        trainer.state.save(os.path.join(trainer.args.output_dir, TRAINER_STATE_NAME))

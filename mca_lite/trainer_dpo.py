@@ -72,6 +72,8 @@ class DPOTrainer(McaTrainer):
                 _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
         self.backend.expect_weighted_losses()
+        if ref_model is not None:
+            self._guard.check_weights("the reference model", ref_model)
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
         self._was_trained = self._start_is_checked = False
 
@@ -357,6 +359,7 @@ class DPOTrainer(McaTrainer):
         answer = super().training_step(models, data_iterator, seq_length)
         if (
             not self._start_is_checked
+            and not answer[2]  # a skipped step: its numbers may not be finite
             and self.train_config.use_ref_model
             and self.state.global_step == 0
         ):

@@ -55,11 +55,13 @@ class Numbers:
         tokens, squared_lengths, positions = self.vector[-_COUNTS:].tolist()
         return tokens, squared_lengths, positions
 
-    def means(self) -> dict[str, float]:
-        """Metric -> sum / count; 0 where nothing was counted. Waits for the device."""
+    def means(self, uncounted: float | None = 0.0) -> dict[str, float | None]:
+        """Metric -> sum / count; `uncounted` where nothing was counted. Waits for the device."""
         values = self.vector.tolist()
-        pairs = zip(self.keys, values[::2], values[1::2], strict=False)
-        return {key: total / max(count, 1) for key, total, count in pairs}
+        means = {}
+        for key, total, count in zip(self.keys, values[::2], values[1::2], strict=False):
+            means[key] = total / max(count, 1) if count else uncounted
+        return means
 
 
 def throughput_of(args) -> Throughput:

@@ -1,0 +1,263 @@
+"""Losses, gradients, weights and evaluations that are not finite: the run stops before the update, and says where."""
+
+import contextlib
+import io
+import math
+import os
+
+import pytest
+import torch
+
+from tests.shared import tiny, world
+from tests.shared.commands import ROOT, SHORT
+from tests.shared.files import tensors
+from tests.shared.layouts import DIST_OPT, PP2, TP2
+from tests.shared.training import read_log
+
+BAD_TOKEN, BAD_SAMPLE, BAD_LAYER = 60, 13, 2
+KEYS = dict(
+    global_batch_size=8,
+    per_device_train_batch_size=2,
+    max_steps=4,
+    logging_steps=1,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    save_strategy="steps",
+    save_steps=1,
+    save_total_limit=1,
+    disable_tqdm=True,
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("nonfinite") / "model", "llama")
+
+
+def data() -> list[dict]:
+    """Samples of which BAD_SAMPLE alone holds BAD_TOKEN, in a place that is trained on."""
+    samples = tiny.samples()
+    for sample in samples:
+        for tokens in sample.values():
+            tokens[tokens == BAD_TOKEN] = 0
+    samples[BAD_SAMPLE]["input_ids"][-1] = BAD_TOKEN
+    samples[BAD_SAMPLE]["labels"][:] = 1
+    return samples
+
+
+def place_of_the_bad_sample(ranks: int) -> tuple[int, int, list[int]]:
+    """(step from 1, data parallel replica, samples of its micro-batch) by the plan's own words."""
+    import numpy as np
+
+    order = np.random.default_rng([42, 0]).permutation(22).tolist()
+    at = order.index(BAD_SAMPLE)
+    first = at // 2 * 2
+    return at // 8 + 1, at % 8 // 2 % ranks, order[first : first + 2]
+
+
+def poison_layer(models, trainer_of) -> None:
+    """The MLP of BAD_LAYER gives NaN where the micro-batch holds BAD_TOKEN."""
+
+    def spoil(module, inputs, output):
+        if not getattr(trainer_of.get("trainer"), "is_bad", False):  # not made yet
+            return output
+        if isinstance(output, tuple):
+            return (output[0] * math.nan, *output[1:])
+        return output * math.nan
+
+    for model in models if isinstance(models, list) else [models]:
+        for name, module in model.named_modules():
+            if name.rpartition(".")[0].endswith("layers") and hasattr(module, "mlp"):
+                number = getattr(module, "layer_number", int(name.rpartition(".")[2]) + 1) - 1
+                if number == BAD_LAYER:
+                    module.mlp.register_forward_hook(spoil)
+
+
+def train(path: str, out: str, backend: str, poison: str, **changes) -> dict:
+    """What a run says and leaves whose BAD_SAMPLE gives numbers that are not finite."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+    from mca_lite.trainer_nonfinite import NotFiniteError
+
+    class Trainer(McaTrainer):
+        is_bad = False
+
+        def _prepare_train_inputs(self, data_iterator):
+            batch = next(data_iterator)
+            self.is_bad = bool((batch["input_ids"] == BAD_TOKEN).any())
+            return super()._prepare_train_inputs(iter([batch]))
+
+        def _post_compute_loss(self, labels, losses):
+            if poison == "inf" and self.is_bad:
+                losses = losses + math.inf  # whose gradient is finite
+            if poison == "gradient" and self.is_bad and losses.requires_grad:
+                losses.register_hook(lambda gradient: gradient * math.nan)
+            in_evaluation = not self.models[0].training
+            if (poison == "nan" and self.is_bad) or (poison == "evaluation" and in_evaluation):
+                losses = losses * math.nan
+            return super()._post_compute_loss(labels, losses)
+
+    args = TrainingArguments(output_dir=out, **{**KEYS, **changes})
+    load = load_torch_model if backend == "torch" else lambda p: AutoModel.from_pretrained(p, args)
+    model, made = load(path), {}
+    if poison == "layer":
+        poison_layer(model if backend == "torch" else list(model), made)
+    error = ""
+    try:
+        made["trainer"] = trainer = Trainer(
+            model, args, train_dataset=data(), eval_dataset=tiny.samples(9, seed=2)
+        )
+        trainer.train()
+    except NotFiniteError as stopped:
+        error = str(stopped)
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return dict(error=error, finite=finite, state=made["trainer"].state if made else None)
+
+
+MEGATRON, TORCH = "megatron", "torch"
+
+
+@pytest.mark.parametrize(
+    "ranks, backend, poison, keys",
+    [
+        (2, MEGATRON, "nan", {}),
+        (2, MEGATRON, "nan", dict(DIST_OPT, bf16=True)),
+        (2, MEGATRON, "layer", PP2),
+        (2, MEGATRON, "inf", TP2),
+        (2, TORCH, "inf", {}),
+        (1, TORCH, "layer", {}),
+        (1, MEGATRON, "nan", dict(fp16=True, initial_loss_scale=8.0)),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
+    model_path, tmp_path, ranks, backend, poison, keys
+):
+    replicas = ranks if keys in ({}, dict(DIST_OPT, bf16=True)) else 1
+    step, replica, samples = place_of_the_bad_sample(replicas)
+    results = world.run(train, ranks, model_path, str(tmp_path), backend, poison, **keys)
+    errors = {result["error"] for result in results}
+    assert len(errors) == 1, "all ranks say the same"
+    [error] = errors
+    wanted = f"replica {replica}), micro-batch"
+    for words in (f"step {step}: loss ", wanted, f"samples {samples[0]}, {samples[1]}"):
+        assert words in error, error
+    cause = "the loss itself" if poison != "layer" else f"layers.{BAD_LAYER}.mlp"
+    assert cause in error, error
+    assert all(result["finite"] for result in results)
+    assert len(read_log(tmp_path)) == step - 1
+    assert f"checkpoint-{step - 1}" in error and (tmp_path / f"checkpoint-{step - 1}").is_dir()
+    [path] = tmp_path.glob(f"nonfinite-step-{step}-rank-*.pt")
+    assert str(path) in error
+    record = torch.load(path, weights_only=True)
+    [batch] = record["micro_batches"]
+    assert batch["samples"] == samples and BAD_TOKEN in batch["batch"]["input_ids"]
+
+
+@pytest.mark.parametrize("ranks, backend, keys", [(2, MEGATRON, PP2), (1, TORCH, {})])
+def test_a_gradient_that_is_not_finite_is_named_where_the_backward_pass_met_it(
+    model_path, tmp_path, ranks, backend, keys
+):
+    step, _, samples = place_of_the_bad_sample(1)
+    results = world.run(train, ranks, model_path, str(tmp_path), backend, "gradient", **keys)
+    head = "lm_head.weight" if backend == TORCH else "output_layer.weight"
+    for result in results:
+        assert (
+            f"step {step}: the gradient norm is nan, and the losses are finite" in result["error"]
+        )
+        assert f"the gradient of {head}" in result["error"] and result["finite"]
+    [path] = tmp_path.glob(f"nonfinite-step-{step}-rank-0.pt")
+    of_step = [batch["samples"] for batch in torch.load(path, weights_only=True)["micro_batches"]]
+    assert samples in of_step and len(of_step) == (3 if step == 3 else 4)
+
+
+def test_check_for_nan_in_loss_and_grad_can_be_switched_off(model_path, tmp_path):
+    keys = dict(check_for_nan_in_loss_and_grad=False, save_strategy="no")
+    [result] = world.run(train, 1, model_path, str(tmp_path), MEGATRON, "nan", **keys)
+    assert not result["error"] and not result["finite"] and result["state"].global_step == 4
+
+
+@pytest.mark.parametrize("ranks, backend", [(2, MEGATRON), (1, TORCH)])
+def test_nan_policy_skip_leaves_the_update_out_and_counts_it(model_path, tmp_path, ranks, backend):
+    step, _, _ = place_of_the_bad_sample(ranks)
+    keys = dict(nan_policy="skip", nan_skip_limit=2)
+    results = world.run(train, ranks, model_path, str(tmp_path), backend, "nan", **keys)
+    assert all(result["finite"] and not result["error"] for result in results)
+    log = read_log(tmp_path)
+    assert [line["skipped_iter"] for line in log] == [int(n == step) for n in (1, 2, 3, 4)]
+    # the other micro-batches of the step still count
+    assert all(0 < line["loss"] < 100 for line in log) and log[step - 1]["grad_norm"] == 0
+    assert [line["consumed_samples"] for line in log] == [8, 16, 22, 30]
+
+
+def test_nan_skip_limit_ends_the_run(model_path, tmp_path):
+    keys = dict(nan_policy="skip", nan_skip_limit=2, max_steps=9)  # the bad sample comes thrice
+    [result] = world.run(train, 1, model_path, str(tmp_path), TORCH, "nan", **keys)
+    assert "nan_skip_limit" in result["error"] and 6 <= result["state"].global_step < 9
+
+
+@pytest.mark.parametrize("backend", [MEGATRON, TORCH])
+def test_an_evaluation_that_is_not_finite_is_no_early_stop(model_path, tmp_path, backend):
+    keys = dict(eval_strategy="steps", eval_steps=2, early_stopping_patience=1)
+    [result] = world.run(train, 1, model_path, str(tmp_path), backend, "evaluation", **keys)
+    assert "after step 2 gave eval_loss nan" in result["error"]
+    assert result["state"].best_step is None
+
+
+@pytest.mark.parametrize("backend", [MEGATRON, TORCH])
+def test_weights_that_are_not_finite_are_named_before_anything_is_trained(
+    model_path, tmp_path, backend
+):
+    from safetensors.torch import save_file
+
+    path, name = tmp_path / "model", "model.layers.3.self_attn.o_proj.weight"
+    path.mkdir()
+    for file in ("config.json", "generation_config.json"):
+        (path / file).write_bytes((tmp_path.parent / model_path / file).read_bytes())
+    weights = tensors(model_path)
+    weights[name][1, 2] = math.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    [result] = world.run(train, 1, str(path), str(tmp_path / "out"), backend, "")
+    wanted = name if backend == TORCH else "decoder.layers.3.self_attention.linear_proj.weight"
+    assert f"before training: the weight {wanted} is not finite" in result["error"]
+
+
+# -- through the command line, in this process
+
+
+def through_the_command_line(words: str) -> tuple[int, str]:
+    """(exit code, what was said as an error)"""
+    from mca_lite import cli
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.chdir(ROOT)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        return cli.main(words.split()), said.getvalue()
+
+
+def stopped(tmp_path, words: str) -> str:
+    """The error of a run that has to end with the exit code for it, and to export nothing."""
+    from mca_lite.trainer_nonfinite import NOT_FINITE_EXIT_CODE
+
+    out = tmp_path / "out"
+    words = f"configs/sft.yaml {SHORT} {words} cache_dir={tmp_path}/cache output_dir={out}"
+    code, said = world.run(through_the_command_line, 1, words)[0]
+    assert code == NOT_FINITE_EXIT_CODE == 86, said
+    assert not list(out.glob("model*.safetensors"))
+    return said
+
+
+def test_weights_that_explode_cost_neither_the_good_checkpoint_nor_an_earlier_export(tmp_path):
+    """Step 1 has learning rate 0, step 2 spoils the weights, which are finite until step 3 uses them."""
+    words = "learning_rate=1e30 warmup_steps=1 save_strategy=steps save_steps=1 save_total_limit=1"
+    said = stopped(tmp_path, words)
+    assert "step 3: " in said and "Traceback" not in said
+    weights = tmp_path / "out" / "checkpoint-1"
+    assert weights.is_dir(), "the last good checkpoint was pruned for a bad one"
+
+
+@pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
+def test_fp16_that_skips_every_step_does_not_end_well(tmp_path, backend):
+    said = stopped(tmp_path, f"{backend} fp16=true loss_scale=1e30")
+    assert "every update of 3 steps was skipped" in said and "bf16" in said
