@@ -163,6 +163,8 @@ class FiniteGuard:
             finish_checkpoint(self.trainer)
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
         newest = f"; the newest checkpoint is {there[-1]}" if there else ""
+        if self.unproven is not None and len(there) > 1:
+            newest += f", from which no good step was made, and the one before {there[-2].name}"
         raise NotFiniteError(f"{text}{newest}; nothing was exported")
 
     # -- what is not finite, and where

@@ -87,7 +87,7 @@ CHANGES_A_RUN = {
     "max_grad_norm": ("1e-3", "optim=sgd learning_rate=1"),
     "calculate_per_token_loss": ("false", ""),
     "bf16": ("true", ""),
-    "fp16": ("true", ""),
+    "fp16": ("true", "initial_loss_scale=64"),  # at 2^16 it would skip all three steps
     "attention_dropout": ("0.5", ""),
     "hidden_dropout": ("0.5", ""),
     "moe_router_load_balancing_type": ("seq_aux_loss", f"{EXPERTS} moe_aux_loss_coeff=0.5"),
@@ -95,7 +95,7 @@ CHANGES_A_RUN = {
     "moe_z_loss_coeff": ("0.5", EXPERTS),
     "mtp_num_layers": ("1", AHEAD),
     "mtp_loss_scaling_factor": ("0.9", f"{AHEAD} mtp_num_layers=1"),
-    "use_mca": ("false", "fp16=true"),  # autocast rounds elsewhere
+    "use_mca": ("false", "fp16=true initial_loss_scale=64"),  # autocast rounds elsewhere
     "add_tokens": ("w97,w98,w99", ""),
     "add_special_tokens": ("w97,w98,w99", ""),
     # what is logged and left behind

@@ -11,7 +11,7 @@ import torch
 from tests.shared import tiny, world
 from tests.shared.commands import ROOT, SHORT
 from tests.shared.files import tensors
-from tests.shared.layouts import DIST_OPT, PP2, TP2
+from tests.shared.layouts import CP2, DIST_OPT, PP2, TP2
 from tests.shared.training import read_log
 
 BAD_TOKEN, BAD_SAMPLE, BAD_LAYER = 60, 13, 2
@@ -124,6 +124,7 @@ MEGATRON, TORCH = "megatron", "torch"
         (2, MEGATRON, "nan", dict(DIST_OPT, bf16=True)),
         (2, MEGATRON, "layer", PP2),
         (2, MEGATRON, "inf", TP2),
+        (2, MEGATRON, "nan", CP2),
         (2, TORCH, "inf", {}),
         (1, TORCH, "layer", {}),
         (1, MEGATRON, "nan", dict(fp16=True, initial_loss_scale=8.0)),
@@ -248,13 +249,14 @@ def stopped(tmp_path, words: str) -> str:
     return said
 
 
-def test_weights_that_explode_cost_neither_the_good_checkpoint_nor_an_earlier_export(tmp_path):
+def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path):
     """Step 1 has learning rate 0, step 2 spoils the weights, which are finite until step 3 uses them."""
     words = "learning_rate=1e30 warmup_steps=1 save_strategy=steps save_steps=1 save_total_limit=1"
     said = stopped(tmp_path, words)
     assert "step 3: " in said and "Traceback" not in said
-    weights = tmp_path / "out" / "checkpoint-1"
-    assert weights.is_dir(), "the last good checkpoint was pruned for a bad one"
+    good = tmp_path / "out" / "checkpoint-1"
+    assert good.is_dir(), "the last good checkpoint was pruned for a bad one"
+    assert "checkpoint-2, from which no good step was made, and the one before checkpoint-1" in said
 
 
 @pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
