@@ -54,7 +54,7 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
         now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
         write_json(folder / OWNER_NAME, owner)
-        held.callback((folder / OWNER_NAME).unlink, missing_ok=True)
+        held.callback(_leave, folder)
     except Timeout:
         raise OutputFolderError(
             f"another run trains in {folder}: {_owner(folder)}. Two runs would delete each "
@@ -68,6 +68,15 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
             "folder that can"
         ) from None
     return True
+
+
+def _leave(folder: Path) -> None:
+    """Before the lock is given back. A run that was refused leaves no folder behind."""
+    with contextlib.suppress(OSError):  # the folder may have been closed or have gone since
+        (folder / OWNER_NAME).unlink()
+        if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+            (folder / LOCK_NAME).unlink()
+            folder.rmdir()
 
 
 def _owner(folder: Path) -> str:
