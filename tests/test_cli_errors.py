@@ -78,9 +78,9 @@ def test_torchrun_is_given_the_words_and_not_those_of_a_rank_that_lost_another(e
     lost = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]")
     code, shown = ended(lost, TORCHELASTIC_ERROR_FILE=str(path))
     assert code == 1 and "another rank is gone" in shown and not path.exists()
-    world = dict(RANK="5", WORLD_SIZE="8", MASTER_ADDR="host", MASTER_PORT="1")
+    world = dict(RANK="3", WORLD_SIZE="4", MASTER_ADDR="host", MASTER_PORT="1")
     code, shown = ended(ValueError("lacks a file"), LOCAL_RANK="1", **world)
-    assert code == 2 and shown == "error: rank 5: lacks a file\n"
+    assert code == 2 and shown == "error: rank 3: lacks a file\n"
     assert json.loads(path.read_text())["message"]["message"] == "error: lacks a file"
 
 
