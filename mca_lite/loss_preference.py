@@ -131,16 +131,18 @@ def odds_ratio_loss(chosen, rejected, chosen_lens, rejected_lens, beta):
     return losses, beta * chosen.detach(), beta * rejected.detach()
 
 
-def _sigmoid(r: Responses, config):
+def sigmoid(r: Responses, config):
+    """DPO's row of the table; DPOTrainer.dpo_loss is its method."""
     reference = (r.reference_chosen, r.reference_rejected)
     return dpo_loss(r.chosen, r.rejected, *reference, config.beta, config.label_smoothing)
 
 
-def _orpo(r: Responses, config):
+def odds_ratio(r: Responses, config):
+    """ORPO's row of the table; DPOTrainer.odds_ratio_loss is its method."""
     return odds_ratio_loss(r.chosen, r.rejected, r.chosen_lens, r.rejected_lens, config.beta)
 
 
 register_loss(
-    "sigmoid", _sigmoid, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
+    "sigmoid", sigmoid, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
 )
-register_loss("orpo", _orpo, has_reference=False, help="odds ratio, needs no reference")
+register_loss("orpo", odds_ratio, has_reference=False, help="odds ratio, needs no reference")

@@ -120,9 +120,15 @@ class DPOTrainer(McaTrainer):
 
     def preference_loss(self, responses: Responses):
         """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of
-        pref_loss.
-        """
-        return LOSSES[self.train_config.pref_loss].formula(responses, self.train_config)
+        pref_loss. Those of DPO and ORPO go through dpo_loss and odds_ratio_loss, which a subclass
+        may override."""
+        r, formula = responses, LOSSES[self.train_config.pref_loss].formula
+        if formula is loss_preference.sigmoid:
+            return self.dpo_loss(r.chosen, r.rejected, r.reference_chosen, r.reference_rejected)
+        if formula is loss_preference.odds_ratio:
+            lens = torch.cat([r.chosen_lens, r.rejected_lens])
+            return self.odds_ratio_loss(r.chosen, r.rejected, lens)
+        return formula(r, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of

@@ -72,3 +72,24 @@ def test_certain_responses_give_finite_losses_and_gradients():
     )
     losses.sum().backward()
     assert losses.isfinite().all() and logps.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "pref_loss, method", [("sigmoid", "dpo_loss"), ("orpo", "odds_ratio_loss")]
+)
+def test_a_subclass_may_override_the_seeds_methods(pref_loss, method):
+    from mca_lite import DPOConfig, DPOTrainer
+    from mca_lite.loss_preference import LOSSES, Responses
+
+    trainer = object.__new__(DPOTrainer)
+    trainer.train_config = config = DPOConfig(pref_loss=pref_loss)
+    one = torch.tensor([-1.5])
+    responses = Responses(one, 2 * one, one / one * 4, one / one * 5, 3 * one, 4 * one)
+    for got, wanted in zip(
+        trainer.preference_loss(responses),
+        LOSSES[pref_loss].formula(responses, config),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+    setattr(trainer, method, lambda *args: ("mine", len(args)))
+    assert trainer.preference_loss(responses)[0] == "mine"
