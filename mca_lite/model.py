@@ -378,8 +378,8 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
 
 
 NO_NEW_ROWS = (
-    "{} is a checkpoint of a model of {} tokens, and {} are asked for: make a Hugging Face folder of "
-    "it first, python -m mca_lite convert"
+    "{} is a checkpoint of a model of {} tokens, and {} are asked for: make a Hugging Face folder "
+    "of it first, python -m mca_lite convert"
 )
 
 
