@@ -1,11 +1,12 @@
 """What the trainer asks of a backend, and what both backends answer in the same way.
 
-The trainer knows no parallelism: it calls these methods on every rank together. The methods that
-raise NotImplementedError are each backend's own, and megatron's contract of a schedule holds for
+The trainer knows no parallelism: it calls these methods on every rank together. The abstract
+methods are each backend's own, and megatron's contract of a schedule holds for
 both: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
 count, metrics). What has an answer here is that of one data parallel rank that holds a whole model.
 """
 
+import abc
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ from . import lora, lora_files, parallel
 from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
 
 
-class Backend:
+class Backend(abc.ABC):
     """A model in training. `chunks` are the wrapped models that the schedule runs."""
 
     name: str
@@ -42,32 +43,33 @@ class Backend:
     # -- each backend's own
 
     @property
+    @abc.abstractmethod
     def hf_config(self) -> dict:
         """The model's config.json."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def grad_scalers(self) -> list:
         """The loss scalers of fp16, which checkpoints keep."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def model_inputs(self, batch: dict) -> dict:
         """This rank's part of a batch, on its device: the arguments of the model's forward pass."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def wrap_reference(self, model) -> list[torch.nn.Module]:
         """A frozen model as chunks that forward_backward runs forward only."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def expect_weighted_losses(self) -> None:
         """Say that the objective weighs each token's loss by a number of its own, known only after
         the forward pass."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def create_optimizer(self):
         """Make the optimizer, which is also kept as `optimizer`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
@@ -77,36 +79,35 @@ class Backend:
         Gradients are left reduced over data parallel ranks and, with per-token loss, divided by the
         tokens of all. chunks: those of wrap_reference, in place of the trained ones.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self) -> tuple[bool, float, int | None]:
         """Clip and update -> (whether the update was made, gradient norm before clipping, zeros in
         the gradient). The answer is the same on every rank.
 
         No update is made with a norm that is not finite, where check_for_nan_in_loss_and_grad is
         set, nor with gradients that the loss scale of fp16 overflowed: the norm is 0 then."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
         """Sum of a vector over data parallel ranks, from the last pipeline stage, on every rank.
         Changes `totals`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def snapshot(self, with_optimizer: bool, copy: bool):
         """This rank's part of a checkpoint, ready to be written. All ranks must call it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Weights, and the optimizer's state, of a checkpoint. All ranks must call it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _export(self, folder, max_shard_size, change: Callable | None = None) -> list[str]:
         """The model in Hugging Face's format, each (name, tensor) changed -> files written."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that read different batches. Changes `values`."""
-        raise NotImplementedError
 
     # -- of one rank with a whole model, where a backend does not say otherwise
 
@@ -126,7 +127,7 @@ class Backend:
         each has its own."""
         return 0
 
-    def finish_param_sync(self) -> None:
+    def finish_param_sync(self) -> None:  # noqa: B027 - nothing is on its way on one rank
         """Wait for weights that are on their way from other ranks."""
 
     # -- the same for both

@@ -19,6 +19,7 @@ ranks. What each matrix of a cut linear is, for megatron's gradient reduction an
                   has a part of the gradient of a whole matrix, and the parts are summed here.
 """
 
+import abc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class Piece(NamedTuple):
         return torch.cat(parts, self.axis).narrow(self.axis, 0, self.full_shape[self.axis])
 
 
-class Adapter(torch.nn.Module):
+class Adapter(torch.nn.Module, abc.ABC):
     """Base of all adapters.
 
     mca: megatron's name of the adapted module in the whole model. names: for each projection the
@@ -143,8 +144,9 @@ class Adapter(torch.nn.Module):
         self.register_parameter(name, parameter)
         self.axes[name] = axis if cut else None
 
+    @abc.abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        raise NotImplementedError
+        """This rank's parts of the matrices of PEFT that the adapter stands for."""
 
     def _piece(self, key: str, name: str, part=slice(None), real: int | None = None) -> Piece:
         is_expert = self.num_stack_axes > 0

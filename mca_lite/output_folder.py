@@ -60,7 +60,7 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
             f"another run trains in {folder}: {_owner(folder)}. Two runs would delete each "
             "other's checkpoints: set another output_dir, or end that run first"
         ) from None
-    except NotImplementedError:
+    except NotImplementedError:  # filelock's error where the file system knows no flock
         print(f"note: the file system of {folder} has no locks: let no other run write there")
     except OSError as error:
         raise OutputFolderError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared import tiny, world
+from tests.shared.commands import TORCHRUN
 from tests.tools import chaos
 
 
@@ -33,14 +34,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
         dict(use_distributed_optimizer=True),
     )
     [(wanted, _), _] = world.run(chaos.victim, 2, *keys)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local_addr",
-        "127.0.0.1",
-    ]
+    command = [sys.executable, *TORCHRUN]
     command += [
         "--nproc_per_node",
         "2",

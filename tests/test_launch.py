@@ -141,6 +141,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         pass
 
 
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def without(*args, **kwargs):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(output_folder.FileLock, "acquire", without)
+    with output_folder.hold(tmp_path / "out"):
+        assert "has no locks: let no other run write there" in capsys.readouterr().out
+
+
 def hold_from_a_folder_of_ones_own(folder: str) -> str:
     import torch.distributed as dist
 

@@ -13,21 +13,16 @@ from tests.shared import world
 ROOT = Path(__file__).parents[2]
 SHORT = "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
 
+TORCHRUN = "-m torch.distributed.run --standalone --local_addr 127.0.0.1".split()
+
 
 def run(
     words: str, tmp_path, nproc: int | None = None, code: int = 0
 ) -> subprocess.CompletedProcess:
-    command = [sys.executable, "train.py"]
+    command = [sys.executable]
     if nproc:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local_addr",
-            "127.0.0.1",
-        ]
-        command += ["--nproc_per_node", str(nproc), "train.py"]
+        command += [*TORCHRUN, "--nproc_per_node", str(nproc)]
+    command.append("train.py")
     command += [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)

@@ -117,19 +117,21 @@ def train_run(model: str, out: str, packs: bool, seed: int = 0, **keys) -> tuple
     return tokens / seconds, statistics.mean(h["padding_fraction"] for h in log)
 
 
+SHAPE = dict(
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    vocab_size=1024,
+    max_position_embeddings=512,
+)
+
+
 def packing() -> None:
     """Real tokens a second of packed against padded rows, one rank and cp2."""
     from tests.shared import tiny
 
-    shape = dict(
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        vocab_size=1024,
-        max_position_embeddings=512,
-    )
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **shape)
+        model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **SHAPE)
         print("4 layers of hidden 256, 512 tokens a row, lengths as in instruction data")
         print(f"  {'':20} {'padding':>8} {'real tokens/s':>14} {'ratio':>6}")
         for name, ranks, keys in (("one rank", 1, {}), ("cp2", 2, dict(context_parallel_size=2))):
@@ -171,15 +173,8 @@ def layouts() -> None:
     from tests.shared import tiny
     from tests.shared.layouts import DIST_OPT, PP2, SP, TP2
 
-    shape = dict(
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        vocab_size=1024,
-        max_position_embeddings=512,
-    )
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **shape)
+        model = tiny.save_model(Path(folder) / "model", "qwen3", head_dim=64, **SHAPE)
         base = world.run(backend_run, 2, model, folder, "torch", timeout_s=300)[0]
         print("4 layers of hidden 256, 8 rows of 256 tokens a step, two ranks of one thread")
         print(f"  {'torch DDP':20} {base:10,.0f} tokens/s {1.0:6.2f}")
