@@ -264,6 +264,21 @@ class TrainingArguments(ArgumentGroup):
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
     fp16: bool = arg(False, "float16 with loss scaling", model=True)
+    fp8: Literal["hybrid", "e4m3"] | None = mca(
+        None,
+        "8-bit products in Transformer Engine's linears; hybrid: gradients have e5m2's range",
+        model="always",
+    )
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = mca(
+        None,
+        "fp8's scales: of each tensor, of its past values, of blocks of 128 (None: tensorwise)",
+        model=True,
+    )
+    first_last_layers_bf16: bool = mca(
+        False, "fp8 leaves the first and the last layers in bf16", model=True
+    )
+    num_layers_at_start_in_bf16: int = mca(1, "first layers that it leaves", low=0, model=True)
+    num_layers_at_end_in_bf16: int = mca(1, "last layers that it leaves", low=0, model=True)
     loss_scale: float | None = arg(
         None, "a constant loss scale (None: it adapts)", above=0, optimizer=True
     )
@@ -308,9 +323,9 @@ class TrainingArguments(ArgumentGroup):
         None, "parameters a gradient bucket (None: megatron's choice)", low=1, ddp="bucket_size"
     )
     grad_reduce_in_fp32: bool = mca(True, "accumulate and reduce gradients in fp32", ddp=True)
-    optimizer_cpu_offload: bool = mca(False, "optimizer state and step on the CPU", optimizer=True)
+    optimizer_cpu_offload: bool = mca(False, "optimizer state and step on the CPU")
     optimizer_offload_fraction: float = mca(
-        1.0, "fraction of the optimizer state on the CPU", low=0, high=1, optimizer=True
+        1.0, "fraction of the optimizer state on the CPU", low=0, high=1
     )
 
     # memory, kernels and the model
@@ -330,7 +345,7 @@ class TrainingArguments(ArgumentGroup):
         False, "split recomputation's inputs over the tensor parallel ranks", model=True
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = mca(
-        "auto", "auto: TE where it works on CUDA"
+        "auto", "auto: Transformer Engine where it works and suits the model, in bf16 or fp16"
     )
     attention_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
     hidden_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)

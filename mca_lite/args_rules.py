@@ -28,13 +28,14 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # fields of megatron's config that additional_configs cannot set: they follow from other keys ...
 DERIVED_FIELDS = (
     "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
-    "use_te_activation_func"
+    "use_te_activation_func gradient_accumulation_fusion"
 )
 # ... or from config.json, whose weights have these sizes
 MODEL_FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func"
+    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func "
+    "window_size window_attn_skip_freq"
 )
 
 
@@ -71,6 +72,8 @@ def normalise_training(a: Any, judge: Judge) -> None:
     if a.recompute_granularity == "full":
         a.recompute_method = a.recompute_method or "uniform"
         a.recompute_num_layers = a.recompute_num_layers or 1
+    if a.fp8:
+        a.fp8_recipe = a.fp8_recipe or "tensorwise"
     tp = "tensor_model_parallel_size"
     if a.sequence_parallel and a.tensor_model_parallel_size == 1 and tp not in judge.bad:
         a.sequence_parallel = False
@@ -148,6 +151,7 @@ def check_training(a: Any, judge: Judge) -> None:
     _check_layout(a, judge)
     _check_cadence(a, judge)
     _check_memory(a, judge)
+    _check_precision(a, judge)
     _check_additional_configs(a, judge)
     check_schedule(a, judge)
 
@@ -193,10 +197,6 @@ def _check_layout(a: Any, judge: Judge) -> None:
         reason = "megatron's distributed optimizer knows Adam only"
         remedy = "use_distributed_optimizer: false, or optim: adam"
         judge.refuse("optim use_distributed_optimizer", reason, remedy)
-    if a.optimizer_cpu_offload and not OPTIMIZERS[a.optim].offloads:
-        reason = f"megatron keeps no state of optim {a.optim} on the CPU"
-        remedy = "optimizer_cpu_offload: false, or optim: adam"
-        judge.refuse("optimizer_cpu_offload optim", reason, remedy)
     dispatcher, alltoall = "moe_token_dispatcher_type", "moe_token_dispatcher_type: alltoall"
     if a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths:
         reason = "it gathers rows of one length, and variable_seq_lengths lets them differ"
@@ -287,8 +287,24 @@ def _check_memory(a: Any, judge: Judge) -> None:
     if a.distribute_saved_activations and a.sequence_parallel:
         reason = "with sequence_parallel the activations are shared already"
         judge.refuse(f"{shared} sequence_parallel", reason, f"{shared}: false")
+
+
+def _check_precision(a: Any, judge: Judge) -> None:
     if a.bf16 and a.fp16:
         judge.refuse("bf16 fp16", "fp16 is on too", "bf16: true and fp16: false")
+    if a.fp8 and not a.bf16:
+        reason = "Transformer Engine rounds bf16 tensors to 8 bits, and bf16 is false"
+        judge.refuse("fp8 bf16", reason, "bf16: true")
+    for key in ("fp8_recipe", "first_last_layers_bf16"):
+        if getattr(a, key) and not a.fp8:
+            remedy = f"fp8: hybrid, or {key} left out"
+            judge.refuse(f"{key} fp8", "fp8 is not set, and nothing is in 8 bits", remedy)
+    if a.first_last_layers_bf16 and a.fp8_recipe == "delayed":
+        reason = "the scales of fp8_recipe: delayed are kept for all layers together"
+        judge.refuse("first_last_layers_bf16 fp8_recipe", reason, "fp8_recipe: tensorwise")
+    if a.fp8_recipe == "delayed" and "layernorm" in (a.recompute_modules or ()):
+        reason = "fp8_recipe: delayed knows no norms that are computed again"
+        judge.refuse("recompute_modules fp8_recipe", reason, "fp8_recipe: tensorwise")
     if a.min_loss_scale > a.initial_loss_scale:
         reason = f"it is above initial_loss_scale, {a.initial_loss_scale}"
         judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")

@@ -26,11 +26,14 @@ class ModelNumbers:
     """What rules need to know of a model. None: not known, and rules that need it say nothing."""
 
     num_layers: int | None = None
+    hidden_size: int | None = None
+    head_channels: int | None = None
     num_attention_heads: int | None = None
     num_query_groups: int | None = None
     ffn_hidden_size: int | None = None
     num_experts: int | None = None
     expert_columns: int | None = None
+    shared_columns: int | None = None  # of the shared experts together
     has_expert_bias: bool | None = None  # whether routers have a bias that training can update
     has_prediction_layers: bool | None = None  # whether the family has them
     embedding_is_head: bool | None = None
@@ -46,9 +49,12 @@ def numbers_of(values: dict[str, Any]) -> ModelNumbers:
 
     kind = values.get("model_type", values.get("hf_model_type"))
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
     return ModelNumbers(
         num_layers=number("num_hidden_layers", "num_layers"),
-        num_attention_heads=number("num_attention_heads"),
+        hidden_size=hidden,
+        head_channels=number("head_dim", "kv_channels") or (hidden and heads and hidden // heads),
+        num_attention_heads=heads,
         num_query_groups=number("num_key_value_heads", "num_query_groups"),
         ffn_hidden_size=number("intermediate_size", "ffn_hidden_size"),
         num_experts=number(
@@ -72,6 +78,8 @@ def check_model(m: ModelNumbers, a: Any, judge: Judge) -> None:
         _check_no_experts(a, judge)
     if a.mtp_num_layers:
         _check_prediction_layers(m, judge)
+    if a.fp8:
+        _check_fp8(m, a, judge)
     if m.num_layers:
         _check_layers(m.num_layers, a, judge)
     if m.te_works is False and "layernorm" in (a.recompute_modules or ()):
@@ -133,6 +141,34 @@ def _check_prediction_layers(m: ModelNumbers, judge: Judge) -> None:
         judge.refuse(key, reason, none)
     elif m.embedding_is_head:
         judge.refuse(key, "it is not built for a model whose embedding is its head", none)
+
+
+def _check_fp8(m: ModelNumbers, a: Any, judge: Judge) -> None:
+    """Transformer Engine's 8-bit products: which layers have them, and of what sizes."""
+    if a.transformer_impl == "local":
+        reason = "its products are Transformer Engine's, and the layers of this run are local ones"
+        remedy = "transformer_impl: transformer_engine, or fp8 left out"
+        judge.refuse("fp8 transformer_impl", reason, remedy)
+    tp, pp = a.tensor_model_parallel_size, a.pipeline_model_parallel_size
+    cut = {"MLP columns": m.ffn_hidden_size, "columns of shared experts": m.shared_columns}
+    if m.num_attention_heads and m.head_channels:
+        groups = m.num_query_groups or m.num_attention_heads
+        cut["channels of all queries"] = m.num_attention_heads * m.head_channels
+        cut["channels of queries, keys and values"] = (
+            m.num_attention_heads + 2 * groups
+        ) * m.head_channels
+    sizes = {what: size / tp for what, size in cut.items() if size}
+    odd = [f"{size:g} {what}" for what, size in sizes.items() if size % 16]
+    if m.hidden_size and m.hidden_size % 16:
+        odd.append(f"hidden size {m.hidden_size}")
+    if odd:
+        reason = f"8-bit products need sizes that 16 divides, and a rank has {', '.join(odd)}"
+        judge.refuse("fp8 tensor_model_parallel_size", reason, "fp8 left out")
+    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        most = (m.num_layers or 0) // pp
+        if a.first_last_layers_bf16 and m.num_layers and getattr(a, key) > most:
+            reason = f"a pipeline stage has {most} layers"
+            judge.refuse(f"{key} {_PP}", reason, f"{key}: {most}")
 
 
 # ---- layers and the stages of a pipeline
@@ -245,15 +281,6 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 
 
 # ---- sliding windows
-
-
-def check_window(length: int, window: int | None, transformer_impl: str, judge: Judge) -> None:
-    """Rows of `length` tokens against a model's sliding window, which local layers alone have."""
-    if window is not None and transformer_impl != "local" and length > window:
-        reason = f"it is longer than the model's sliding window of {window} tokens, which is not "
-        reason += "built on Transformer Engine"
-        remedy = f"transformer_impl: local, or cutoff_len: {window}"
-        judge.refuse("cutoff_len", reason, remedy, length)
 
 
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:

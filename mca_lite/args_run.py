@@ -26,7 +26,7 @@ from .args_rules_model import check_model, numbers_of
 from .args_values import Judge, cast, type_hints
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import why_no_model
-from .objectives import OBJECTIVES, check_objective_run
+from .objectives import OBJECTIVES, check_objective_run, objective_of
 
 
 @dataclass
@@ -137,6 +137,8 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
     training, data, notes = run.training, run.data, []
     if switched_off:
         notes.append(f"use_mca is false: plain torch DDP does without {', '.join(switched_off)}")
+    if training.fp8 and objective_of(run.finetuning.stage).has_pairs:
+        notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
     if training.max_steps > 0 and "num_train_epochs" in given:
         notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
     if training.eval_strategy == "no" and (data.val_size > 0 or data.eval_dataset):

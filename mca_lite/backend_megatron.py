@@ -26,6 +26,7 @@ from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
 from .model_moe import routers_of
 from .model_routing import BalancingLosses, RouterStatistics
+from .model_te import accumulate_in_place
 from .optim import create_megatron_optimizer
 from .packed_rows import Targets, row_layout
 
@@ -110,10 +111,10 @@ class MegatronBackend(Backend):
         """Sequence parallelism cuts what context parallelism leaves."""
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         cp = self.config.context_parallel_size
-        fp8 = 16 if self.config.fp8 else 1  # its kernels want local multiples of 16
+        tp *= 16 if self.config.fp8 else 1  # its kernels want local multiples of 16
         # on a GPU packed rows come in few lengths: freed memory fits the next one
         bucket = PACKED_BUCKET if self.args.sequence_packing and torch.cuda.is_available() else 1
-        return cp * math.lcm(2, tp, fp8, bucket) if cp > 1 else math.lcm(tp, fp8, bucket)
+        return cp * math.lcm(2, tp, bucket) if cp > 1 else math.lcm(tp, bucket)
 
     def common_length(self, longest: int) -> int:
         """Pipeline stages post their receives by it; the all-gather of tokens for experts wants it
@@ -186,6 +187,8 @@ class MegatronBackend(Backend):
             return
         for model in models:
             for module in model.modules():
+                if accumulate_in_place(module):
+                    continue
                 if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                     module.gradient_accumulation_fusion = True
 

@@ -21,6 +21,7 @@ from . import parallel
 from .ckpt_folder import sync, write_synced
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
+from .optim import OffloadedOptimizer
 from .optimizers import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
@@ -361,7 +362,8 @@ def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
     state = main if name == "master" else inner.state.get(main, {}).get(name)
     if state is None:
         state = torch.zeros(cut.stop - cut.start, device=main.device)
-    return state.detach().float().view(-1)
+    # an offloaded one too: ranks send each other pieces from device to device
+    return state.detach().float().to(main.device).view(-1)
 
 
 def _join(part, parameter, group, owner: int, pieces: dict):
@@ -409,11 +411,11 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
                 mine[name] = value.clone() if is_piece else value  # so that the whole can go
             if "master" in mine:
                 main.copy_(mine.pop("master"))
-            if _row(
-                optimizer
-            ).counts_steps:  # the fused AdamW keeps its counter beside the parameter
+            if _row(optimizer).counts_steps:  # the fused AdamW counts beside the parameter
                 mine["step"] = torch.tensor(float(steps), device=main.device)
             inner.state[main] = mine
+            if isinstance(inner, OffloadedOptimizer):
+                inner.settle(main)
 
 
 def _optimizer_steps(optimizer, models) -> int:

@@ -160,8 +160,9 @@ class _WeightGradient:
 
 
 def _cuda_table():
-    """The rows for CUDA, where neither Transformer Engine nor Apex brings fused kernels of the
-    optimizer."""
+    """The rows for CUDA. Those of the norm and the copies: where neither Transformer Engine nor
+    Apex brings kernels for them."""
+    import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.tensor_parallel.layers as layers
@@ -172,6 +173,11 @@ def _cuda_table():
         yield clip_grads, "l2_norm_impl", _foreach_l2_norm, waits
         yield clip_grads, "multi_tensor_scale_impl", _foreach_scale, waits
         yield optimizer, "_multi_tensor_copy_this_to_that", _foreach_copy, waits
+    if not optimizers.USING_PYTORCH_OPTIMIZER:
+        same = "the same optimizers everywhere: Transformer Engine's count updates in another place"
+        yield optimizers, "Adam", torch.optim.AdamW, same
+        yield optimizers, "SGD", torch.optim.SGD, same
+        yield optimizers, "USING_PYTORCH_OPTIMIZER", True, same
     if not layers._grad_accum_fusion_available:
         own = "a product that adds to the float32 gradient needs no Apex: torch has one"
         yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, own

@@ -327,15 +327,16 @@ class Report(TrainerCallback):
 def run_summary(trainer, plan) -> dict[str, dict]:
     """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
     itself."""
-    from . import (
-        parallel,  # here: it brings torch and megatron, which a refused key need not wait for
-    )
+    # here: they bring torch and megatron, which a refused key need not wait for
+    from . import model_te, parallel
 
     args, state = trainer.args, trainer.state
     config = getattr(trainer.model, "config", None)
     total, trained = trainer.backend.num_parameters()
     precision = str(trainer.backend.dtype).removeprefix("torch.")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(precision, "fp32")
+    if args.fp8:
+        precision += f", products in fp8 ({args.fp8}, {args.fp8_recipe})"
     backend = "plain torch DDP"
     if trainer.backend.name == "megatron":
         backend = f"megatron-core, {config.transformer_impl} layers"
@@ -364,6 +365,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
         "layout": {
             "backend": backend,
             "world": f"{args.world_size} ranks on {parallel.device().type}",
+            "found": model_te.found_here(),
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
             **_experts(config, args),
             "activations": ", ".join(shared) or "whole on every rank",

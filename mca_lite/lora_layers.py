@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .lora_product import AdaptedProduct
+from .lora_product import AdaptedProduct, normed, suit_transformer_engine
 from .parallel import sum_gradients
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
@@ -118,6 +118,7 @@ class Adapter(torch.nn.Module, abc.ABC):
     projection without adapter. group: the ranks that cut the module, None on plain torch.
     """
 
+    in_product = False  # whether the adapted linear's product can be the adapter's too
     num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
 
     def __init__(
@@ -400,8 +401,11 @@ def attach_beside(module: torch.nn.Module, adapter: Adapter) -> None:
     linear's own product."""
     attach(module, adapter)
     module.register_forward_hook(_add_output)
+    if hasattr(module, "activation_dtype"):
+        suit_transformer_engine(module, adapter)
     if isinstance(adapter, LoraAdapter) and hasattr(module, "_forward_impl"):
         own = module._forward_impl  # the product of a ColumnParallelLinear or RowParallelLinear
+        adapter.in_product = True
 
         def product(input, weight, bias=None, **keys):
             if not adapter.adds_in_product(weight):
@@ -464,20 +468,8 @@ def _add_output(module, args, output):
     # the chunked loss takes the adapter's factors itself (lora.extra_factors)
     if not adapter.enabled or getattr(module, "passes_hidden", False):
         return output
-    if hasattr(module, "_forward_impl") and adapter.adds_in_product(module.weight):
+    if adapter.in_product and adapter.adds_in_product(module.weight):
         return output
     base, *rest = output if isinstance(output, tuple) else (output,)
-    summed = (base + adapter(_normed(module, args[0]))).to(base.dtype)
+    summed = (base + adapter(normed(module, args[0]))).to(base.dtype)
     return (summed, *rest) if isinstance(output, tuple) else summed
-
-
-def _normed(module, x):
-    """The input of the matrix itself: Transformer Engine's fused linears apply a norm before it."""
-    weight = getattr(module, "layer_norm_weight", None)
-    if weight is None:
-        return x
-    scale = weight.float() + (1.0 if getattr(module, "zero_centered_gamma", False) else 0.0)
-    if getattr(module, "normalization", "RMSNorm") == "RMSNorm":
-        return F.rms_norm(x.float(), (x.shape[-1],), scale, module.eps).to(x.dtype)
-    bias = module.layer_norm_bias.float()
-    return F.layer_norm(x.float(), (x.shape[-1],), scale, bias, module.eps).to(x.dtype)

@@ -1,6 +1,10 @@
-"""The product of a frozen linear in half precision with its adapter in it."""
+"""The product of a frozen linear in half precision with its adapter in it, and how Transformer
+Engine's linears get it."""
 
 import torch
+import torch.nn.functional as F
+
+from .model_fused import rms_norm
 
 
 def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -36,3 +40,29 @@ class AdaptedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = (d_low @ a).addmm_(grad, weight).view(x.shape)
         return d_x, None, None, _float_product(d_low, flat), _float_product(grad, low), None
+
+
+def normed(module, x):
+    """The input of the matrix itself: Transformer Engine's fused linears apply a norm before it."""
+    weight = getattr(module, "layer_norm_weight", None)
+    return x if weight is None else rms_norm(x, weight, module.eps, module.zero_centered_gamma)
+
+
+def suit_transformer_engine(module, adapter) -> None:
+    """What a linear of Transformer Engine needs that has this adapter: in bf16 on one rank of
+    tensor parallelism AdaptedProduct in place of its own product."""
+    # it asks once that all of its parameters, the adapter's too, have its input's dtype: it has
+    module.activation_dtype = module.weight.dtype
+    if adapter.tp > 1 or module.config.fp8:
+        return
+
+    def forward(x):
+        """(output, None), or (output without bias, bias)."""
+        x, weight = normed(module, x), module.weight
+        out = adapter(x, weight) if adapter.adds_in_product(weight) else F.linear(x, weight)
+        bias = module.bias if module.use_bias else None
+        if bias is None or module.te_return_bias:
+            return out, bias
+        return out + bias, None
+
+    module.forward, adapter.in_product = forward, True

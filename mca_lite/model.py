@@ -22,8 +22,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import lora, parallel, weights_convert
-from .args_rules_model import check_window
-from .args_values import Judge
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_tokens import token_losses
@@ -149,12 +147,6 @@ class McaGPTModel(GPTModel):
                 self.embedding.embedding_dropout.p = 0.0
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
-        length = input_ids.shape[1] * self.config.context_parallel_size
-        if kwargs.get("packed_seq_params") is not None:
-            length = kwargs["packed_seq_params"].max_seqlen_q
-        judge = Judge(None)  # a data set of Python may have longer rows than cutoff_len says
-        check_window(length, self.config.sliding_window, self.config.transformer_impl, judge)
-        judge.close()
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):

@@ -151,6 +151,20 @@ class FusedSelfAttention(SelfAttention):
         return query, key, value
 
 
+def _kernels(query, mask):
+    """A context in which torch's attention on CUDA is cuDNN's where there is no mask, the fastest
+    also where an older cuDNN than torch's own is loaded, which torch would pass over; and never
+    where there is one, with which its gradients may be NaN (pytorch issue 196678)."""
+    if not query.is_cuda:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if mask is None:
+        order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return sdpa_kernel(order, set_priority=True)
+
+
 def _packed_kernel():
     """torch's varlen attention, and whether it can be told of query groups (not in torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -251,14 +265,15 @@ class CoreAttention(MegatronModule):
                     _capped_attention(*parts, mask, self.softcap, self.softmax_scale, dropout)
                 )
                 continue
-            attended = F.scaled_dot_product_attention(
-                *parts,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            with _kernels(q, mask):
+                attended = F.scaled_dot_product_attention(
+                    *parts,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    dropout_p=dropout,
+                    scale=self.softmax_scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
             out.append(attended)
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)

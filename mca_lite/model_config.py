@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from . import model_te
 from .args import TrainingArguments
 from .args_rules import DERIVED_FIELDS
 from .args_rules_model import ModelNumbers, check_model, check_virtual_stages
@@ -28,7 +29,6 @@ from .args_values import Judge
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import describe_error, read_json, why_no_model
 from .model_families import SAME_AS, Family, get_family
-from .model_layers import resolve_transformer_impl, transformer_engine_works
 from .model_rope import ROPE_TYPES, rope_frequencies, rope_parameters
 
 ACTIVATIONS = {
@@ -78,7 +78,8 @@ class PretrainedConfig:
     def from_json_file(cls, path: str | os.PathLike, args=None) -> "PretrainedConfig":
         """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of
         the saved one."""
-        values = read_json(path)
+        # 8-bit products are a run's own, and need a GPU
+        values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
         targets = {target.__name__: target for target in (McaModelConfig, MLAMcaModelConfig)}
         if str(name) not in targets:
@@ -123,6 +124,7 @@ class PretrainedConfig:
 
 # derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
 _DERIVED = {*DERIVED_FIELDS.split(), "autocast_dtype", "microbatch_group_size_per_vp_stage"}
+_DERIVED |= {"window_size", "window_attn_skip_freq"}
 _DERIVED |= {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype"}
 # what decides which rank holds which part of which tensor, under which name
 LAYOUT_FIELDS = (
@@ -149,9 +151,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     transformer_impl: str = "auto"  # replaced by what it comes to: local or transformer_engine
-    sliding_window: int | None = (
-        None  # tokens that a query sees, itself included; Transformer Engine refuses longer rows
-    )
+    sliding_window: int | None = None  # tokens that a query sees, itself included
     sliding_layers: list[int] | None = None  # the layers, from 0, that have the window; None: all
     pre_norms: bool = True  # norms in front of attention and MLP
     post_norms: bool = (
@@ -199,9 +199,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                     f"activation_func {self.activation_func!r}: expected one of {known}"
                 )
             self.activation_func = ACTIVATIONS[self.activation_func]
-        self._resolve_layers()
+        if self.activation_func not in (F.silu, F.gelu):
+            self.bias_activation_fusion = False
+        model_te.resolve_layers(self)
         if self.transformer_impl == "local":
             self.apply_rope_fusion = False  # TE's kernel: local attention rotates by itself
+        # megatron's way to hand an MLP its activation: ours is a SwiGLU of our own
+        has_swiglu = self.gated_linear_unit and self.activation_func is F.silu
+        self.use_te_activation_func = has_swiglu and not self.bias_activation_fusion
         self.params_dtype = torch.float32
         if self.bf16 or self.fp16:
             self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16
@@ -211,53 +216,16 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.cuda_graph_scope == "full":
             self.cuda_graph_scope = []  # megatron makes the same of its own default, and warns
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
+        if self.transformer_impl == "transformer_engine":
+            model_te.suit(self)
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         interleaved = self.virtual_pipeline_model_parallel_size is not None
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
 
-    # fields whose other values only the local layers know
-    _ONLY_LOCAL = (
-        "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
-        "final_logit_softcapping attn_logit_softcapping rope_interleave "
-        "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
-    ).split()
-
-    # attention that only megatron's own modules know
-    _NOT_LOCAL = (
-        "window_size window_attn_skip_freq softmax_type no_rope_freq qk_clip "
-        "experimental_attention_variant"
-    ).split()
-
-    def _changed(self, names: list[str]) -> list[str]:
-        """Those of the fields that have another value than their default."""
+    def changed(self, names: list[str]) -> list[str]:
+        """Those of the fields that have another value than McaModelConfig's default."""
         default = {f.name: f.default for f in fields(McaModelConfig)}
         return [name for name in names if getattr(self, name) != default[name]]
-
-    def _resolve_layers(self) -> None:
-        """Resolve transformer_impl "auto", and switch off fused kernels that do not suit."""
-        if self.activation_func not in (F.silu, F.gelu):
-            self.bias_activation_fusion = False
-        if self.transformer_impl == "auto":
-            special = self._changed(self._ONLY_LOCAL)
-            self.transformer_impl = "local" if special else resolve_transformer_impl("auto")
-        # megatron's way to hand an MLP its activation: local layers have a SwiGLU of their own
-        has_swiglu = self.gated_linear_unit and self.activation_func is F.silu
-        self.use_te_activation_func = (
-            self.transformer_impl == "local" and has_swiglu and not self.bias_activation_fusion
-        )
-
-    def _check_layers(self, judge: Judge) -> None:
-        """What only one of the two implementations of the layers has."""
-        special, ignored = self._changed(self._ONLY_LOCAL), self._changed(self._NOT_LOCAL)
-        if self.transformer_impl == "transformer_engine" and special:
-            reason = (
-                f"{self.hf_model_type} needs {', '.join(special)}, which only the local layers have"
-            )
-            judge.refuse("transformer_impl", reason, "transformer_impl: local or auto")
-        for name in ignored if self.transformer_impl == "local" else ():
-            reason = f"{name}: the local layers have no such thing"
-            key = f"additional_configs.{name}"
-            judge.refuse(name, reason, f"{name} left out", getattr(self, name), key)
 
     def validate(self) -> None:
         """Check the layout against the model, without a process group. Raises ConfigError."""
@@ -271,19 +239,22 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         family = get_family(self.hf_model_type) if self.hf_model_type else None
         numbers = ModelNumbers(
             num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            head_channels=self.kv_channels or self.hidden_size // self.num_attention_heads,
             num_attention_heads=self.num_attention_heads,
             num_query_groups=self.num_query_groups,
             ffn_hidden_size=self.ffn_hidden_size,
             num_experts=self.num_moe_experts,
             expert_columns=self.moe_ffn_hidden_size,
+            shared_columns=self.moe_shared_expert_intermediate_size,
             has_expert_bias=self.moe_router_enable_expert_bias,
             has_prediction_layers=family and family.prediction_layers,
             embedding_is_head=self.tie_embeddings_and_output_weights,
             model_type=self.hf_model_type,
-            te_works=transformer_engine_works(),
+            te_works=model_te.transformer_engine_works(),
         )
         judge = Judge(self)
-        self._check_layers(judge)
+        model_te.check_layers(self, judge)
         check_virtual_stages(self, judge)
         check_model(numbers, self, judge)
         judge.close()
@@ -462,13 +433,14 @@ def _from_arguments(args) -> dict[str, Any]:
     values = {key: getattr(args, key) for key in keys}
     out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
     asked = args.transformer_impl
-    out["transformer_impl"] = asked if asked == "auto" else resolve_transformer_impl(asked)
+    if asked != "auto":
+        model_te.resolve_transformer_impl(asked)  # refuses what does not work here
+    out["transformer_impl"] = asked
     cuda = torch.cuda.is_available()
     # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
     for name in ("bias_dropout_fusion", "apply_rope_fusion"):
         out.setdefault(name, cuda)
-    is_local = resolve_transformer_impl(asked) == "local"  # with activations of its own
-    out.setdefault("bias_activation_fusion", cuda and not is_local)
+    out.setdefault("bias_activation_fusion", False)  # SwiGLU is a kernel of our own
     if args.mtp_num_layers is not None:  # else a checkpoint's own
         out["mtp_num_layers"] = args.mtp_num_layers or None
     return {**out, **(args.additional_configs or {})}

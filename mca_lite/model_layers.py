@@ -1,6 +1,6 @@
 """What layers are built of: megatron's specs with our own parts ("local"), or Transformer Engine's.
 
-The only file that knows about TE. Local layers need nothing but torch.
+With model_te.py the only file that knows TE. Local layers need nothing but torch.
 """
 
 import functools
@@ -32,31 +32,6 @@ from .model_attention import (
 )
 from .model_fused import swiglu
 from .model_moe import Experts, Router
-
-
-@functools.lru_cache(1)
-def transformer_engine_works() -> bool:
-    """Whether TE can be imported and there is a GPU for it."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception:  # a broken installation raises more than ImportError
-        return False
-    return True
-
-
-def resolve_transformer_impl(asked: str) -> str:
-    """ "local" or "transformer_engine" for "auto", "local" or "transformer_engine"."""
-    if asked == "auto":
-        return "transformer_engine" if transformer_engine_works() else "local"
-    if asked == "transformer_engine" and not transformer_engine_works():
-        raise ValueError(
-            "transformer_impl: 'transformer_engine' was set, and Transformer Engine does not work "
-            "here (it needs a GPU and `pip install mca-lite[te]`): set transformer_impl: local or "
-            "auto"
-        )
-    return asked
 
 
 class Residual(torch.nn.Module):
@@ -137,6 +112,8 @@ def layer_spec(config, is_moe: bool):
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(**shared)
         parts = layer.submodules
+        if is_moe:  # the local spec's name of this norm in a checkpoint, whatever follows it
+            parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     else:
         layer = get_gpt_layer_local_spec(**shared, normalization=config.normalization)
         parts = layer.submodules

@@ -81,9 +81,6 @@ def decays(parameter: torch.nn.Parameter) -> bool:
 
 def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     """megatron's OptimizerConfig of `args` (TrainingArguments)."""
-    # without a GPU everything is on the CPU already, and megatron's hybrid optimizer finds no GPU
-    # tensors to pair
-    offload = args.optimizer_cpu_offload and torch.cuda.is_available()
     own = dict(
         # megatron-core knows two: an SGD, which has no state yet, keeps the place of any other
         optimizer=OPTIMIZERS[args.optim].megatron or "sgd",
@@ -91,9 +88,6 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
         fp16=params_dtype == torch.float16,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
-        optimizer_cpu_offload=offload,
-        optimizer_offload_fraction=args.optimizer_offload_fraction if offload else 0.0,
-        use_torch_optimizer_for_cpu_offload=offload,
         # never clipping still measures the norm
         clip_grad=args.max_grad_norm or float("inf"),
     )
@@ -113,12 +107,93 @@ def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> 
             part.optimizer = row.make(_groups_without_defaults(inner), args)
         for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
             group["foreach"], group["fused"] = False, True  # one kernel for the whole update
+        if inner is not None and args.optimizer_cpu_offload:
+            fraction = args.optimizer_offload_fraction
+            part.optimizer = OffloadedOptimizer(
+                part.optimizer, fraction, lambda g: row.make(g, args)
+            )
     for group in optimizer.param_groups:
         # the scheduler has limits of its own, for every group
         group.pop("min_lr", None)
         group.pop("max_lr", None)
     config.optimizer = args.optim  # checkpoints find the names of the states by it
     return optimizer
+
+
+class OffloadedOptimizer:
+    """An optimizer that keeps the states of a share of its parameters in host memory, and updates
+    these there: the first ones that make up `fraction` of all elements.
+
+    The weights stay on their device: an update takes them and their gradients to the host and back.
+    In place of megatron's own, which crashes in bf16 without its distributed optimizer and in
+    float32 with it, and whose copies of the weights no loaded checkpoint reaches.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, fraction: float, make):
+        """make(groups) -> an optimizer of the same kind as `inner`."""
+        self.inner = inner
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        left = fraction * sum(p.numel() for p in parameters)
+        # an update on the host is one of stand-ins, which are given their tensors for it alone
+        self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
+        for parameter in parameters:
+            if left > 0:
+                self._stand_ins[parameter] = torch.nn.Parameter(torch.empty(0, device="cpu"))
+            left -= parameter.numel()
+        self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
+
+    def _host_groups(self) -> list[dict]:
+        groups = []
+        for group in self.param_groups:
+            held = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
+            groups.append({**group, "params": held})
+        return groups
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict:
+        """Of each parameter; those of parameters on the host are CPU tensors."""
+        return self.inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def settle(self, parameter: torch.Tensor) -> None:
+        """Move a parameter's states to where it is updated: after a checkpoint put them in."""
+        if parameter in self._stand_ins:
+            states = self.state[parameter]
+            self.state[parameter] = {name: value.cpu() for name, value in states.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        gradients = {p: p.grad for p in self._stand_ins if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+        self.inner.step()  # of all others
+        self._host.param_groups = self._host_groups()
+        for parameter, gradient in gradients.items():
+            stand_in = self._stand_ins[parameter]
+            stand_in.data, stand_in.grad = _to_host(parameter), _to_host(gradient)
+            self._host.state[stand_in] = self.state.get(parameter, {})
+        if gradients and next(iter(gradients)).is_cuda:
+            torch.cuda.synchronize()  # the copies are there
+        self._host.step()
+        for parameter, gradient in gradients.items():
+            stand_in = self._stand_ins[parameter]
+            parameter.copy_(stand_in, non_blocking=True)
+            parameter.grad = gradient
+            self.state[parameter] = self._host.state.pop(stand_in)
+            stand_in.data, stand_in.grad = torch.empty(0, device="cpu"), None
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, under way."""
+    pinned = tensor.is_cuda
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -19,7 +19,6 @@ class Optimizer(NamedTuple):
     checkpoints keep. counts_steps: whether it keeps the number of updates as a tensor "step" beside
     them. megatron: its name in megatron-core, which then makes it on that backend; None: make()
     does there too. distributed: whether megatron-core's distributed optimizer can cut its states.
-    offloads: whether megatron-core can keep it on the CPU (optimizer_cpu_offload).
     """
 
     make: Callable[[list[dict], Any], Any]
@@ -27,7 +26,6 @@ class Optimizer(NamedTuple):
     counts_steps: bool = False
     megatron: str | None = None
     distributed: bool = False
-    offloads: bool = False
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
@@ -80,9 +78,8 @@ _add(
         counts_steps=True,
         megatron="adam",
         distributed=True,
-        offloads=True,
     ),
     "adamw_torch",
     "adamw_torch_fused",
 )
-_add("sgd", Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd", offloads=True))
+_add("sgd", Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd"))

@@ -25,7 +25,7 @@ from . import (
     weights_convert,
     weights_vocabulary,
 )
-from .args_rules_model import check_torch_packing, check_window
+from .args_rules_model import check_torch_packing
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
 from .args_values import Judge
@@ -110,8 +110,6 @@ def _plan_model(arguments: RunArguments, folder: Path, from_scratch: bool) -> Pl
     if arguments.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), arguments.training, remote)
         vocab_size = config.vocab_size
-        window, cutoff_len = config.sliding_window, arguments.data.cutoff_len
-        check_window(cutoff_len, window, config.transformer_impl, judge)
     else:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size

@@ -60,21 +60,6 @@ def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
     )
 
 
-def on_transformer_engine(path: str) -> str:
-    from mca_lite import AutoModel, TrainingArguments
-
-    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
-    models.config.transformer_impl = "transformer_engine"  # its layers cannot be built here
-    with pytest.raises(ValueError) as error:
-        models(torch.ones(1, 17, dtype=torch.long))
-    return str(error.value)
-
-
-def test_rows_longer_than_the_window_are_refused_with_transformer_engine(tmp_path):
-    path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
-    assert "cutoff_len: 16" in world.run(on_transformer_engine, 1, path)[0]
-
-
 def test_a_family_whose_routers_are_not_found_is_refused():
     """Otherwise its balancing losses and biases would be left out without a word."""
     from types import SimpleNamespace

@@ -310,9 +310,6 @@ IN_THE_OPTIMIZER = {
     "loss_scale_window": (7, dict(fp16=True), "loss_scale_window", 7),
     "hysteresis": (5, dict(fp16=True), "hysteresis", 5),
     "use_distributed_optimizer": (True, {}, "use_distributed_optimizer", True),
-    "optimizer_cpu_offload": (True, {}, "optimizer_cpu_offload", True),
-    "optimizer_offload_fraction": (
-        0.25, dict(optimizer_cpu_offload=True), "optimizer_offload_fraction", 0.25),
     "log_num_zeros_in_grad": (True, {}, "log_num_zeros_in_grad", True),
 }  # fmt: skip
 
@@ -325,8 +322,6 @@ def test_a_key_is_in_the_optimizers_configuration(key, monkeypatch):
     from mca_lite.optim import get_optimizer_config
 
     value, others, name, wanted = IN_THE_OPTIMIZER[key]
-    if "offload" in key:  # which a machine without CUDA does without
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     dtype = torch.float16 if others.get("fp16") else torch.float32
     args = TrainingArguments(output_dir="unused", **others, **{key: value})
     default = TrainingArguments(output_dir="unused", **others)
@@ -455,6 +450,13 @@ SHOWN_BY = {
     "nan_policy": "test_nonfinite.py::test_nan_policy_skip_leaves_the_update_out_and_counts_it",
     "nan_skip_limit": "test_nonfinite.py::test_nan_skip_limit_ends_the_run",
     "apply_rope_fusion": "test_cli.py::test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run",
+    **dict.fromkeys(
+        "fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 "
+        "num_layers_at_end_in_bf16".split(),
+        "test_te.py::test_fp8s_keys_are_in_the_models_configuration",
+    ),
+    "optimizer_cpu_offload": "test_offload.py::test_an_offloaded_optimizer_trains_as_one_on_the_device",
+    "optimizer_offload_fraction": "test_offload.py::test_a_fraction_of_the_elements_is_on_the_host",
     "torch_compile": "test_model_fused.py::test_torch_compile_switches_what_runs_on_a_gpu",
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }

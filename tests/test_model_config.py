@@ -523,10 +523,7 @@ def test_folders_without_a_config_and_files_of_no_known_class_are_named(tmp_path
         AutoConfig.from_pretrained(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [("window_size", [4, 0]), ("no_rope_freq", [1] * 4), ("softmax_type", "learnable")],
-)
+@pytest.mark.parametrize("field, value", [("no_rope_freq", [1] * 4), ("softmax_type", "learnable")])
 def test_attention_that_the_local_layers_lack_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: the local layers have no such thing"):
         from_hf_config(hf(), arguments(additional_configs={field: value}))

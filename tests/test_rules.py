@@ -42,10 +42,53 @@ def parsed(model, tmp_path, values):
 
 PP2 = dict(pipeline_model_parallel_size=2)
 DPO = dict(stage="dpo")
+FP8 = dict(bf16=True, fp8="hybrid")
 LORA = dict(finetuning_type="lora")
 # the group that judges it, keys, the key that is refused
 OF_GROUPS = [
     (TrainingArguments, dict(bf16=True, fp16=True), "bf16"),
+    (TrainingArguments, dict(fp8="hybrid"), "fp8"),
+    (TrainingArguments, dict(fp8="fp8"), "fp8"),
+    (TrainingArguments, dict(fp8_recipe="delayed"), "fp8_recipe"),
+    (TrainingArguments, dict(FP8, fp8_recipe="mxfp8"), "fp8_recipe"),
+    (TrainingArguments, dict(first_last_layers_bf16=True), "first_last_layers_bf16"),
+    (
+        TrainingArguments,
+        dict(FP8, fp8_recipe="delayed", first_last_layers_bf16=True),
+        "first_last_layers_bf16",
+    ),
+    (
+        TrainingArguments,
+        dict(
+            FP8,
+            fp8_recipe="delayed",
+            recompute_granularity="selective",
+            recompute_modules="layernorm",
+        ),
+        "recompute_modules",
+    ),
+    (
+        TrainingArguments,
+        dict(FP8, additional_configs={"fp8_param": True}),
+        "additional_configs.fp8_param",
+    ),
+    (
+        TrainingArguments,
+        dict(FP8, additional_configs={"fp8_dot_product_attention": True}),
+        "additional_configs.fp8_dot_product_attention",
+    ),
+    (TrainingArguments, dict(additional_configs={"fp4": "e2m1"}), "additional_configs.fp4"),
+    (TrainingArguments, dict(additional_configs={"fp8": "hybrid"}), "additional_configs.fp8"),
+    (
+        TrainingArguments,
+        dict(additional_configs={"window_size": [4, 0]}),
+        "additional_configs.window_size",
+    ),
+    (
+        TrainingArguments,
+        dict(additional_configs={"gradient_accumulation_fusion": True}),
+        "additional_configs.gradient_accumulation_fusion",
+    ),
     (TrainingArguments, dict(max_steps=0), "max_steps"),
     (TrainingArguments, dict(optim="lion"), "optim"),
     (TrainingArguments, dict(report_to="mlflow"), "report_to"),
@@ -145,6 +188,7 @@ OF_MODELS = [
         "recompute_num_layers",
     ),
     ("dense", dict(expert_model_parallel_size=2), "expert_model_parallel_size"),
+    ("dense", dict(FP8, transformer_impl="local"), "fp8"),
     ("dense", dict(moe_z_loss_coeff=0.1), "moe_z_loss_coeff"),
     ("experts", dict(expert_model_parallel_size=3), "expert_model_parallel_size"),
     ("experts", dict(tensor_model_parallel_size=2), "sequence_parallel"),

@@ -1,0 +1,146 @@
+"""Transformer Engine: whether it works here, which models get its layers, and what these need of a
+config.
+
+With model_layers.py, which builds the layers, the only file that knows TE. Facts below were
+measured with TE 2.11 and cuDNN 9.14 on an H200.
+"""
+
+import functools
+import re
+import warnings
+
+import torch
+
+from .args_values import Judge
+from .model_rope import rope_frequencies
+
+# fields of a config whose other values only the local layers know ...
+ONLY_LOCAL = (
+    "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
+    "final_logit_softcapping attn_logit_softcapping rope_interleave "
+    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
+).split()
+# ... and of attention that only megatron's own modules know
+NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+
+
+@functools.lru_cache(1)
+def transformer_engine_works() -> bool:
+    """Whether TE can be imported and there is a GPU for it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("transformer_engine"):
+            return False  # not installed
+        _warn_broken(error)
+        return False
+    except Exception as error:  # a broken installation raises more than ImportError
+        _warn_broken(error)
+        return False
+    return True
+
+
+def _warn_broken(error: Exception) -> None:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    warnings.warn(
+        f"Transformer Engine is installed and cannot be imported ({first}): layers are local ones",
+        stacklevel=4,
+    )
+
+
+def resolve_transformer_impl(asked: str) -> str:
+    """ "local" or "transformer_engine" for "auto", "local" or "transformer_engine"."""
+    if asked == "auto":
+        return "transformer_engine" if transformer_engine_works() else "local"
+    if asked == "transformer_engine" and not transformer_engine_works():
+        raise ValueError(
+            "transformer_impl: 'transformer_engine' was set, and Transformer Engine does not work "
+            "here (it needs a GPU and `pip install mca-lite[te]`): set transformer_impl: local or "
+            "auto"
+        )
+    return asked
+
+
+def needs_local(config) -> list[str]:
+    """What of a McaModelConfig TE's layers lack, or do wrong."""
+    needs = config.changed(ONLY_LOCAL)
+    channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
+    if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
+        needs.append("heads of more than 128 channels")
+    if config.sliding_window is not None and config.context_parallel_size > 1:
+        needs.append("a sliding window under context_parallel_size")  # the ring has none
+    return needs
+
+
+def resolve_layers(config) -> None:
+    """Put what it comes to in place of transformer_impl "auto", in place.
+
+    TE multiplies float32 in tf32, so that auto means it for bf16 and fp16 alone.
+    """
+    if config.transformer_impl == "auto":
+        plain = needs_local(config) or not (config.bf16 or config.fp16)
+        config.transformer_impl = "local" if plain else resolve_transformer_impl("auto")
+
+
+def check_layers(config, judge: Judge) -> None:
+    """What only one of the two implementations of the layers has."""
+    needs = needs_local(config)
+    if config.transformer_impl == "transformer_engine" and needs:
+        reason = f"{config.hf_model_type} needs {', '.join(needs)}, which only the local layers "
+        judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
+    for name in config.changed(NOT_LOCAL) if config.transformer_impl == "local" else ():
+        reason = f"{name}: the local layers have no such thing"
+        key = f"additional_configs.{name}"
+        judge.refuse(name, reason, f"{name} left out", getattr(config, name), key)
+
+
+def suit(config) -> None:
+    """Set the fields of megatron's own that TE's layers read in place of ours, in place."""
+    if rope_frequencies(config)[1] != 1.0:
+        # TE's kernel for packed rows knows no factor on cos and sin, and nothing says so
+        config.apply_rope_fusion = False
+    if config.sliding_window is not None:
+        # positions before and behind it that a token sees
+        config.window_size = (config.sliding_window - 1, 0)
+        numbers = range(1, config.num_layers + 1)
+        kinds = [config.layer_type(number) for number in numbers]
+        config.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]
+
+
+def accumulate_in_place(module: torch.nn.Module) -> bool:
+    """Let a linear of TE add its weight's gradient to the float32 one itself. False: it is none."""
+    if not hasattr(module, "fuse_wgrad_accumulation"):
+        return False
+    module.fuse_wgrad_accumulation = module.weight.requires_grad
+    return True
+
+
+def forget_fp8() -> None:
+    """Drop the scales of models that are gone: TE keeps them for a whole process."""
+    if transformer_engine_works():
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+
+
+def found_here() -> str | None:
+    """What the start summary says of TE and cuDNN, None without CUDA.
+
+    TE loads the system's cuDNN before torch's own, and torch uses what is loaded: local layers are
+    slower with an older one.
+    """
+    if not torch.cuda.is_available():
+        return None
+    found = "no Transformer Engine"
+    if transformer_engine_works():
+        import transformer_engine
+
+        found = f"Transformer Engine {transformer_engine.__version__}"
+    try:
+        version = torch.backends.cudnn.version() or 0
+        return f"{found}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+    except RuntimeError as error:  # another one than torch was compiled for
+        built, here = re.findall(r"\((\d+), (\d+), (\d+)\)", str(error))[:2]
+        return f"{found}, cuDNN {'.'.join(here)} (torch was built for {'.'.join(built)})"

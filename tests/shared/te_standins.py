@@ -1,0 +1,106 @@
+"""Stand-ins for Transformer Engine's modules on a CPU: the same names of parameters, arguments and
+outputs, mathematics in torch. For what is asked around them: checkpoints, adapters, layouts of
+arguments. One rank of tensor parallelism."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+
+def _modules():
+    """(linear, norm and linear, norm, core attention); megatron is imported here."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    from mca_lite.model_attention import CoreAttention, RMSNorm
+
+    class Linear(torch.nn.Module):
+        cut = 1
+        activation_dtype = None
+        fuse_wgrad_accumulation = False
+        zero_centered_gamma = False
+
+        def __init__(self, input_size, output_size, *, config, bias, skip_bias_add, **unused):
+            super().__init__()
+            self.config, self.use_bias, dtype = config, bias, config.params_dtype
+            self.te_return_bias = skip_bias_add and bias
+            self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
+            shape = output_size if bias else 0
+            self.bias = torch.empty(shape, dtype=dtype)
+            if bias:
+                self.bias = torch.nn.Parameter(self.bias)
+
+        def forward(self, x):
+            if self.activation_dtype != x.dtype:  # as TE asks, once
+                for name, parameter in self.named_parameters():
+                    assert parameter.dtype == x.dtype, f"{name} is {parameter.dtype}"
+                self.activation_dtype = x.dtype
+            bias = self.bias if self.use_bias and not self.te_return_bias else None
+            out = F.linear(self.normed(x), self.weight, bias)
+            return out, (self.bias if self.te_return_bias else None)
+
+        def normed(self, x):
+            return x
+
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            state = self.state_dict(prefix="", keep_vars=True)
+            axes = {"weight": self.cut} | ({"bias": 0} if self.cut == 0 else {})
+            return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets)
+
+    class NormLinear(Linear):
+        cut = 0
+
+        def __init__(self, input_size, *rest, config, **more):
+            super().__init__(input_size, *rest, config=config, **more)
+            self.eps = config.layernorm_epsilon
+            ones = torch.ones(input_size, dtype=config.params_dtype)
+            self.layer_norm_weight = torch.nn.Parameter(ones)
+
+        def normed(self, x):
+            return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+
+    class Attention(CoreAttention):
+        """Queries and keys come rotated."""
+
+        def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **unused):
+            if packed_seq_params is not None:
+                query, key, value = (x[:, None] for x in (query, key, value))
+            layout = self._layout(packed_seq_params, query)
+            return self._segments(query, key, value, layout, None, 0.0)
+
+    return Linear, NormLinear, RMSNorm, Attention
+
+
+@contextlib.contextmanager
+def installed():
+    """Within it Transformer Engine seems to work: transformer_impl: transformer_engine builds the
+    stand-ins, by megatron's own specs."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from mca_lite import model_layers, model_te
+
+    linear, norm_linear, norm, attention = _modules()
+
+    class Provider:
+        column_parallel_linear = staticmethod(lambda: ColumnParallelLinear)
+        row_parallel_linear = staticmethod(lambda: linear)
+        column_parallel_layer_norm_linear = staticmethod(lambda: norm_linear)
+        fuse_layernorm_and_linear = staticmethod(lambda: True)
+        layer_norm = staticmethod(lambda rms_norm=False, for_qk=False: norm)
+        core_attention = staticmethod(lambda: attention)
+        activation_func = staticmethod(lambda: None)
+
+        @staticmethod
+        def grouped_mlp_modules(*unused):  # the experts are our own
+            return None, None
+
+    was = gpt_layer_specs.__dict__.get("TESpecProvider"), model_layers.TENorm
+    works = model_te.transformer_engine_works
+    gpt_layer_specs.TESpecProvider, model_layers.TENorm = Provider, norm
+    model_te.transformer_engine_works = lambda: True
+    try:
+        yield
+    finally:
+        gpt_layer_specs.TESpecProvider, model_layers.TENorm = was
+        model_te.transformer_engine_works = works

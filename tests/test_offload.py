@@ -1,0 +1,79 @@
+"""optimizer_cpu_offload: the same numbers as on the device, and a resumed run is the run that never stopped."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.shared import tiny, world
+from tests.shared.layouts import DIST_OPT, SAVE
+from tests.shared.training import train
+
+OFFLOAD = dict(optimizer_cpu_offload=True)
+CASES = {
+    "float32": {},
+    "float32, distributed": DIST_OPT,
+    "bf16": dict(bf16=True),
+    "bf16, half of it": dict(bf16=True, optimizer_offload_fraction=0.5),
+    "bf16, distributed": dict(bf16=True, **DIST_OPT),
+    "sgd": dict(optim="sgd", bf16=True),
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("offload") / "model", "qwen3")
+
+
+def whole_and_parts(path: str, out: str, cases: dict) -> dict:
+    """{case: (curve on the device, curve offloaded, curve of a run that died after its second step)}"""
+    curves = {}
+    for name, keys in cases.items():
+        plain = {k: v for k, v in keys.items() if k != "optimizer_offload_fraction"}
+        folder, keys = f"{out}/{name}", {**keys, **OFFLOAD}
+        on_device = train(path, f"{folder}/device", steps=5, **plain)
+        whole = train(path, f"{folder}/parts", steps=5, **SAVE, **keys)
+        for step in (4, 5):
+            shutil.rmtree(f"{folder}/parts/checkpoint-{step}", ignore_errors=True)
+        again = dict(SAVE, resume_from_checkpoint="auto")
+        parts = train(path, f"{folder}/parts", steps=5, **again, **keys)
+        curves[name] = on_device, whole, parts
+    return curves
+
+
+@pytest.fixture(scope="module")
+def curves(model_path, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("runs"))
+    return world.run(whole_and_parts, 2, model_path, out, CASES, timeout_s=200)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_offloaded_optimizer_trains_as_one_on_the_device(case, curves):
+    on_device, offloaded, _ = curves[case]  # optimizer_cpu_offload: false, and true
+    assert offloaded == on_device
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_offloaded_run_resumes_bit_for_bit(case, curves):
+    _, whole, parts = curves[case]
+    assert parts == whole
+
+
+@pytest.mark.parametrize("fraction, on_host", [(0.0, 0), (0.1, 1), (0.3, 2), (1.0, 3)])
+def test_a_fraction_of_the_elements_is_on_the_host(fraction, on_host):
+    """optimizer_offload_fraction counts elements: of 2, 4 and 10 the first one makes up 0.1 of them, two 0.3."""
+    from mca_lite.optim import OffloadedOptimizer
+
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 4, 10)]
+    inner = torch.optim.AdamW(parameters, lr=0.1)
+    offloaded = OffloadedOptimizer(inner, fraction, torch.optim.AdamW)
+    updated = []
+    offloaded._host.register_step_post_hook(
+        lambda host, *_: updated.extend(p for g in host.param_groups for p in g["params"])
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    offloaded.step()
+    assert len(updated) == on_host
+    assert all(float(p[0]) == pytest.approx(0.899, abs=1e-6) for p in parameters)
+    assert all(int(offloaded.state[p]["step"]) == 1 for p in parameters)

@@ -1,0 +1,299 @@
+"""Transformer Engine as far as a CPU can hold it: who gets its layers, what is refused, checkpoints and adapters of
+stand-ins for its modules. What its kernels compute: `make gpu` (tests/tools/gpu_te.py)."""
+
+import contextlib
+import shutil
+import types
+import warnings
+
+import pytest
+import torch
+
+from mca_lite import TrainingArguments, model_te
+from mca_lite.args_values import ConfigError
+from mca_lite.model_config import McaModelConfig, from_hf_config
+from tests.shared import commands, te_standins, tiny, tiny_moe, world
+from tests.shared.layouts import SAVE
+from tests.shared.training import assert_same_curve, train
+
+BF16 = dict(bf16=True)
+FP8 = dict(bf16=True, fp8="hybrid")
+CP2 = dict(context_parallel_size=2)
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
+
+
+@pytest.fixture
+def te_works(monkeypatch):
+    monkeypatch.setattr(model_te, "transformer_engine_works", lambda: True)
+
+
+def config_of(hf, **keys) -> McaModelConfig:
+    return from_hf_config(hf, TrainingArguments(output_dir="unused", **keys))
+
+
+# -- who gets its layers, and what is refused
+
+
+@pytest.mark.parametrize(
+    "family, changes, keys, wanted",
+    [
+        ("qwen3", {}, BF16, "transformer_engine"),
+        ("qwen3", {}, dict(fp16=True), "transformer_engine"),
+        ("qwen3", {}, {}, "local"),  # TE multiplies float32 in tf32
+        ("qwen3", dict(head_dim=256), BF16, "local"),
+        ("qwen3", dict(head_dim=128), BF16, "transformer_engine"),
+        ("mistral_window", {}, BF16, "transformer_engine"),
+        ("mistral_window", {}, dict(BF16, **CP2), "local"),
+        ("gemma2", {}, BF16, "local"),
+        ("deepseek_v3", {}, BF16, "local"),
+    ],
+)
+def test_auto_takes_transformer_engine_where_it_suits(family, changes, keys, wanted, te_works):
+    assert config_of(tiny.hf_config(family, **changes), **keys).transformer_impl == wanted
+
+
+@pytest.mark.parametrize(
+    "family, changes, keys, reason",
+    [
+        ("qwen3", dict(head_dim=136), {}, "heads of more than 128 channels"),
+        ("mistral_window", {}, CP2, "a sliding window under context_parallel_size"),
+        ("gemma2", {}, {}, "post_norms"),
+    ],
+)
+def test_what_its_layers_lack_is_refused(family, changes, keys, reason, te_works):
+    asked = dict(BF16, transformer_impl="transformer_engine", **keys)
+    with pytest.raises(ConfigError, match=f"(?s){reason}.*try: transformer_impl: local or auto"):
+        config_of(tiny.hf_config(family, **changes), **asked)
+
+
+@pytest.mark.parametrize(
+    "changes, keys, reason",
+    [
+        (dict(intermediate_size=40), {}, "a rank has 40 MLP columns"),
+        (dict(head_dim=6), {}, "a rank has 24 channels of all queries"),
+        ({}, dict(tensor_model_parallel_size=2), "a rank has 24 MLP columns"),
+        (dict(hidden_size=40), {}, "hidden size 40"),
+        (dict(head_dim=256), {}, "the layers of this run are local ones"),
+        (
+            {},
+            dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=5),
+            "try: num_layers_at_start_in_bf16: 4",
+        ),
+    ],
+)
+def test_fp8_of_sizes_that_do_not_fit_is_refused(changes, keys, reason, te_works):
+    with pytest.raises(ConfigError, match=reason):
+        config_of(tiny.hf_config("qwen3", **changes), **FP8, **keys)
+
+
+def test_fp8s_keys_are_in_the_models_configuration(te_works):
+    keys = dict(
+        fp8="hybrid",
+        fp8_recipe="blockwise",
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=2,
+        num_layers_at_end_in_bf16=0,
+    )
+    config, plain = (config_of(tiny.hf_config("qwen3"), bf16=True, **k) for k in (keys, {}))
+    for key, value in keys.items():
+        assert getattr(config, key) == value != getattr(plain, key)
+    assert config_of(tiny.hf_config("qwen3"), **FP8).fp8_recipe == "tensorwise"
+
+
+def test_a_window_reaches_its_attention_layer_by_layer(te_works):
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    config = config_of(tiny.hf_config("qwen3_window"), **BF16)
+    assert config.window_size == (4, 0)  # 5 tokens, itself included
+    has_window = [
+        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+        for number in (1, 2)
+    ]
+    assert has_window == [config.layer_type(n) == "sliding_attention" for n in (1, 2)]
+    assert sorted(has_window) == [False, True]
+
+
+def test_its_rotary_kernel_is_not_used_where_yarn_scales_cos_and_sin(te_works, monkeypatch):
+    from megatron.core.models.common.embeddings import rope_utils
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", len)  # as if TE were installed
+    keys = dict(BF16, apply_rope_fusion=True)
+    assert config_of(tiny.hf_config("llama"), **keys).apply_rope_fusion
+    yarn = tiny.hf_config("llama", rope_parameters=YARN)
+    assert not config_of(yarn, **keys).apply_rope_fusion
+
+
+def test_a_broken_installation_is_said(monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def importing(name, *rest, **more):
+        if name.startswith("transformer_engine"):
+            raise OSError("libcudnn_cnn.so.9: undefined symbol")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(builtins, "__import__", importing)
+    with pytest.warns(UserWarning, match="cannot be imported .libcudnn_cnn.so.9: undefined"):
+        assert not model_te.transformer_engine_works.__wrapped__()
+    monkeypatch.setattr(builtins, "__import__", real)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is said where it is not installed
+        assert not model_te.transformer_engine_works.__wrapped__()
+
+
+def test_the_summary_says_which_cudnn_was_found(monkeypatch):
+    assert model_te.found_here() is None
+
+    def version():
+        raise RuntimeError(
+            "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0) but found "
+            "runtime version (9, 14, 0). PyTorch already comes with bundled cuDNN."
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    said = "no Transformer Engine, cuDNN 9.14.0 (torch was built for 9.19.0)"
+    assert model_te.found_here() == said
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert model_te.found_here() == "no Transformer Engine, cuDNN 9.19.0"
+
+
+def test_cudnns_attention_comes_first_without_a_mask_and_never_with_one():
+    from mca_lite.model_attention import _kernels
+
+    on_cuda, mask = types.SimpleNamespace(is_cuda=True), torch.ones(1)
+    with _kernels(on_cuda, None):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch._C._get_sdp_priority_order()[0] == int(
+            torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+        )
+    with _kernels(on_cuda, mask):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+# -- the optimizer
+
+
+class CountsInItsGroup(torch.optim.AdamW):
+    """What megatron takes where TE is installed: TE's FusedAdam has no "step" beside a parameter."""
+
+    def __init__(self, params, adam_w_mode=True, **keys):
+        super().__init__(params, **keys)
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state.pop("step", None)
+
+
+def trained_beside_te(path: str, out: str) -> tuple[str, list, list]:
+    """(kind of optimizer, curve, curve of a run that died after its second step)"""
+    from unittest import mock
+
+    from megatron.core import optimizer
+
+    from mca_lite import cpu
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = CountsInItsGroup, False
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        cpu.apply_on_cuda.__wrapped__()
+    return optimizer.Adam.__name__, *resumed(path, out, {}, {})
+
+
+def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:
+    """(curve, the same of a run that died after its second step and went on with other keys)"""
+    keys = dict(steps=5, **SAVE)
+    whole = train(path, out, **keys, **first)
+    for step in (4, 5):
+        shutil.rmtree(f"{out}/checkpoint-{step}", ignore_errors=True)
+    return whole, train(path, out, resume_from_checkpoint="auto", **keys, **then)
+
+
+def test_beside_te_the_optimizer_is_torchs_and_a_run_resumes(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "qwen2")
+    kind, whole, parts = world.run(trained_beside_te, 1, path, str(tmp_path / "out"))[0]
+    assert kind == "AdamW"
+    assert parts == whole
+
+
+# -- checkpoints and adapters, with stand-ins for its modules
+
+TE, LOCAL = dict(transformer_impl="transformer_engine"), dict(transformer_impl="local")
+
+
+def through_both(path: str, out: str, keys: dict) -> dict:
+    """{name: (curve, the same resumed on the other layers)}"""
+    with te_standins.installed():
+        return {
+            "local to TE": resumed(path, f"{out}/a", {**keys, **LOCAL}, {**keys, **TE}),
+            "TE to local": resumed(path, f"{out}/b", {**keys, **TE}, {**keys, **LOCAL}),
+        }
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe_dense_layers", "qwen2_moe"])
+def test_a_checkpoint_goes_between_local_layers_and_its_own(name, tmp_path):
+    save = tiny_moe.save_model if "moe" in name else tiny.save_model
+    path = save(tmp_path / "model", name)
+    curves = world.run(through_both, 1, path, str(tmp_path), {}, timeout_s=120)[0]
+    for whole, parts in curves.values():
+        assert_same_curve(parts, whole)
+    assert_same_curve(curves["TE to local"][0], curves["local to TE"][0])
+
+
+def train_on_te(path: str, out: str, **keys) -> list:
+    with te_standins.installed():
+        return train(path, out, **TE, **keys)
+
+
+def test_a_checkpoint_of_an_fp8_run_converts_where_there_is_neither_te_nor_a_gpu(tmp_path):
+    path, out = tiny.save_model(tmp_path / "model", "qwen3"), tmp_path / "out"
+    world.run(train_on_te, 1, path, str(out), steps=2, **SAVE, **FP8)
+    assert '"fp8": "hybrid"' in (out / "checkpoint-2" / "mca_config.json").read_text()
+    code, printed, errors = commands.run_convert(
+        str(out / "checkpoint-2"), str(tmp_path / "hf"), "--verify"
+    )
+    assert code == 0 and "verified" in printed, errors
+
+
+def draw(key: str, shape) -> torch.Tensor:
+    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(len(key)))
+
+
+def with_adapters(models):
+    from mca_lite import lora
+
+    lora.inject(models, lora.LoraSpec(rank=4))
+    lora.fill(models, draw)
+    return models
+
+
+def lora_curves(path: str, out: str) -> dict:
+    runs = {"local": LOCAL, "TE": TE, "TE, fp8": {**TE, "fp8": "hybrid"}}
+    with te_standins.installed():
+        return {
+            name: train(path, f"{out}/{name}", adapt=with_adapters, bf16=True, **keys)
+            for name, keys in runs.items()
+        }
+
+
+def test_adapters_train_on_its_linears_as_on_local_ones(tmp_path):
+    """In bf16 by the product that has the adapter in it, which rounds as local layers do; beside 8-bit products with a sum
+    of their own."""
+    path = tiny.save_model(tmp_path / "model", "qwen2")
+    curves = world.run(lora_curves, 1, path, str(tmp_path), timeout_s=120)[0]
+    assert_same_curve(curves["TE"], curves["local"], 1e-2)
+    assert_same_curve(curves["TE, fp8"], curves["local"], 3e-2)
+
+
+def test_its_linears_add_gradients_in_place_where_their_weight_is_trained():
+    linear = torch.nn.Linear(2, 2)
+    assert not model_te.accumulate_in_place(linear)
+    linear.fuse_wgrad_accumulation = False
+    assert model_te.accumulate_in_place(linear) and linear.fuse_wgrad_accumulation
+    linear.weight.requires_grad_(False)
+    assert model_te.accumulate_in_place(linear) and not linear.fuse_wgrad_accumulation
+    with contextlib.suppress(ImportError):
+        model_te.forget_fp8()  # nothing to forget without TE
