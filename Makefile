@@ -61,8 +61,8 @@ bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
-gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there
-	$(BIN)/python -m tests.tools.gpu
+gpu: $(STAMP)  ## on a machine with CUDA: parity with the torch backend there; ARGS="te": Transformer Engine alone
+	$(BIN)/python -m tests.tools.gpu $(ARGS)
 
 families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md
 	$(BIN)/python -m tests.tools.family_table

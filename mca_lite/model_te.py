@@ -117,14 +117,6 @@ def accumulate_in_place(module: torch.nn.Module) -> bool:
     return True
 
 
-def forget_fp8() -> None:
-    """Drop the scales of models that are gone: TE keeps them for a whole process."""
-    if transformer_engine_works():
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        FP8GlobalStateManager.reset()
-
-
 def found_here() -> str | None:
     """What the start summary says of TE and cuDNN, None without CUDA.
 

@@ -1,7 +1,6 @@
 """Transformer Engine as far as a CPU can hold it: who gets its layers, what is refused, checkpoints and adapters of
 stand-ins for its modules. What its kernels compute: `make gpu` (tests/tools/gpu_te.py)."""
 
-import contextlib
 import shutil
 import types
 import warnings
@@ -295,5 +294,3 @@ def test_its_linears_add_gradients_in_place_where_their_weight_is_trained():
     assert model_te.accumulate_in_place(linear) and linear.fuse_wgrad_accumulation
     linear.weight.requires_grad_(False)
     assert model_te.accumulate_in_place(linear) and not linear.fuse_wgrad_accumulation
-    with contextlib.suppress(ImportError):
-        model_te.forget_fp8()  # nothing to forget without TE

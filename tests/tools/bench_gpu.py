@@ -12,6 +12,7 @@ Trainer has no such choice. TINY=1 in the environment runs the same at a size fo
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -51,6 +52,26 @@ CASES = {
     "packed 1.5B": dict(shape="1.5B", mbs=4, rows=8, packed=True, theirs=dict(mbs=1)),
     "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
 }
+# on Transformer Engine, where it works; this project alone, the local layers beside it first
+_TE = dict(transformer_impl="transformer_engine")
+_FP8 = dict(_TE, fp8="hybrid", fp8_recipe="delayed")
+_PACKED = dict(shape="1.5B", mbs=4, rows=32, steps=6, skip=3, packed=True)
+_ROWS = dict(_PACKED, packed=False)
+_LORA = CASES["LoRA 8B"]
+TE_CASES = {
+    "te-local": dict(_ROWS, keys=dict(transformer_impl="local")),
+    "te": dict(_ROWS, keys=_TE),
+    "te-fp8": dict(_ROWS, keys=_FP8),
+    "te-fp8-tensorwise": dict(_ROWS, keys=dict(_FP8, fp8_recipe="tensorwise")),
+    "te-fp8-blockwise": dict(_ROWS, keys=dict(_FP8, fp8_recipe="blockwise")),
+    "te-packed-local": dict(_PACKED, keys=dict(transformer_impl="local")),
+    "te-packed": dict(_PACKED, keys=_TE),
+    "te-packed-fp8": dict(_PACKED, keys=_FP8),
+    "te-lora-local": dict(_LORA, keys=dict(transformer_impl="local")),
+    "te-lora": dict(_LORA, keys=_TE),
+    "te-lora-fp8": dict(_LORA, keys=_FP8),
+}
+CASES.update(TE_CASES)
 TRAINERS = ("ours", "hf", "liger")
 
 
@@ -305,6 +326,13 @@ def in_a_child(case: str, trainer: str, label: str) -> None:
     os._exit(0)
 
 
+def _te_is_installed() -> bool:
+    if importlib.util.find_spec("transformer_engine") is None:
+        print("Transformer Engine is not installed: its cases are left out")
+        return False
+    return True
+
+
 def main(names: list[str]) -> int:
     """Names of cases or trainers, or label=NAME for the lines of this project; no case or no
     trainer means all."""
@@ -317,9 +345,12 @@ def main(names: list[str]) -> int:
 
     import mca_lite.trainer  # noqa: F401
 
-    cases = [name for name in CASES if name in names] or list(CASES)
+    cases = [name for name in CASES if name in names]
+    if not cases:
+        cases = [name for name in CASES if name not in TE_CASES or _te_is_installed()]
     for case in cases:
-        for trainer in [name for name in TRAINERS if name in names] or TRAINERS:
+        trainers = [name for name in TRAINERS if name in names] or TRAINERS
+        for trainer in ("ours",) if case in TE_CASES else trainers:
             in_a_child(case, trainer, label if trainer == "ours" else "")
     return 0
 

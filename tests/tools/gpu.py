@@ -21,6 +21,7 @@ from tests import test_model_families, test_moe
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
+from tests.tools import gpu_te
 
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 CASES = {
@@ -186,16 +187,19 @@ def in_worlds(folder: str) -> list[float]:
     return limits
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
+    """ "te" and further words: the cases of Transformer Engine alone, or those of gpu_te.py that the words choose."""
     if not torch.cuda.is_available():
         print("no CUDA here: the CPU's tests are `make test`")
         return 2
+    if words[:1] == ["te"]:
+        return gpu_te.main(words[1:])
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         limits = in_worlds(folder) + on_one_gpu(folder)
     print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}")
-    return int(max(limits) > TOLERANCE)
+    return int(max(limits) > TOLERANCE) or gpu_te.main(words)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

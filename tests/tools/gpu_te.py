@@ -1,0 +1,897 @@
+"""Transformer Engine on a GPU: `make gpu ARGS="te"`, or `make gpu ARGS="te fp8 lora"` for the cases whose group or name has
+one of these words.
+
+Each case trains a small model for a few steps on TE's layers, and on local ones in the same precision and in float32: TE
+may be off the float32 run as far as the local layers are, times a margin for another order of rounding. FP8 is compared
+with TE in bf16. One line a case: ok, DIFF (numbers out of bounds) or FAIL (an exception); a case never ends the others.
+"""
+
+import contextlib
+import gc
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+# a repeated run is the same to the bit: attention without atomic additions
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")
+
+import torch
+
+from tests.shared import dpo_tools, tiny, tiny_moe, world
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 509
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=512,
+)
+HEADS = dict(head_dim=32)
+WITH_HEADS = ("qwen3", "mistral", "seed_oss", "llama", "qwen3_moe", "glm4_moe")
+TE, LOCAL = "transformer_engine", "local"
+PACKED = dict(sequence_packing=True, per_device_train_batch_size=4)
+OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01)
+FULL = dict(recompute_granularity="full")
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32)
+RECIPES = ("tensorwise", "delayed", "blockwise")
+TP2, CP2 = dict(tensor_model_parallel_size=2), dict(context_parallel_size=2)
+SP = dict(sequence_parallel=True)
+CASE_S = 120
+
+CASES: list[tuple[str, str, object]] = []  # (group, name, action -> (whether it is right, numbers))
+TMP = ""
+
+
+def add(group: str, name: str, function, *args, **keys) -> None:
+    CASES.append((group, name, lambda: function(*args, **keys)))
+
+
+def selective(*modules) -> dict:
+    return dict(recompute_granularity="selective", recompute_modules=list(modules))
+
+
+def fp8(recipe: str, **more) -> dict:
+    return dict(fp8="hybrid", fp8_recipe=recipe, **more)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def samples(count=22, seed=1, low=20, high=100) -> list[dict]:
+    generator, out = torch.Generator().manual_seed(seed), []
+    for i in range(count):
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: 1 + i % 9] = -100
+        if i == 5:
+            labels[:] = -100
+        out.append({"input_ids": tokens[:-1], "labels": labels})
+    return out
+
+
+_made: dict[str, str] = {}
+
+
+def model_of(family: str, **changes) -> str:
+    """A folder with a small model, made once."""
+    key = json.dumps([family, changes], sort_keys=True)
+    if key not in _made:
+        folder, sizes = f"{TMP}/models/{len(_made)}-{family}", dict(SIZES)
+        if family in WITH_HEADS:
+            sizes.update(HEADS)
+        if family in tiny_moe.MODELS:
+            kind = tiny_moe.MODELS[family][0]
+            wide = "intermediate_size" if kind in ("mixtral", "olmoe") else "moe_intermediate_size"
+            sizes[wide] = 64
+            if kind == "qwen2_moe":
+                sizes["shared_expert_intermediate_size"] = 96
+            make = tiny_moe.save_model
+        else:
+            make = tiny.save_model
+        _made[key] = make(folder, family, **{**sizes, **changes})
+    return _made[key]
+
+
+_folders = 0
+
+
+def new_folder(name: str = "run") -> str:
+    global _folders
+    _folders += 1
+    return f"{TMP}/{_folders}-{name}"
+
+
+def read(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(path))
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+def trainer_of(path, impl=TE, out=None, steps=3, adapt=None, evaluate=False, **changes):
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+
+    keys = dict(
+        output_dir=out or new_folder(),
+        global_batch_size=8,
+        per_device_train_batch_size=2,
+        max_steps=steps,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        adam_epsilon=1e-5,
+        adam_beta2=0.95,
+        save_strategy="no",
+        disable_tqdm=True,
+        transformer_impl=impl,
+        num_train_epochs=9,
+        torch_compile=False,  # a compilation takes as long as ten of these runs
+    )
+    if evaluate:
+        keys.update(eval_strategy="steps", eval_steps=2)
+    args = TrainingArguments(**{**keys, **changes})
+    model = AutoModel.from_pretrained(str(path), args)
+    if adapt is not None:
+        model = adapt(model) or model
+    data = dict(train_dataset=samples(), eval_dataset=samples(9, seed=2) if evaluate else None)
+    return McaTrainer(model=model, args=args, **data)
+
+
+def train(path, impl=TE, export=True, **changes) -> dict:
+    """loss, norm, eval: lists; tensors: of the export; impl, optimizer, fp8: what ran."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = trainer_of(path, impl, **changes)
+        trainer.train()
+        if export:
+            trainer.save_model()
+    history, folder = trainer.state.log_history, trainer.args.output_dir
+    steps = [line for line in history if "loss" in line]
+    inner = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0].optimizer
+    out = dict(
+        loss=[line["loss"] for line in steps],
+        norm=[line["grad_norm"] for line in steps],
+        eval=[line["eval_loss"] for line in history if "eval_loss" in line],
+        tensors=read(folder) if export else {},
+        impl=trainer.model.config.transformer_impl,
+        optimizer=f"{type(inner).__module__.split('.')[0]}.{type(inner).__name__}",
+        fp8=sum(bool(getattr(m, "fp8", False)) for chunk in trainer.model for m in chunk.modules()),
+    )
+    del trainer, inner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return out
+
+
+def apart(a: list, b: list) -> float:
+    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def relative(a: list, b: list) -> float:
+    return max((abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def moved(a: dict, b: dict, start: dict) -> float:
+    """The worst tensor's |a - b| / |b - start|."""
+    assert a.keys() == b.keys(), f"other tensors: {sorted(a.keys() ^ b.keys())[:4]}"
+    worst = 0.0
+    for name, tensor in b.items():
+        way = (tensor - start[name]).norm() if name in start else tensor.norm()
+        worst = max(worst, float((a[name] - tensor).norm() / way.clamp(min=1e-12)))
+    return worst
+
+
+_references: dict = {}
+# keys that change what a run computes, whatever computes it
+_MEANT = (
+    "sequence_packing per_device_train_batch_size steps moe_aux_loss_coeff moe_z_loss_coeff "
+    "evaluate optim learning_rate calculate_per_token_loss adapt"
+).split()
+
+
+def reference(path: str, dtype: str, **keys) -> dict:
+    """The local layers' run, made once for each model and setting."""
+    kept = {name: value for name, value in keys.items() if name in _MEANT}
+    key = path, dtype, repr(sorted(kept.items()))
+    if key not in _references:
+        _references[key] = train(path, LOCAL, bf16=dtype == "bf16", fp16=dtype == "fp16", **kept)
+    return _references[key]
+
+
+def compare(path, start=None, bound=1.0, dtype="bf16", impl=TE, wanted_impl=None, **keys):
+    """TE and local layers in one precision, against local layers in float32."""
+    exact, local = reference(path, "float32", **keys), reference(path, dtype, **keys)
+    got = train(path, impl, bf16=dtype == "bf16", fp16=dtype == "fp16", **keys)
+    start = read(path) if start is None else start()
+    numbers = {}
+    for name, run in (("te", got), ("local", local)):
+        numbers[f"loss {name}"] = apart(run["loss"], exact["loss"])
+        numbers[f"norm {name}"] = relative(run["norm"], exact["norm"])
+        numbers[f"move {name}"] = moved(run["tensors"], exact["tensors"], start)
+        numbers[f"eval {name}"] = apart(run["eval"], exact["eval"])
+    ok = all(numbers[f"{what} te"] <= bound * (3 * numbers[f"{what} local"] + room)
+             for what, room in (("loss", 3e-3), ("eval", 3e-3), ("norm", 2e-2)))  # fmt: skip
+    ok &= numbers["move te"] <= bound * (2 * numbers["move local"] + 0.05)
+    ok &= got["impl"] == (wanted_impl or (TE if impl == "auto" else impl))
+    return ok, {**numbers, "ran": f"{got['impl']}, {got['optimizer']}"}
+
+
+def runs(path, impl=TE, wanted_impl=None, **keys):
+    got = train(path, impl, **{"bf16": True, **keys})
+    finite = all(map(math.isfinite, got["loss"] + got["norm"]))
+    return finite and got["impl"] == (wanted_impl or impl), dict(loss=got["loss"], ran=got["impl"])
+
+
+def refuses(path, *words, impl=TE, **keys):
+    try:
+        got = train(path, impl, **{"bf16": True, **keys})
+    except ValueError as error:
+        return all(word in str(error) for word in words), {"says": str(error)[:200]}
+    return False, dict(ran=got["impl"], loss=got["loss"])
+
+
+# -- dense models and how they run -----------------------------------------------------------------
+
+
+def dense_cases() -> None:
+    def case(name, function, family, *args, changes=None, **keys):
+        path = lambda: model_of(family, **(changes or {}))  # noqa: E731
+        add("dense", name, lambda: function(path(), *args, **keys))
+
+    for mode, keys in (("rows", {}), ("packed", PACKED)):
+        for family in ("qwen3", "llama", "qwen2", "mistral", "seed_oss"):
+            case(f"{family} {mode}", compare, family, **keys)
+        plain = dict(sliding_window=None)
+        case(f"phi3 {mode}", compare, "phi3", changes=plain, **keys)
+        yarn = dict(rope_parameters=YARN)
+        case(f"llama yarn {mode}", compare, "llama", changes=yarn, **keys)
+        window = dict(sliding_window=16)
+        case(f"mistral with a window {mode}", compare, "mistral", changes=window, **keys)
+        one = dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)
+        case(f"qwen3 one layer with a window {mode}", compare, "qwen3", changes=one, **keys)
+        case(f"qwen3 head_dim 96 {mode}", compare, "qwen3", changes=dict(head_dim=96), **keys)
+        keys = dict(keys, impl="auto", wanted_impl=LOCAL)
+        case(f"head_dim 256 {mode} auto", compare, "qwen3", changes=dict(head_dim=256), **keys)
+    case("head_dim 256 is refused", refuses, "qwen3", "more than 128", changes=dict(head_dim=256))
+    for family in ("gemma2", "olmo2", "granite", "deepseek_v3"):
+        changes = {"num_key_value_heads": 4} if family == "deepseek_v3" else {}
+        words = "only the local layers have"
+        case(f"{family} is refused", refuses, family, words, changes=changes)
+        keys = dict(impl="auto", wanted_impl=LOCAL, export=False, changes=changes)
+        case(f"{family} auto is local", runs, family, **keys)
+
+
+MODES = {
+    "recompute full": FULL,
+    "recompute full packed": {**FULL, **PACKED},
+    "recompute block": dict(FULL, recompute_method="block", recompute_num_layers=1),
+    "recompute core_attn": selective("core_attn"),
+    "recompute core_attn packed": {**selective("core_attn"), **PACKED},
+    "recompute mlp": selective("mlp"),
+    "recompute layernorm": selective("layernorm"),
+    "recompute layernorm local": dict(selective("layernorm"), impl=LOCAL),
+    "distributed optimizer, overlap": OVERLAP,
+    "gradients in bf16": dict(grad_reduce_in_fp32=False, bound=2.0),
+    "evaluation": dict(evaluate=True),
+    "evaluation packed": dict(evaluate=True, **PACKED),
+    "rope fusion off": dict(apply_rope_fusion=False),
+    "rope fusion off packed": dict(apply_rope_fusion=False, **PACKED),
+    "compiled": dict(torch_compile=None),
+    "compiled packed": dict(torch_compile=None, **PACKED),
+    "fp16": dict(dtype="fp16"),
+    "fp16 packed": dict(dtype="fp16", **PACKED),
+    "sgd": dict(optim="sgd", learning_rate=1.0),
+    "auto bf16": dict(impl="auto"),
+    "micro-batch means": dict(calculate_per_token_loss=False),
+}
+
+
+def mode_cases() -> None:
+    def case(name, function, **keys):
+        add("modes", name, lambda: function(model_of("qwen3"), **keys))
+
+    for name, keys in MODES.items():
+        case(name, compare, **keys)
+    drops = dict(attention_dropout=0.1, hidden_dropout=0.1)
+    for name, keys in {"": {}, " packed": PACKED, " recomputed": FULL}.items():
+        case(f"dropout{name}", runs, **drops, **keys)
+    for mode, keys in (("rows", {}), ("packed", PACKED)):
+        case(f"float32 {mode} TE in tf32", in_float32, impl=TE, **keys)
+        case(f"float32 {mode} auto is local", in_float32, impl="auto", **keys)
+    for impl in (TE, LOCAL):
+        for dtype in ("bf16", "float32"):
+            for name, more in {
+                "": {},
+                " distributed": dict(use_distributed_optimizer=True),
+            }.items():
+                case(f"offload {impl} {dtype}{name}", offloaded, impl=impl, dtype=dtype, **more)
+        case(
+            f"offload {impl} half",
+            offloaded,
+            impl=impl,
+            dtype="bf16",
+            optimizer_offload_fraction=0.5,
+        )
+    add("modes", "logits as transformers'", logits)
+
+
+def in_float32(path, impl, **keys):
+    exact, got = reference(path, "float32", **keys), train(path, impl, **keys)
+    numbers = dict(
+        loss=apart(got["loss"], exact["loss"]), norm=relative(got["norm"], exact["norm"])
+    )
+    bound = 1e-3 if impl == TE else 1e-5
+    right = got["impl"] == (TE if impl == TE else LOCAL)
+    return right and max(numbers.values()) < bound, {**numbers, "ran": got["impl"]}
+
+
+def offloaded(path, impl, dtype, **keys):
+    bf16 = dtype == "bf16"
+    plain = train(path, impl, bf16=bf16, export=False)
+    got = train(path, impl, bf16=bf16, export=False, optimizer_cpu_offload=True, **keys)
+    loss = apart(got["loss"], plain["loss"])
+    return loss < (5e-3 if bf16 else 1e-4), dict(loss=loss, optimizer=got["optimizer"])
+
+
+def logits():
+    from transformers import AutoModelForCausalLM
+
+    from mca_lite import AutoModel, TrainingArguments
+
+    path, numbers = model_of("qwen3"), {}
+    ids = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(3)).cuda()
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()(ids).logits
+        for impl in (TE, LOCAL):
+            args = TrainingArguments(output_dir=new_folder(), bf16=True, transformer_impl=impl)
+            models = AutoModel.from_pretrained(path, args).eval()
+            got = models.gather_logits(models(ids)).float()
+            numbers[impl] = float((got - exact).norm() / exact.norm())
+    return numbers[TE] < 2 * numbers[LOCAL] + 1e-2, numbers
+
+
+# -- adapters and preferences ----------------------------------------------------------------------
+
+
+def draw(key: str, shape) -> torch.Tensor:
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little")
+    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+_adapters: dict = {}
+
+
+def lora_on(*targets, dropout=0.0, saved=()):
+    def adapt(models):
+        from mca_lite import lora
+
+        spec = lora.LoraSpec(
+            rank=8, targets=targets or ("all",), dropout=dropout, modules_to_save=tuple(saved)
+        )
+        lora.inject(models, spec)
+        lora.fill(models, draw)
+        return models
+
+    return _adapters.setdefault((targets, dropout, saved), adapt)
+
+
+def lora_start(path, adapt) -> dict:
+    """The adapter before its first step, as it is exported."""
+    from mca_lite import lora_files
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = trainer_of(path, LOCAL, adapt=adapt)
+    folder = new_folder("start")
+    lora_files.save_adapter(trainer.model, folder)
+    return read(folder)
+
+
+def lora_case(family, *targets, saved=(), **keys):
+    path, adapt = model_of(family), lora_on(*targets, saved=saved)
+    return compare(path, start=lambda: lora_start(path, adapt), adapt=adapt, **keys)
+
+
+def lora_cases() -> None:
+    for name, family, keys in (
+        ("qwen3 rows", "qwen3", {}),
+        ("qwen3 packed", "qwen3", PACKED),
+        ("qwen2 (bias) rows", "qwen2", {}),
+        ("llama packed", "llama", PACKED),
+        ("recomputed", "qwen3", FULL),
+        ("recomputed packed", "qwen3", {**FULL, **PACKED}),
+        ("overlap", "qwen3", OVERLAP),
+        ("compiled", "qwen3", dict(torch_compile=None)),
+        ("qwen3_moe experts too", "qwen3_moe", dict(bound=3.0)),
+        ("qwen2_moe shared experts", "qwen2_moe", dict(bound=3.0)),
+    ):
+        add("lora", name, lora_case, family, **keys)
+    add("lora", "q_proj, gate_proj alone", lora_case, "qwen3", "q_proj", "gate_proj")
+    add("lora", "embed_tokens too", lora_case, "llama", "all", "embed_tokens")
+    add("lora", "lm_head too", lora_case, "llama", "all", "lm_head")
+    norms = ("input_layernorm", "post_attention_layernorm")
+    add("lora", "norms trained whole", lora_case, "qwen3", "q_proj", saved=norms)
+    dropped = lambda: runs(model_of("qwen3"), adapt=lora_on(dropout=0.1), export=False)  # noqa: E731
+    add("lora", "dropout", dropped)
+    add("lora", "merged export is base and delta", merged)
+    add("dpo", "adapters, reference without them", lambda: dpo(model_of("qwen3"), lora=True))
+    add("dpo", "full, cached reference", lambda: dpo(model_of("qwen3")))
+    add("dpo", "full, packed", lambda: dpo(model_of("qwen3"), pack=64))
+    add("dpo", "fp8", lambda: dpo(model_of("qwen3"), **fp8("tensorwise")))
+
+
+def merged():
+    from mca_lite.lora import pieces_of
+
+    path, folder = model_of("qwen3"), new_folder("merged")
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = trainer_of(path, TE, adapt=lora_on(), bf16=True)
+        trainer.train()
+        trainer.backend.export_merged(folder, "5GB")
+    pieces = {p.key: p.tensor.float().cpu() for p in pieces_of(trainer.model)}
+    base, both, worst, changed = read(path), read(folder), 0.0, 0
+    for name, tensor in both.items():
+        module, before = name.removesuffix(".weight"), base[name].bfloat16().float()
+        a, b = (pieces.get(f"{module}.lora_{x}.weight") for x in "AB")
+        wanted = (before if a is None else before + 2.0 * b @ a).bfloat16().float()
+        worst = max(worst, float((tensor - wanted).norm() / wanted.norm()))
+        changed += a is None and not torch.equal(tensor, before)
+    return worst < 5e-3 and not changed, {"worst": worst, "frozen tensors that changed": changed}
+
+
+def dpo(path, lora=False, pack=0, **changes):
+    from mca_lite import lora_files
+
+    def curve(impl, bf16):
+        with contextlib.redirect_stdout(io.StringIO()):
+            adapter = None
+            if lora:
+                adapter = new_folder("adapter")
+                lora_files.save_adapter(trainer_of(path, LOCAL, adapt=lora_on()).model, adapter)
+            keys = dict(transformer_impl=impl, bf16=bf16, learning_rate=1e-3, torch_compile=False)
+            keys.update(changes if impl == TE else {}, sequence_packing=bool(pack))
+            objective = dict(pref_loss="sigmoid", beta=0.3)
+            trainer = dpo_tools.our_run(
+                path, new_folder(), objective, adapter=adapter, pack=pack, **keys
+            )
+        return dpo_tools.curve_of(trainer)
+
+    exact, local, got = curve(LOCAL, False), curve(LOCAL, True), curve(TE, True)
+    numbers = {}
+    for key in ("loss", "logps/chosen", "grad_norm"):
+        for name, run in (("te", got), ("local", local)):
+            numbers[f"{key} {name}"] = apart([s[key] for s in run], [s[key] for s in exact])
+    room = 0.06 if changes else 1e-2
+    return numbers["loss te"] <= 4 * numbers["loss local"] + room, numbers
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def resumed(path, impl=TE, then=None, **keys):
+    """Five steps, against a run that died after its second one and goes on, on the layers `then`."""
+    keys = {"bf16": True, "steps": 5, **keys}
+    whole, folder = train(path, impl, **keys), new_folder("parts")
+    saves = dict(save_strategy="steps", save_steps=2, out=folder)
+    train(path, impl, export=False, **saves, **keys)
+    for step in (4, 5):
+        shutil.rmtree(f"{folder}/checkpoint-{step}", ignore_errors=True)
+    if then == LOCAL:
+        keys = {name: value for name, value in keys.items() if not name.startswith("fp8")}
+    got = train(path, then or impl, resume_from_checkpoint="auto", **saves, **keys)
+    start = read(path) if "adapt" not in keys else {}
+    numbers = dict(
+        loss=apart(got["loss"], whole["loss"]),
+        norm=relative(got["norm"], whole["norm"]),
+        move=moved(got["tensors"], whole["tensors"], start),
+    )
+    exact = not any(numbers.values())
+    if keys.get("fp8_recipe") == "delayed" or (then and impl == TE and whole["fp8"]):
+        ok = numbers["loss"] < 2e-2  # its past values are not in a checkpoint
+    elif then:
+        ok = numbers["loss"] < 5e-3 and numbers["norm"] < 5e-2 and numbers["move"] < 0.2
+    else:
+        ok = exact
+    return ok, {"to the bit": exact, **numbers, "ran": got["optimizer"]}
+
+
+def checkpoint_cases() -> None:
+    def case(name, family="qwen3", **keys):
+        add("resume", name, lambda: resumed(model_of(family), **keys))
+
+    offload = dict(optimizer_cpu_offload=True)
+    for name, keys in {
+        "TE": {},
+        "local beside TE": dict(impl=LOCAL),
+        "TE packed": PACKED,
+        "TE distributed optimizer": OVERLAP,
+        "TE async": dict(async_save=True),
+        "TE sgd": dict(optim="sgd", learning_rate=1.0),
+        "TE offload": offload,
+        "TE offload distributed": dict(offload, use_distributed_optimizer=True),
+        "local offload half": dict(offload, impl=LOCAL, optimizer_offload_fraction=0.5),
+        "local offload float32": dict(offload, impl=LOCAL, bf16=False),
+        "local to TE": dict(impl=LOCAL, then=TE),
+        "TE to local": dict(then=LOCAL),
+        "TE lora": dict(adapt=lora_on()),
+        "TE to local lora": dict(adapt=lora_on(), then=LOCAL),
+        "fp8 delayed to local": dict(fp8("delayed"), then=LOCAL),
+        **{f"fp8 {recipe}": fp8(recipe) for recipe in RECIPES},
+    }.items():
+        case(name, **keys)
+    case("qwen2 TE to local", "qwen2", then=LOCAL)
+    for name, keys in {
+        "TE": {},
+        "local to TE": dict(impl=LOCAL, then=TE),
+        "TE to local": dict(then=LOCAL),
+    }.items():
+        case(f"experts {name}", "qwen3_moe_dense_layers", **keys)
+    add("convert", "qwen2 packed, experts, fp8, without a GPU", converted)
+
+
+def converted():
+    """Checkpoints of TE to Hugging Face's format where no GPU is seen, verified; and onto TE again."""
+    made = {}
+    for name, family, keys in (
+        ("qwen2", "qwen2", PACKED),
+        ("experts", "qwen3_moe", {}),
+        ("fp8", "qwen3", fp8("delayed")),
+    ):
+        folder = new_folder(name)
+        saves = dict(out=folder, steps=2, save_strategy="steps", save_steps=2)
+        made[name] = folder, new_folder("hf"), train(model_of(family), bf16=True, **saves, **keys)
+    script = "import sys; from mca_lite.cli_convert import main; args = sys.argv[1:]\n"
+    script += (
+        "sys.exit(any([main(['convert', *p, '--verify']) for p in zip(args[::2], args[1::2])]))"
+    )
+    pairs = [word for folder, hf, _ in made.values() for word in (f"{folder}/checkpoint-2", hf)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *pairs],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=CASE_S,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if done.returncode:
+        return False, {"error": (done.stdout + done.stderr)[-600:]}
+    numbers = {}
+    for name, (_, hf, got) in made.items():
+        theirs = read(hf)
+        same = theirs.keys() == got["tensors"].keys()
+        numbers[name] = same and all(torch.equal(theirs[k], got["tensors"][k]) for k in theirs)
+    return all(numbers.values()), numbers
+
+
+# -- experts and FP8 -------------------------------------------------------------------------------
+
+
+def expert_cases() -> None:
+    def case(name, family="qwen3_moe", **keys):
+        add("experts", name, lambda: compare(model_of(family), bound=3.0, **AUX, **keys))
+
+    for family in ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe"):
+        case(f"{family} rows", family)
+        case(f"{family} packed", family, **PACKED)
+    case("one after another", moe_grouped_gemm=False)
+    case("permute fusion", moe_permute_fusion=True)
+    case("permute fusion packed", moe_permute_fusion=True, **PACKED)
+    case("permute fusion local", impl=LOCAL, moe_permute_fusion=True)
+    case("shared experts beside the dispatch", "qwen2_moe", moe_shared_expert_overlap=True)
+    case("recompute full", **FULL)
+    case("recompute layernorm", **selective("layernorm"))
+    case("recompute moe, layernorm", **selective("moe", "layernorm"))
+
+
+def in_fp8(family="qwen3", changes=None, adapt=None, **keys):
+    """TE in FP8 against TE in bf16."""
+    path, meant = model_of(family, **(changes or {})), dict(evaluate=True, bf16=True)
+    meant.update({"adapt": adapt} if adapt else {})
+    plain_keys = {k: v for k, v in keys.items() if "fp8" not in k and "_in_bf16" not in k}
+    plain_keys.pop("first_last_layers_bf16", None)
+    key = path, repr(sorted(plain_keys.items())), adapt
+    if key not in _references:
+        _references[key] = train(path, TE, **meant, **plain_keys)
+    plain, got = _references[key], train(path, TE, **meant, **keys)
+    start = lora_start(path, adapt) if adapt else read(path)
+    numbers = dict(
+        loss=apart(got["loss"], plain["loss"]),
+        norm=relative(got["norm"], plain["norm"]),
+        eval=apart(got["eval"], plain["eval"]),
+        move=moved(got["tensors"], plain["tensors"], start),
+    )
+    ok = 0 < numbers["loss"] < 0.08 and numbers["norm"] < 0.3 and got["fp8"] > 0
+    return ok, {**numbers, "modules in fp8": got["fp8"]}
+
+
+def fp8_cases() -> None:
+    def case(name, *args, recipe="tensorwise", **keys):
+        add("fp8", name, lambda: in_fp8(*args, **fp8(recipe), **keys))
+
+    for recipe in RECIPES:
+        for name, keys in {
+            "rows": {},
+            "packed": PACKED,
+            "recomputed": FULL,
+            "lora": dict(adapt=lora_on()),
+        }.items():
+            case(f"{recipe} {name}", recipe=recipe, **keys)
+    case("lora packed recomputed", adapt=lora_on(), **FULL, **PACKED)
+    case("recompute mlp", **selective("mlp"))
+    case("delayed overlap", recipe="delayed", **OVERLAP)
+    case("qwen3_moe delayed", "qwen3_moe", recipe="delayed")
+    case("qwen3_moe recompute layernorm", "qwen3_moe", **selective("layernorm"))
+    case("qwen2_moe shared experts", "qwen2_moe")
+    case("qwen2 (bias) delayed packed", "qwen2", recipe="delayed", **PACKED)
+    case("gradients in bf16", grad_reduce_in_fp32=False)
+    case("compiled packed", torch_compile=None, **PACKED)
+    ends = dict(first_last_layers_bf16=True)
+    case("first and last layer in bf16", "qwen3", dict(num_hidden_layers=4), **ends)
+    e4m3 = dict(fp8="e4m3", fp8_recipe="blockwise")
+    add("fp8", "blockwise e4m3", lambda: in_fp8(**e4m3))
+
+    def refused(name, *words, changes=None, **keys):
+        path = lambda: model_of("qwen3", **(changes or {}))  # noqa: E731
+        add("fp8", f"refused: {name}", lambda: refuses(path(), *words, **keys))
+
+    hybrid = dict(fp8="hybrid")
+    for key in ("fp8_param", "fp8_dot_product_attention"):
+        refused(key, key, additional_configs={key: True}, **hybrid)
+    refused("local layers", "local ones", impl=LOCAL, **hybrid)
+    refused("auto with wide heads", "local ones", changes=dict(head_dim=256), impl="auto", **hybrid)
+    refused("float32", "bf16: true", bf16=False, **hybrid)
+    odd = dict(hidden_size=136, intermediate_size=248)
+    refused("sizes", "sizes that 16 divides", changes=odd, **hybrid)
+
+
+# -- learning --------------------------------------------------------------------------------------
+
+STEPS, LENGTH, TOKENS = 200, 512, 8192  # of a run, of a row, of the vocabulary
+
+
+def text_rows(count: int) -> list[dict]:
+    """Rows of Python's own library, as a tokenizer that is trained on it cuts it."""
+    import sysconfig
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    texts = [p.read_text(errors="ignore") for p in files if "site-packages" not in str(p)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.train_from_iterator(texts[::4], trainers.BpeTrainer(vocab_size=TOKENS))
+    ids = torch.tensor([i for e in tokenizer.encode_batch(texts) for i in e.ids])
+    order = torch.randperm(len(ids) // LENGTH - 1, generator=torch.Generator().manual_seed(0))
+    assert len(order) >= count, f"only {len(order)} rows of text"
+    starts = (int(i) * LENGTH for i in order[:count])
+    return [dict(input_ids=ids[i : i + LENGTH], labels=ids[i + 1 : i + LENGTH + 1]) for i in starts]
+
+
+_learned: dict = {}
+
+
+def learned(**keys) -> float:
+    """The mean loss of the last 20 of 200 steps on text, from weights drawn from one seed."""
+    from transformers import AutoConfig as HF
+
+    from mca_lite import AutoConfig, AutoModel, McaTrainer, TrainingArguments
+
+    key = repr(sorted(keys.items()))
+    if key in _learned:
+        return _learned[key]
+    if "rows" not in _learned:
+        _learned["rows"], _learned["folder"] = text_rows(STEPS * 16), new_folder("text")
+        shape = dict(
+            hidden_size=768,
+            intermediate_size=2304,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            head_dim=64,
+            vocab_size=TOKENS,
+            tie_word_embeddings=True,
+        )
+        HF.for_model("qwen3", **shape).save_pretrained(_learned["folder"])
+    args = TrainingArguments(
+        output_dir=new_folder(),
+        bf16=True,
+        per_device_train_batch_size=16,
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=6e-4,
+        warmup_steps=20,
+        lr_scheduler_type="cosine",
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        save_strategy="no",
+        disable_tqdm=True,
+        **keys,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(_learned["folder"], args), args)
+        trainer = McaTrainer(model=model, args=args, train_dataset=_learned["rows"])
+        trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    _learned[key] = sum(losses[-20:]) / 20
+    return _learned[key]
+
+
+def learns(then: dict, **keys):
+    """The loss at the end is that of TE in bf16, within 1 %; `then` is a run of local layers or of FP8."""
+    wanted, got = learned(transformer_impl=TE, **keys), learned(**then, **keys)
+    off = got / wanted - 1
+    return wanted < 5.0 and abs(off) < 0.01, dict(bf16=wanted, got=got, off=off)
+
+
+def learning_cases() -> None:
+    add("learning", "local bf16", learns, dict(transformer_impl=LOCAL))
+    for recipe in RECIPES:
+        add("learning", f"fp8 {recipe}", learns, dict(fp8(recipe), transformer_impl=TE))
+    packed = dict(sequence_packing=True)
+    then = dict(fp8("delayed"), transformer_impl=TE)
+    add("learning", "fp8 delayed packed", lambda: learns(then, **packed))
+    ends = dict(fp8("tensorwise"), transformer_impl=TE, first_last_layers_bf16=True)
+    add("learning", "fp8, ends in bf16", learns, ends)
+
+
+# -- two GPUs --------------------------------------------------------------------------------------
+
+MULTI = {
+    "dp2 distributed": OVERLAP,
+    "dp2 fp8": fp8("tensorwise"),
+    "dp2 fp8 delayed distributed": {**fp8("delayed"), **OVERLAP},
+    "tp2": TP2,
+    "tp2+sp": {**TP2, **SP},
+    "tp2+sp packed": {**TP2, **SP, **PACKED},
+    "tp2+sp fp8": {**TP2, **SP, **fp8("tensorwise")},
+    "tp2+sp fp8 delayed packed": {**TP2, **SP, **PACKED, **fp8("delayed")},
+    "tp2 lora": {**TP2, "adapt": "lora"},
+    "tp2+sp lora fp8": {**TP2, **SP, "adapt": "lora", **fp8("tensorwise")},
+    "cp2": CP2,
+    "cp2 packed": {**CP2, **PACKED},
+    "cp2 fp8": {**CP2, **fp8("tensorwise")},
+    "cp2 packed recomputed": {**CP2, **PACKED, **FULL},
+    "pp2": dict(pipeline_model_parallel_size=2),
+    "pp2 fp8": dict(pipeline_model_parallel_size=2, **fp8("tensorwise")),
+    "experts ep2": dict(family="qwen3_moe", expert_model_parallel_size=2),
+    "experts tp2+sp": dict(family="qwen3_moe", **TP2, **SP),
+}
+
+
+def in_turn(folder: str, cells: dict) -> dict:
+    """On each of two ranks: {name: (loss, norm) or an error} of every cell."""
+    from megatron.core import parallel_state as mpu
+
+    global TMP
+    TMP, out = folder, {}
+    for name, (path, keys) in cells.items():
+        keys = dict(keys)
+        if keys.pop("adapt", None):
+            keys["adapt"] = lora_on()
+        try:
+            got = train(path, TE, export=False, out=f"{folder}/{name}", bf16=True, **keys)
+            out[name] = got["loss"], got["norm"]
+        except Exception as error:
+            out[name] = f"{type(error).__name__}: {error}"[:500]
+            if torch.distributed.get_rank() == 0:
+                traceback.print_exc()
+        if mpu.model_parallel_is_initialized():
+            mpu.destroy_model_parallel()
+    return out
+
+
+_multi: dict = {}
+
+
+def on_two(name: str):
+    """A layout of two GPUs on TE against one GPU, local layers in float32 and TE."""
+    if not _multi:
+        cells = {}
+        for cell, keys in MULTI.items():
+            keys = dict(keys)
+            cells[cell] = model_of(keys.pop("family", "qwen3")), keys
+        _multi.update(world.run(in_turn, 2, f"{TMP}/two", cells, timeout_s=280)[0])
+    keys = dict(MULTI[name])
+    path = model_of(keys.pop("family", "qwen3"))
+    adapt = {"adapt": lora_on()} if keys.pop("adapt", None) else {}
+    exact = reference(path, "float32", **keys, **adapt)
+    local = reference(path, "bf16", **keys, **adapt)
+    got = _multi[name]
+    if isinstance(got, str):
+        return False, {"error": got}
+    numbers = {"loss te": apart(got[0], exact["loss"]), "norm te": relative(got[1], exact["norm"])}
+    numbers["loss local"] = apart(local["loss"], exact["loss"])
+    numbers["norm local"] = relative(local["norm"], exact["norm"])
+    if "fp8" in name:
+        return numbers["loss te"] < 0.1 and numbers["norm te"] < 0.3, numbers
+    bound = 3.0 if "experts" in name else 1.0
+    ok = numbers["loss te"] <= bound * (3 * numbers["loss local"] + 3e-3)
+    return ok and numbers["norm te"] <= bound * (3 * numbers["norm local"] + 2e-2), numbers
+
+
+# -- one after another -----------------------------------------------------------------------------
+
+
+class TooLong(Exception):
+    pass
+
+
+def _stop(*_):
+    raise TooLong(f"longer than {CASE_S} s")
+
+
+def text(numbers: dict) -> str:
+    parts = (f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
+    return ", ".join(parts)
+
+
+def run_case(group: str, name: str, action) -> bool:
+    started, words = time.time(), ""
+    signal.alarm(CASE_S if group != "two GPUs" else 3 * CASE_S)
+    try:
+        ok, numbers = action()
+        state, words = "ok" if ok else "DIFF", text(numbers)
+    except Exception as error:
+        ok, state, words = False, "FAIL", f"{type(error).__name__}: {error}"[:600]
+        traceback.print_exc()
+    signal.alarm(0)
+    with contextlib.suppress(ImportError):  # TE keeps the scales of models that are gone
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+    print(f"{state:4} {group:8} {name:40} {time.time() - started:5.1f} s  {words}", flush=True)
+    return ok
+
+
+def main(words: list[str]) -> int:
+    """Run the cases whose group is one of `words`, or whose name has one of them; all without
+    words. Returns 1 where a case is not ok."""
+    global TMP
+    from mca_lite import model_te
+
+    if not model_te.transformer_engine_works():
+        print("Transformer Engine does not work here: its cases are left out")
+        return 0
+    groups = dense_cases, mode_cases, lora_cases, checkpoint_cases, expert_cases, fp8_cases
+    for make in (*groups, learning_cases):
+        make()
+    for name in MULTI if torch.cuda.device_count() > 1 else ():
+        add("two GPUs", name, on_two, name)
+    chosen = [
+        case for case in CASES if not words or any(w == case[0] or w in case[1] for w in words)
+    ]
+    signal.signal(signal.SIGALRM, _stop)
+    print(model_te.found_here())
+    started, failed = time.time(), []
+    with tempfile.TemporaryDirectory() as folder:
+        TMP = folder
+        for group, name, action in chosen:
+            if not run_case(group, name, action):
+                failed.append(f"{group}: {name}")
+    done = len(chosen) - len(failed)
+    print(f"{done} of {len(chosen)} cases of Transformer Engine in {time.time() - started:.0f} s")
+    print("\n".join(["not ok:", *failed]) if failed else "all ok")
+    return int(bool(failed) or not chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
