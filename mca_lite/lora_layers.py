@@ -119,6 +119,7 @@ class Adapter(torch.nn.Module, abc.ABC):
     """
 
     in_product = False  # whether the adapted linear's product can be the adapter's too
+    in_half = False  # whether it multiplies in its input's dtype: beside 8-bit products
     num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
 
     def __init__(
@@ -204,7 +205,8 @@ class LoraAdapter(Adapter):
                 first += r
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """x as the linear gets it -> scale * B A x as the linear gives it, float32.
+        """x as the linear gets it -> scale * B A x as the linear gives it, float32 (in_half: in x's
+        dtype).
 
         weight: the linear's own matrix, if adds_in_product; the result is W x + scale * B A x then,
         in x's dtype.
@@ -216,7 +218,7 @@ class LoraAdapter(Adapter):
         outs, lows = [], iter(low.split(self.spec.rank, -1))
         for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
             if of_projection:
-                outs.append(F.linear(next(lows), getattr(self, f"lora_B_{i}")))
+                outs.append(F.linear(next(lows), getattr(self, f"lora_B_{i}").to(low.dtype)))
             else:
                 outs.append(low.new_zeros(*low.shape[:-1], width))
         if self.groups is not None:
@@ -259,11 +261,12 @@ class LoraAdapter(Adapter):
         return torch.cat(blocks, 1).flatten(0, 1)
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * A x, float32; of a cut linear summed over its ranks, or of the whole sequence."""
+        """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the whole sequence."""
         # without sequence parallelism every rank of a group sees the same x, but for row-cut
         # linears
         is_shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
-        low = F.linear(self._dropped(x.to(self.lora_A.dtype), is_shared), self.lora_A)
+        dtype = x.dtype if self.in_half else self.lora_A.dtype
+        low = F.linear(self._dropped(x.to(dtype), is_shared), self.lora_A.to(dtype))
         return self._across_ranks(low) * self.spec.scale
 
     def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:

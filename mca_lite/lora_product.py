@@ -53,7 +53,8 @@ def suit_transformer_engine(module, adapter) -> None:
     tensor parallelism AdaptedProduct in place of its own product."""
     # it asks once that all of its parameters, the adapter's too, have its input's dtype: it has
     module.activation_dtype = module.weight.dtype
-    if adapter.tp > 1 or module.config.fp8:
+    adapter.in_half = bool(module.config.fp8)  # float32 products take longer than 8-bit ones
+    if adapter.tp > 1 or adapter.in_half:
         return
 
     def forward(x):

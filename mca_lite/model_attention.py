@@ -259,12 +259,16 @@ class CoreAttention(MegatronModule):
         out = []
         for q0, q1, k0, k1 in layout.segments:
             mask = self._visible(q1 - q0, k1 - k0, attention_mask, q.device)
-            parts = q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+            parts = [q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]]
             if self.softcap is not None:
                 out.append(
                     _capped_attention(*parts, mask, self.softcap, self.softmax_scale, dropout)
                 )
                 continue
+            if mask is not None and q.is_cuda and q.shape[1] != k.shape[1]:
+                # without cuDNN's only the slowest kernel knows both masks and query groups
+                times = q.shape[1] // k.shape[1]
+                parts[1:] = [x.repeat_interleave(times, 1) for x in parts[1:]]
             with _kernels(q, mask):
                 attended = F.scaled_dot_product_attention(
                     *parts,
@@ -272,7 +276,7 @@ class CoreAttention(MegatronModule):
                     is_causal=mask is None,
                     dropout_p=dropout,
                     scale=self.softmax_scale,
-                    enable_gqa=q.shape[1] != k.shape[1],
+                    enable_gqa=q.shape[1] != parts[1].shape[1],
                 )
             out.append(attended)
         out = out[0] if len(out) == 1 else torch.cat(out, 2)

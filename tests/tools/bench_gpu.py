@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -308,20 +309,21 @@ def write(line: dict) -> None:
 
 
 def in_a_child(case: str, trainer: str, label: str) -> None:
-    """The imports are made; each case gets a process, and with it a fresh GPU memory."""
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        return
+    """Each case gets a process, and with it a fresh GPU memory: a fork, to which the imports are
+    made, unless one of them has started CUDA, which no fork lives through."""
+    method = "spawn" if torch.cuda.is_initialized() else "fork"
+    child = multiprocessing.get_context(method).Process(target=_child, args=(case, trainer, label))
+    child.start()
+    child.join()
+
+
+def _child(case: str, trainer: str, label: str) -> None:
     try:
         write(measure(case, trainer, label))
     except BaseException as error:
         traceback.print_exc()
-        write(
-            dict(
-                case=case, trainer=label or trainer, failed=f"{type(error).__name__}: {error}"[:300]
-            )
-        )
+        failed = f"{type(error).__name__}: {error}"[:300]
+        write(dict(case=case, trainer=label or trainer, failed=failed))
     sys.stdout.flush()
     os._exit(0)
 

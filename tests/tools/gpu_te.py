@@ -841,7 +841,7 @@ def _stop(*_):
 
 def text(numbers: dict) -> str:
     parts = (f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
-    return ", ".join(parts)
+    return " ".join(", ".join(parts).split())
 
 
 def run_case(group: str, name: str, action) -> bool:
