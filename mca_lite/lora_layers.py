@@ -261,7 +261,8 @@ class LoraAdapter(Adapter):
         return torch.cat(blocks, 1).flatten(0, 1)
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the whole sequence."""
+        """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the
+        whole sequence."""
         # without sequence parallelism every rank of a group sees the same x, but for row-cut
         # linears
         is_shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)

@@ -846,7 +846,7 @@ def text(numbers: dict) -> str:
 
 def run_case(group: str, name: str, action) -> bool:
     started, words = time.time(), ""
-    signal.alarm(CASE_S if group != "two GPUs" else 3 * CASE_S)
+    signal.alarm(CASE_S if group != "two" else 3 * CASE_S)
     try:
         ok, numbers = action()
         state, words = "ok" if ok else "DIFF", text(numbers)
@@ -875,7 +875,7 @@ def main(words: list[str]) -> int:
     for make in (*groups, learning_cases):
         make()
     for name in MULTI if torch.cuda.device_count() > 1 else ():
-        add("two GPUs", name, on_two, name)
+        add("two", name, on_two, name)
     chosen = [
         case for case in CASES if not words or any(w == case[0] or w in case[1] for w in words)
     ]
