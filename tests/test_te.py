@@ -251,9 +251,7 @@ def test_a_checkpoint_of_an_fp8_run_converts_where_there_is_neither_te_nor_a_gpu
     path, out = tiny.save_model(tmp_path / "model", "qwen3"), tmp_path / "out"
     world.run(train_on_te, 1, path, str(out), steps=2, **SAVE, **FP8)
     assert '"fp8": "hybrid"' in (out / "checkpoint-2" / "mca_config.json").read_text()
-    code, printed, errors = commands.run_convert(
-        str(out / "checkpoint-2"), str(tmp_path / "hf"), "--verify"
-    )
+    code, printed, errors = commands.convert(out / "checkpoint-2", tmp_path / "hf", "--verify")
     assert code == 0 and "verified" in printed, errors
 
 

@@ -205,7 +205,7 @@ _references: dict = {}
 # keys that change what a run computes, whatever computes it
 _MEANT = (
     "sequence_packing per_device_train_batch_size steps moe_aux_loss_coeff moe_z_loss_coeff "
-    "evaluate optim learning_rate calculate_per_token_loss adapt"
+    "evaluate optim learning_rate calculate_per_token_loss adapt initial_loss_scale"
 ).split()
 
 
@@ -298,8 +298,8 @@ MODES = {
     "rope fusion off packed": dict(apply_rope_fusion=False, **PACKED),
     "compiled": dict(torch_compile=None),
     "compiled packed": dict(torch_compile=None, **PACKED),
-    "fp16": dict(dtype="fp16"),
-    "fp16 packed": dict(dtype="fp16", **PACKED),
+    "fp16": dict(dtype="fp16", initial_loss_scale=1024.0),
+    "fp16 packed": dict(dtype="fp16", initial_loss_scale=1024.0, **PACKED),
     "sgd": dict(optim="sgd", learning_rate=1.0),
     "auto bf16": dict(impl="auto"),
     "micro-batch means": dict(calculate_per_token_loss=False),
