@@ -136,7 +136,10 @@ class McaGPTModel(GPTModel):
             if hasattr(self, "rotary_pos_emb"):
                 del self.rotary_pos_emb
         else:
-            self.rotary_pos_emb.inv_freq = rope_frequencies(config)[0]
+            self.rotary_pos_emb.inv_freq, factor = rope_frequencies(config)
+            if factor != 1.0:
+                # TE's kernel for packed rows knows no factor on cos and sin, and nothing says so
+                config.apply_rope_fusion = False
         _make_ours(self.decoder)
         if post_process:
             _make_ours(self.output_layer)

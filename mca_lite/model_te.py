@@ -12,7 +12,6 @@ import warnings
 import torch
 
 from .args_values import Judge
-from .model_rope import rope_frequencies
 
 # fields of a config whose other values only the local layers know ...
 ONLY_LOCAL = (
@@ -98,9 +97,6 @@ def check_layers(config, judge: Judge) -> None:
 
 def suit(config) -> None:
     """Set the fields of megatron's own that TE's layers read in place of ours, in place."""
-    if rope_frequencies(config)[1] != 1.0:
-        # TE's kernel for packed rows knows no factor on cos and sin, and nothing says so
-        config.apply_rope_fusion = False
     if config.sliding_window is not None:
         # positions before and behind it that a token sees
         config.window_size = (config.sliding_window - 1, 0)

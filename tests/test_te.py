@@ -18,6 +18,7 @@ from tests.shared.training import assert_same_curve, train
 BF16 = dict(bf16=True)
 FP8 = dict(bf16=True, fp8="hybrid")
 CP2 = dict(context_parallel_size=2)
+TE, LOCAL = dict(transformer_impl="transformer_engine"), dict(transformer_impl="local")
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
 
 
@@ -112,14 +113,21 @@ def test_a_window_reaches_its_attention_layer_by_layer(te_works):
     assert sorted(has_window) == [False, True]
 
 
-def test_its_rotary_kernel_is_not_used_where_yarn_scales_cos_and_sin(te_works, monkeypatch):
+def uses_rotary_kernel(paths: list[str]) -> list[bool]:
     from megatron.core.models.common.embeddings import rope_utils
 
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", len)  # as if TE were installed
-    keys = dict(BF16, apply_rope_fusion=True)
-    assert config_of(tiny.hf_config("llama"), **keys).apply_rope_fusion
-    yarn = tiny.hf_config("llama", rope_parameters=YARN)
-    assert not config_of(yarn, **keys).apply_rope_fusion
+    from mca_lite import AutoModel
+
+    rope_utils.fused_apply_rotary_pos_emb = len  # as if TE were installed
+    args = TrainingArguments(output_dir="unused", bf16=True, apply_rope_fusion=True, **TE)
+    with te_standins.installed():
+        return [AutoModel.from_pretrained(p, args).config.apply_rope_fusion for p in paths]
+
+
+def test_its_rotary_kernel_is_not_used_where_yarn_scales_cos_and_sin(tmp_path):
+    plain = tiny.save_model(tmp_path / "plain", "llama")
+    yarn = tiny.save_model(tmp_path / "yarn", "llama", rope_parameters=YARN)
+    assert world.run(uses_rotary_kernel, 1, [plain, yarn])[0] == [True, False]
 
 
 def test_a_broken_installation_is_said(monkeypatch):
@@ -219,8 +227,6 @@ def test_beside_te_the_optimizer_is_torchs_and_a_run_resumes(tmp_path):
 
 
 # -- checkpoints and adapters, with stand-ins for its modules
-
-TE, LOCAL = dict(transformer_impl="transformer_engine"), dict(transformer_impl="local")
 
 
 def through_both(path: str, out: str, keys: dict) -> dict:
