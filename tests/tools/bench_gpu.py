@@ -84,7 +84,7 @@ def hf_config(shape: str):
 
     kind, keys = SHAPES[shape][0], {**SHAPES[shape][1], **_HEADS[shape]}
     if TINY:
-        keys = {**keys, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        keys = {**keys, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
         keys.update(num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
         keys.update({"head_dim": 16} if "head_dim" in keys else {})
         keys.update({"moe_intermediate_size": 32} if "num_experts" in keys else {})
@@ -345,18 +345,24 @@ def measure(case: str, trainer: str, label: str) -> dict:
     work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
         work *= 4 / 3  # the reference's forward pass
-    cuda = torch.cuda.is_available()
     return dict(
         case=case,
         trainer=label or trainer,
         tokens_per_second=round(tokens / median),
         mfu=round(work / median / PEAK, 4),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+        peak_gib=peak_gib(),
         step_ms=[round(1e3 * t) for t in clock.times],
         losses=[round(float(log["loss"]), 5) for log in logs],
         grad_norms=[round(float(log["grad_norm"]), 4) for log in logs],
         own_mfu=logs[-1].get("mfu"),
     )
+
+
+def peak_gib() -> float | None:
+    """The most memory of this GPU that was in use, GiB."""
+    if not torch.cuda.is_available():
+        return None
+    return round(torch.cuda.max_memory_allocated() / 2**30, 1)
 
 
 def write(line: dict) -> None:
