@@ -65,9 +65,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         """[s, b, h] -> rows in the order of experts [T k, h], and their weights [T k]."""
         self.hidden_shape, self.probs = hidden_states.shape, weights
         self.order = experts.flatten().argsort(stable=True)
-        self.places = torch.empty_like(self.order)
-        self.places[self.order] = torch.arange(len(self.order), device=self.order.device)
-        self.places = self.places.view(experts.shape)
+        rows = torch.arange(len(self.order), device=experts.device)
+        self.places = torch.empty_like(rows).scatter_(0, self.order, rows).view(experts.shape)
         chosen = torch.zeros(
             len(experts), self.num_experts, dtype=torch.bool, device=experts.device
         ).scatter_(1, experts, True)
