@@ -10,9 +10,10 @@ way.
 
 The logits exist only for `chunk_size` rows at a time, in the dtype of their product. Where all rows
 weigh the same in what is minimised (the gradient of a sum), gradients are taken while the logits
-are there, in the forward pass, and the backward pass multiplies them by that weight. Where rows
-have weights of their own (preference losses), which are known only after the forward pass, the
-backward pass makes the logits again.
+are there, in the forward pass, and the backward pass multiplies them by that weight. So it is where
+rows have weights of their own (preference losses) and the head is frozen. Else their weights,
+which are known only after the forward pass, are needed to add up its gradient: the backward pass
+makes the logits again.
 """
 
 import functools
@@ -222,6 +223,8 @@ class _TokenLosses(torch.autograd.Function):
         # the gradient of a sum is one number, expanded: strides say so without asking the device
         if ctx.gradients is not None and (grad.stride(0) == 0 or len(grad) < 2):
             by, taken = grad.sum() if len(grad) == 0 else grad[0], ctx.gradients
+        elif ctx.gradients is not None and not any(ctx.needs_input_grad[4::2]):
+            by, taken = grad[:, None], ctx.gradients  # a frozen head: each row has its own gradient
         else:
             by, taken = None, _TokenLosses.weighted(ctx, labels, losses, lse, grad, factors)
         out = [None, None, None]
@@ -255,8 +258,8 @@ def token_losses(
     columns beyond it take no part (None: all take part); chunk_size: rows of logits held at once
     (None: 4096 on CUDA, 1024 on a CPU); extra: (low [..., r], B [V/tp, r]), whose product is added
     to the logits; softcap: c, where the logits are capped to c tanh(z / c); weights_differ: rows
-    will weigh differently in what is minimised, so that gradients taken in the forward pass would
-    be in vain. It is a matter of speed alone: the gradients are right either way.
+    will weigh differently in what is minimised, so that a weight's gradient taken in the forward
+    pass would be in vain. It is a matter of speed alone: the gradients are right either way.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
@@ -279,7 +282,8 @@ def token_losses(
     head = _Head(group, vocab_size, rows * rank, columns, chunk_size, softcap)
     # probabilities of rare tokens are too small for fp16 until the loss scale multiplies them, in
     # the backward pass
-    ahead = not weights_differ and all(t.dtype != torch.float16 for t in factors)
+    ahead = not (weights_differ and any(t.requires_grad for t in factors[1::2]))
+    ahead = ahead and all(t.dtype != torch.float16 for t in factors)
     with torch.autocast(device, enabled=False):
         factors = [t.reshape(-1, t.shape[-1]) for t in factors]
         return _TokenLosses.apply(labels.reshape(-1), head, ahead, *factors).view(labels.shape)

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
@@ -26,6 +27,7 @@ from .ckpt_megatron import DIST_NAME, load_megatron
 from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_tokens import token_losses
 from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
+from .model_dispatch import use_own_dispatcher
 from .model_families import rows_of
 from .model_family_rows import TE_ALIASES
 from .model_layers import block_spec
@@ -141,6 +143,9 @@ class McaGPTModel(GPTModel):
                 # TE's kernel for packed rows knows no factor on cos and sin, and nothing says so
                 config.apply_rope_fusion = False
         _make_ours(self.decoder)
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                use_own_dispatcher(module)
         if post_process:
             _make_ours(self.output_layer)
         if hasattr(self, "embedding"):

@@ -1,5 +1,4 @@
-"""A mixture-of-experts layer's own parts: the router and the experts. Dispatch and shared experts
-are megatron's.
+"""A mixture-of-experts layer's own parts: the router and the experts. Shared experts: megatron.
 
 Letters: T tokens, n experts of this rank, f columns of an expert on this rank (1 / etp of them), h
 hidden size. Experts are spread over the expert-parallel ranks, e = n * ep_rank + i, and their
@@ -35,6 +34,7 @@ class Router(TopKRouter):
     """
 
     statistics: RouterStatistics | None = None
+    gives_choices = False  # to the dispatcher, in place of megatron's maps
 
     def gating(self, input):
         """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer
@@ -54,7 +54,7 @@ class Router(TopKRouter):
 
     def routing(self, logits, padding_mask=None):
         """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E],
-        choices bool [T, E])."""
+        choices bool [T, E]); with gives_choices (weights [T, k], experts [T, k])."""
         config, flat = self.config, logits.flatten(0, 1)
         weights, experts = choose_experts(
             flat,
@@ -66,12 +66,6 @@ class Router(TopKRouter):
             config.moe_router_num_groups,
             config.moe_router_group_topk,
             config.moe_router_group_score,
-        )
-        probs = torch.zeros(flat.shape, dtype=weights.dtype, device=flat.device).scatter(
-            1, experts, weights
-        )
-        routing_map = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device).scatter(
-            1, experts, True
         )
         # what recomputation runs without gradients comes a second time, with them
         if self.statistics is not None and self.training and torch.is_grad_enabled():
@@ -85,14 +79,17 @@ class Router(TopKRouter):
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += choices
             # by way of the flat form: megatron's linear wants its gradient in that order
-            probs = self._with_losses(probs, flat.view(logits.shape), real)
-        return probs, routing_map
+            weights = self._with_losses(weights, flat.view(logits.shape), real)
+        if self.gives_choices:
+            return weights, experts
+        nowhere = torch.zeros(flat.shape, dtype=weights.dtype, device=flat.device)
+        return nowhere.scatter(1, experts, weights), nowhere.bool().scatter(1, experts, True)
 
-    def _with_losses(self, probs, logits, real):
-        """probs, whose backward pass gives the balancing losses their gradients too."""
+    def _with_losses(self, weights, logits, real):
+        """weights, whose backward pass gives the balancing losses their gradients too."""
         losses, group = BalancingLosses.of(self.config), self.tp_cp_group
         if not losses.on:
-            return probs
+            return weights
 
         def total(counts):
             if group.size() > 1:
@@ -105,7 +102,7 @@ class Router(TopKRouter):
         self.statistics.add_losses(self.layer_number - 1, balance, z, (tokens > 0) / group.size())
         loss = losses.balance * balance + losses.z * z
         # megatron's schedule scales what is attached like the main loss of a micro-batch
-        return MoEAuxLossAutoScaler.apply(probs, loss * self.statistics.loss_weight)
+        return MoEAuxLossAutoScaler.apply(weights, loss * self.statistics.loss_weight)
 
 
 class Experts(MegatronModule):

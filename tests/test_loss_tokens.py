@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mca_lite import loss_tokens
 from mca_lite.loss_tokens import token_losses
 
 TOLERANCE = dict(rtol=1e-6, atol=1e-6)  # fp32: the two differ in the order of their sums only
@@ -212,6 +213,17 @@ def test_gradients_are_the_same_whenever_they_are_taken(weights_differ, softcap)
         # weights of up to 3 for each of 9 rows
         torch.testing.assert_close(h.grad, h2.grad, rtol=1e-6, atol=5e-6)
         torch.testing.assert_close(w.grad, w2.grad, rtol=1e-6, atol=5e-6)
+
+
+def test_a_frozen_head_makes_its_logits_once_also_for_weights_that_differ(monkeypatch):
+    made, own = [], loss_tokens._logits
+    monkeypatch.setattr(loss_tokens, "_logits", lambda *args: made.append(1) or own(*args))
+    h, w, y = problem()
+    w.requires_grad_(False)
+    row_weights = torch.linspace(-3.0, 2.0, 13)
+    (token_losses(h, w, y, weights_differ=True) * row_weights).sum().backward()
+    assert len(made) == 1
+    torch.testing.assert_close(h.grad, reference(h, w, y, row_weights)[1], **TOLERANCE)
 
 
 def test_a_token_that_is_nearly_certain_has_a_gradient_in_bf16():

@@ -8,7 +8,9 @@ the median of the steps after the warm-up counts. FLOPs are counted as Megatron 
 over the dense bf16 peak of an H100 or H200, 989 TFLOP/s; recomputed work and padding do not count.
 
 Hugging Face's rows have bf16 weights and moments, this project's have float32 master weights:
-Trainer has no such choice. TINY=1 in the environment runs the same at a size for a CPU.
+Trainer has no such choice. DPO's rivals are a plain loop over transformers' models (bench_pairs.py),
+and the reference's forward pass counts as work. TINY=1 in the environment runs the same at a size
+for a CPU; PROFILE=1 prints where the GPU's time goes in a step of this project's.
 """
 
 import contextlib
@@ -36,12 +38,29 @@ SHAPES = {
     "1.5B": ("qwen2", dict(_QWEN2, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)),
     "4B": ("qwen3", dict(_QWEN2, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36)),
     "8B": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)),
+    # the layers of Qwen3-30B-A3B, fewer of them
+    "experts": (
+        "qwen3_moe",
+        dict(
+            vocab_size=151936,
+            tie_word_embeddings=False,
+            max_position_embeddings=32768,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=6,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+    ),
 }
 _HEADS = {
     "0.5B": dict(num_attention_heads=14, num_key_value_heads=2),
     "1.5B": dict(num_attention_heads=12, num_key_value_heads=2),
     "4B": dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128),
     "8B": dict(num_attention_heads=32, num_key_value_heads=8),
+    "experts": dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128),
 }
 SHAPES["8B"][1].update(vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=32768)
 # mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for Trainer
@@ -52,6 +71,12 @@ CASES = {
     "4B": dict(shape="4B", mbs=2, rows=8, steps=6, skip=3),
     "packed 1.5B": dict(shape="1.5B", mbs=4, rows=8, packed=True, theirs=dict(mbs=1)),
     "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
+    # rows are pairs of 2 x 1,024 tokens
+    "DPO 1.5B": dict(shape="1.5B", mbs=4, rows=8, s=1024, pairs=True, steps=12, skip=6),
+    "packed DPO 1.5B": dict(
+        shape="1.5B", mbs=4, rows=8, s=1024, pairs=True, packed=True, steps=12, skip=6
+    ),
+    "experts": dict(shape="experts", mbs=4, rows=8, steps=8, skip=4),
 }
 # on Transformer Engine, where it works; this project alone, the local layers beside it first
 _TE = dict(transformer_impl="transformer_engine")
@@ -81,9 +106,10 @@ def hf_config(shape: str):
 
     kind, keys = SHAPES[shape][0], {**SHAPES[shape][1], **_HEADS[shape]}
     if TINY:
-        keys = {**keys, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        keys = {**keys, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
         keys.update(num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
         keys.update({"head_dim": 16} if "head_dim" in keys else {})
+        keys.update({"moe_intermediate_size": 32} if "num_experts" in keys else {})
     tokens = dict(pad_token_id=None, bos_token_id=None, eos_token_id=0)
     return AutoConfig.for_model(kind, rms_norm_eps=1e-6, **tokens, **keys)
 
@@ -92,12 +118,16 @@ def flops(config, tokens: int, squares: int, lora: int) -> float:
     """Operations of a step over `tokens`, the squared lengths of whose documents sum to `squares`.
 
     6 for each weight of a matrix product, the head's included; half of the square of attention,
-    which is causal. LoRA: 4 for each frozen weight and 6 for each trained one.
+    which is causal. LoRA: 4 for each frozen weight and 6 for each trained one. Of experts those
+    that a token goes to.
     """
     h, n, g = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     d = getattr(config, "head_dim", None) or h // n
     f, layers = config.intermediate_size, config.num_hidden_layers
-    weights = layers * (h * d * (2 * n + 2 * g) + 3 * h * f) + h * config.vocab_size
+    router = 0
+    if experts := getattr(config, "num_experts", 0):
+        f, router = config.num_experts_per_tok * config.moe_intermediate_size, h * experts
+    weights = layers * (h * d * (2 * n + 2 * g) + 3 * h * f + router) + h * config.vocab_size
     core = 6.0 * layers * squares * n * d
     if not lora:
         return 6.0 * weights * tokens + core
@@ -134,6 +164,21 @@ def dataset(config, s: int, rows: int, packed: bool) -> tuple[list[dict], int, i
     return data, int(lengths.sum()), int((lengths.astype(np.int64) ** 2).sum())
 
 
+def dataset_of_pairs(config, s: int, pairs: int, packed: bool) -> tuple[list, int, int]:
+    """As dataset(): samples of a chosen and a rejected document of s tokens each, an eighth to a
+    half of which is the prompt, without labels."""
+    rng, data = np.random.default_rng(0), []
+    for _ in range(pairs):
+        prompt, sample = int(rng.integers(s // 8, s // 2)), []
+        for _ in range(2):
+            ids = torch.from_numpy(rng.integers(0, config.vocab_size, s + 1))
+            labels = ids[1:].clone()
+            labels[:prompt] = -100
+            sample.append(dict(input_ids=ids[:-1], labels=labels))
+        data.append(sample)
+    return data, 2 * pairs * s, 2 * pairs * s * s
+
+
 class Clock:
     """Seconds of each step."""
 
@@ -167,25 +212,30 @@ def fill(parameters) -> None:
 
 
 def run_ours(
-    shape, mbs, rows, s, steps, packed=False, lora=0, keys=None
+    shape, mbs, rows, s, steps, packed=False, lora=0, pairs=False, keys=None, folder=None
 ) -> tuple[Clock, list, int, int]:
-    from mca_lite import McaTrainer, TrainingArguments, parallel
+    """keys: further TrainingArguments; folder: of the run, the same on every rank."""
+    from mca_lite import DPOConfig, DPOTrainer, McaTrainer, TrainingArguments, parallel
     from mca_lite.lora import LoraSpec, inject
     from mca_lite.model import build_chunks
     from mca_lite.model_config import AutoConfig
     from mca_lite.trainer_callbacks import TrainerCallback
 
-    folder, clock = tempfile.mkdtemp(), Clock()
-    config = hf_config(shape)
+    folder, clock = folder or tempfile.mkdtemp(), Clock()
+    config, profile = hf_config(shape), None
     config.save_pretrained(folder)
-    data, tokens, squares = dataset(config, s, rows, packed)
+    data, tokens, squares = (dataset_of_pairs if pairs else dataset)(config, s, rows, packed)
+    if os.environ.get("PROFILE"):
+        profile = torch.profiler.profile()
 
     class Ticks(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             clock.begin()
 
-        def on_step_end(self, *args, **kwargs):
+        def on_step_end(self, args, state, control, **kwargs):
             clock.tick()
+            if profile is not None and state.global_step == steps - 1:
+                profile.start()
 
     with contextlib.redirect_stdout(io.StringIO()):
         of_run = dict(
@@ -208,9 +258,30 @@ def run_ours(
         fill(models.named_parameters())
         if lora:
             inject(models, LoraSpec(rank=lora, alpha=2 * lora))
-        trainer = McaTrainer(models, args, train_dataset=data, callbacks=[Ticks()], shuffle=False)
+        shared = dict(train_dataset=data, callbacks=[Ticks()], shuffle=False)
+        if pairs:
+            reference = build_chunks(AutoConfig.from_pretrained(folder, args))
+            fill(reference.named_parameters())
+            trainer = DPOTrainer(models, DPOConfig(reference="model"), reference, args, **shared)
+        else:
+            trainer = McaTrainer(models, args, **shared)
         trainer.train()
+    if profile is not None:
+        profile.stop()
+        say_profile(profile)
     return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
+
+
+def say_profile(profile) -> None:
+    """The kernels of a step that take the most time, and what the host waited for."""
+    events = profile.key_averages()
+    print(events.table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=90))
+    waits = {e.key: e.count for e in events if "Synchronize" in e.key or e.key == "aten::item"}
+    kernels = [e for e in profile.events() if "cuda" in str(e.device_type).lower()]
+    if kernels:
+        ends = max(e.time_range.end for e in kernels) - min(e.time_range.start for e in kernels)
+        busy = sum(e.time_range.elapsed_us() for e in kernels)
+        print(f"span {ends / 1e3:.0f} ms, kernels {busy / 1e3:.0f} ms, waits {waits}", flush=True)
 
 
 def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
@@ -222,7 +293,8 @@ def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
     data, tokens, squares = dataset(config, s, rows, packed)
     with torch.device("cuda" if cuda else "cpu"):
         dtype = torch.bfloat16 if cuda else torch.float32
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        more = {"experts_implementation": "grouped_mm"} if hasattr(config, "num_experts") else {}
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **more)
     fill(model.named_parameters())
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -280,25 +352,39 @@ def measure(case: str, trainer: str, label: str) -> dict:
     """Train one case and return its line."""
     keys = dict(CASES[case])
     theirs, skip = keys.pop("theirs", {}), keys.pop("skip", 4)
-    keys = {"s": 64 if TINY else 4096, "steps": 8, **keys}
+    keys = {"s": 4096, "steps": 8, **keys}
+    if TINY:
+        keys["s"] = 64
     if trainer == "ours":
         clock, logs, tokens, squares = run_ours(**keys)
+    elif keys.pop("pairs", False):
+        from .bench_pairs import run_pairs
+
+        clock, logs, tokens, squares = run_pairs(**keys, liger=trainer == "liger")
     else:
         clock, logs, tokens, squares = run_theirs(**{**keys, **theirs}, liger=trainer == "liger")
     median = sorted(clock.times[skip:])[len(clock.times[skip:]) // 2]
     work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
-    cuda = torch.cuda.is_available()
+    if CASES[case].get("pairs"):
+        work *= 4 / 3  # the reference's forward pass
     return dict(
         case=case,
         trainer=label or trainer,
         tokens_per_second=round(tokens / median),
         mfu=round(work / median / PEAK, 4),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+        peak_gib=peak_gib(),
         step_ms=[round(1e3 * t) for t in clock.times],
         losses=[round(float(log["loss"]), 5) for log in logs],
         grad_norms=[round(float(log["grad_norm"]), 4) for log in logs],
         own_mfu=logs[-1].get("mfu"),
     )
+
+
+def peak_gib() -> float | None:
+    """The most memory of this GPU that was in use, GiB."""
+    if not torch.cuda.is_available():
+        return None
+    return round(torch.cuda.max_memory_allocated() / 2**30, 1)
 
 
 def write(line: dict) -> None:

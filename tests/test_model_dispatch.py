@@ -1,0 +1,67 @@
+"""Tokens on their way to experts and back, on one rank: against sums over a token's choices, and by which operations."""
+
+import torch
+
+from mca_lite.model_dispatch import _FromExperts, _ToExperts
+from tests.shared import tiny_moe, world
+
+WAITS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique")
+ADDS = ("scatter_add", "index_add", "index_put")  # rows that meet: slow on a GPU, in any order
+
+
+def choices(tokens=7, experts=5, k=3):
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.rand(tokens, experts, generator=g).topk(k, -1).indices
+    order = chosen.flatten().argsort(stable=True)
+    return chosen, order, order.argsort().view(tokens, k)
+
+
+def test_rows_go_to_experts_and_back_with_the_gradients_of_plain_sums():
+    chosen, order, places = choices()
+    x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
+    rows, of_rows = _ToExperts.apply(x, weights, order, places)
+    assert chosen.flatten()[order].diff().min() >= 0, "rows stand by expert"
+    factors = 1.0 + chosen.flatten()[order, None]  # what an expert does: times its number plus 1
+    out = _FromExperts.apply(rows * factors * of_rows[:, None], order, places)
+    torch.testing.assert_close(out, x * ((1.0 + chosen) * weights).sum(1, keepdim=True))
+    assert torch.autograd.gradcheck(lambda *t: _ToExperts.apply(*t, order, places), (x, weights))
+    rows = rows.detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: _FromExperts.apply(t, order, places), (rows,))
+
+
+def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:
+    """(class of the dispatcher, what waits, and what is done to rows as wide as the model, forward and backward)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.model_moe import Experts
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            wide = any(isinstance(a, torch.Tensor) and a.shape[-1:] == x.shape[-1:] for a in args)
+            names.extend([name] if wide or name in WAITS else [])
+            return function(*args, **(kwargs or {}))
+
+    class NoExperts(torch.nn.Module):
+        def forward(self, x, tokens_per_expert, probs):
+            return x * probs[:, None], None
+
+    model = AutoModel.from_pretrained(path, TrainingArguments(output_dir=folder))
+    [layer, *_] = [
+        m for m in model[0].modules() if any(isinstance(c, Experts) for c in m.children())
+    ]
+    layer.experts, names = NoExperts(), []
+    x = torch.randn(6, 2, model.config.hidden_size, requires_grad=True)
+    with Names():
+        layer(x)[0].sum().backward()
+    return type(layer.token_dispatcher).__name__, names
+
+
+def test_nothing_waits_or_adds_rows_up_on_one_rank(tmp_path):
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    [(dispatcher, names)] = world.run(operations_of_a_layer, 1, path, str(tmp_path / "run"))
+    assert dispatcher == "Dispatcher"
+    found = [name for name in names if name.startswith(ADDS) or name in WAITS]
+    assert "index" in names and not found
