@@ -21,6 +21,7 @@ from . import parallel
 from .ckpt_folder import sync, write_synced
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
+from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
@@ -358,7 +359,9 @@ def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
 
 def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
     """This rank's piece of one state, flat and float32; zeros before the first step."""
-    state = main if name == "master" else inner.state.get(main, {}).get(name)
+    state = inner.state.get(main, {}).get(name)
+    if name == "master":
+        state = inner.master(main) if isinstance(inner, AdamW) else main
     if state is None:
         state = torch.zeros(cut.stop - cut.start, device=main.device)
     return state.detach().float().view(-1)
@@ -407,6 +410,9 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
             for name, whole in states.pop(id(parameter)).items():
                 value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
                 mine[name] = value.clone() if is_piece else value  # so that the whole can go
+            if isinstance(inner, AdamW):
+                inner.fill(main, {**mine, "step": steps})
+                continue
             if "master" in mine:
                 main.copy_(mine.pop("master"))
             if _row(
