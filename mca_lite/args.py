@@ -241,6 +241,10 @@ class TrainingArguments(ArgumentGroup):
     adam_epsilon: float = arg(
         1e-8, "added to the root of the second moment", above=0, optimizer="adam_eps"
     )
+    exp_avg_dtype: Literal["fp32", "bf16"] = arg("fp32", "of Adam's mean of gradients")
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = arg(
+        "fp32", "of Adam's mean of squared gradients; bf16 is rounded by chance"
+    )
     max_grad_norm: float = arg(
         1.0, "gradients are scaled down to this norm (0: never)", low=0, optimizer="clip_grad"
     )

@@ -197,6 +197,11 @@ def _check_layout(a: Any, judge: Judge) -> None:
         reason = "megatron's distributed optimizer knows Adam only"
         remedy = "use_distributed_optimizer: false, or optim: adam"
         judge.refuse("optim use_distributed_optimizer", reason, remedy)
+    halves = [key for key in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(a, key) == "bf16"]
+    if halves and (OPTIMIZERS[a.optim].megatron != "adam" or a.optimizer_cpu_offload):
+        reason = "only Adam's moments on the GPU can be in bf16"
+        remedy = "fp32, or optim: adam and optimizer_cpu_offload: false"
+        judge.refuse(" ".join([*halves, "optim optimizer_cpu_offload"]), reason, remedy)
     dispatcher, alltoall = "moe_token_dispatcher_type", "moe_token_dispatcher_type: alltoall"
     if a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths:
         reason = "it gathers rows of one length, and variable_seq_lengths lets them differ"

@@ -27,7 +27,7 @@ from .model import VirtualModels
 from .model_moe import routers_of
 from .model_routing import BalancingLosses, RouterStatistics
 from .model_te import accumulate_in_place
-from .optim import create_megatron_optimizer
+from .optim import SplitMasterOptimizer, create_megatron_optimizer
 from .packed_rows import Targets, row_layout
 
 PACKED_BUCKET = 128  # tokens
@@ -67,8 +67,7 @@ class MegatronBackend(Backend):
 
     @property
     def grad_scalers(self) -> list:
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
         return [scaler for scaler in scalers if scaler is not None]
 
     @property
@@ -210,7 +209,7 @@ class MegatronBackend(Backend):
         """Also ties the model's config to the optimizer, which the schedule reads."""
         self.optimizer = create_megatron_optimizer(self.args, self.chunks, self.config.params_dtype)
         config, chunks = self.config, self.chunks
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
             config.no_sync_func = (
@@ -241,17 +240,38 @@ class MegatronBackend(Backend):
             forward_only=forward_only,
         )
 
+    @property
+    def _parts(self) -> list:
+        """The optimizers that megatron has chained, or the only one."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    def _finalize_gradients(self, chunks, num_tokens=None, **kwargs) -> None:
+        """megatron's, but for the division by the tokens of all ranks, where the update multiplies
+        gradients anyway. Collective."""
+        self._tokens = None
+        if num_tokens is not None and all(isinstance(p, SplitMasterOptimizer) for p in self._parts):
+            last = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(num_tokens, src=last, group=mpu.get_pipeline_model_parallel_group())
+            dist.all_reduce(
+                num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True)
+            )
+            self._tokens, num_tokens = num_tokens, None
+        finalize_model_grads(chunks, num_tokens, **kwargs)
+
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
         """The parts of megatron's step(), which would update with any gradient norm."""
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
-        grad_norm = float(optimizer.get_grad_norm())
+        factor = 1 if self._tokens is None else 1 / max(int(self._tokens), 1)
+        grad_norm = float(optimizer.get_grad_norm()) * factor
         if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
             return False, grad_norm, None
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if parameters := part.get_parameters():
+        for part in self._parts:
+            if isinstance(part, SplitMasterOptimizer):
+                part.optimizer.factor = factor * min(1, part.config.clip_grad / (grad_norm + 1e-6))
+            elif parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
         num_zeros = None
         if self.args.log_num_zeros_in_grad:

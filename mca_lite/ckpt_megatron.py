@@ -22,6 +22,7 @@ from .ckpt_folder import sync, write_synced
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
 from .optim import OffloadedOptimizer
+from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
@@ -359,7 +360,9 @@ def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
 
 def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
     """This rank's piece of one state, flat and float32; zeros before the first step."""
-    state = main if name == "master" else inner.state.get(main, {}).get(name)
+    state = inner.state.get(main, {}).get(name)
+    if name == "master":
+        state = inner.master(main) if isinstance(inner, AdamW) else main
     if state is None:
         state = torch.zeros(cut.stop - cut.start, device=main.device)
     # an offloaded one too: ranks send each other pieces from device to device
@@ -409,6 +412,9 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
             for name, whole in states.pop(id(parameter)).items():
                 value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
                 mine[name] = value.clone() if is_piece else value  # so that the whole can go
+            if isinstance(inner, AdamW):
+                inner.fill(main, {**mine, "step": steps})
+                continue
             if "master" in mine:
                 main.copy_(mine.pop("master"))
             if _row(optimizer).counts_steps:  # the fused AdamW counts beside the parameter

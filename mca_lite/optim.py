@@ -18,9 +18,11 @@ import torch
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from .args_rules_schedule import SCHEDULES, plan_schedule
+from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS
 
 
@@ -94,24 +96,59 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     return OptimizerConfig(**{**args.fields_of("optimizer"), **own})
 
 
+class SplitMasterOptimizer(FP32Optimizer):
+    """megatron's wrapper of optim_adam.AdamW, whose bf16 parameters are half of their masters.
+    Their gradients are DDP's, in place."""
+
+    def __init__(self, part: FP32Optimizer, inner: AdamW):
+        super().__init__(inner, part.config, part.init_state_fn)
+        self.grad_stats_parallel_group, self.tp_group = (
+            part.grad_stats_parallel_group,
+            part.tp_group,
+        )
+        # norm and zeros of decoupled_grad, as of Transformer Engine's Adam
+        part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+    def prepare_grads(self) -> bool:
+        for parameter in self.get_parameters():
+            parameter.decoupled_grad = parameter.main_grad.float()  # the same tensor, mostly
+        return False
+
+    def reload_model_params(self, state_dict=None) -> None:
+        self.optimizer.forget_masters()
+
+
+def splits_masters(args, params_dtype: torch.dtype) -> bool:
+    """Whether SplitMasterOptimizer updates a model of this dtype: what megatron's distributed or
+    offloaded optimizer keeps is elsewhere anyway."""
+    elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
+    is_adam = OPTIMIZERS[args.optim].megatron == "adam"
+    return params_dtype == torch.bfloat16 and is_adam and not elsewhere
+
+
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
     """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master
     weights.
     """
-    row = OPTIMIZERS[args.optim]
+    row, split = OPTIMIZERS[args.optim], splits_masters(args, params_dtype)
     config = get_optimizer_config(args, params_dtype)
+    config.bf16 = config.bf16 and not split  # megatron makes no masters then
     optimizer = get_megatron_optimizer(config, chunks)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    own = row.megatron is None or split or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for i, part in enumerate(parts):
         inner = getattr(part, "optimizer", None)
-        if inner is not None and row.megatron is None:
+        if inner is not None and own:
             part.optimizer = row.make(_groups_without_defaults(inner), args)
-        for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
+        for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) and not own else ():
             group["foreach"], group["fused"] = False, True  # one kernel for the whole update
         if inner is not None and args.optimizer_cpu_offload:
             fraction = args.optimizer_offload_fraction
             part.optimizer = OffloadedOptimizer(
                 part.optimizer, fraction, lambda g: row.make(g, args)
             )
+        if inner is not None and split:
+            parts[i] = SplitMasterOptimizer(part, part.optimizer)
     for group in optimizer.param_groups:
         # the scheduler has limits of its own, for every group
         group.pop("min_lr", None)

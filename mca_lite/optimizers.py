@@ -57,11 +57,19 @@ def _add(name: str, row: Optimizer, *aliases: str) -> None:
 def _adam(groups: list[dict], args):
     import torch
 
-    betas = (args.adam_beta1, args.adam_beta2)
-    # fused: one kernel for the whole update
-    return torch.optim.AdamW(
-        groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True
+    numbers = dict(
+        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon
     )
+    moments = {name: getattr(args, f"{name}_dtype") for name in ("exp_avg", "exp_avg_sq")}
+    has_halves = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    if has_halves or "bf16" in moments.values():
+        from .optim_adam import AdamW
+
+        return AdamW(
+            groups, **numbers, halves={name for name in moments if moments[name] == "bf16"}
+        )
+    # fused: one kernel for the whole update
+    return torch.optim.AdamW(groups, **numbers, fused=True)
 
 
 def _sgd(groups: list[dict], args):
