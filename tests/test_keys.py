@@ -84,6 +84,8 @@ CHANGES_A_RUN = {
     "adam_beta1": ("0.1", ""),
     "adam_beta2": ("0.1", ""),
     "adam_epsilon": ("1.0", ""),
+    "exp_avg_dtype": ("bf16", ""),
+    "exp_avg_sq_dtype": ("bf16", ""),
     "max_grad_norm": ("1e-3", "optim=sgd learning_rate=1"),
     "calculate_per_token_loss": ("false", ""),
     "bf16": ("true", ""),
