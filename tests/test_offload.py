@@ -52,8 +52,8 @@ def test_an_offloaded_optimizer_trains_as_one_on_the_device(case, curves):
     on_device, offloaded, _ = curves[case]  # optimizer_cpu_offload: false, and true
     if case.startswith("bf16") and "distributed" not in case:
         # bf16 weights on the device are half of their masters: the same formula, rounded elsewhere
-        assert [loss for loss, _ in offloaded] == pytest.approx([x for x, _ in on_device], rel=2e-5)
-        assert [norm for _, norm in offloaded] == pytest.approx([x for _, x in on_device], rel=1e-3)
+        assert [loss for loss, _ in offloaded] == pytest.approx([x for x, _ in on_device], rel=1e-4)
+        assert [norm for _, norm in offloaded] == pytest.approx([x for _, x in on_device], rel=1e-2)
     else:
         assert offloaded == on_device
 
