@@ -187,7 +187,6 @@ class McaTrainer:
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-        watchdog.alive()
         batch = next(data_iterator)
         inputs = self._prepare_train_inputs(iter([batch]))
         return model(**inputs), self._guard.mark(self._pre_compute_loss(batch, inputs))
@@ -210,6 +209,7 @@ class McaTrainer:
 
         Every pipeline stage reads the whole batch: each needs the borders of packed documents.
         """
+        watchdog.alive()
         batch = next(data_iterator)
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
