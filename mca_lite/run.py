@@ -268,7 +268,6 @@ def train(plan: Plan):
     with watchdog.watch(args), output_folder.hold(args.output_dir):
         trainer = _build_trainer(plan)
         result = trainer.train()
-        watchdog.note(watchdog.EXPORTING)
         with StopSignals():
             _export(plan, trainer, result)
     parallel.shutdown()

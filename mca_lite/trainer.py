@@ -390,6 +390,7 @@ class McaTrainer:
     def _finish(self, whole_run: Numbers, seconds: float) -> TrainOutput:
         if self._writer.is_busy:
             finish_checkpoint(self)
+        watchdog.note(watchdog.ENDING)
         self._guard.end_run()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             ckpt.load_model(self.state.best_model_checkpoint, self.backend)

@@ -27,9 +27,9 @@ from .world import tell_torchrun
 HANG_EXIT_CODE = 87  # of a run in which a rank hung
 # phases that take as long as they take, as everything before the first step's end does: told of at
 # half of ddp_timeout
-STARTING, SAVING, EXPORTING = "starting", "saving a checkpoint", "exporting the model"
+STARTING, SAVING, ENDING = "starting", "saving a checkpoint", "ending the run, with its export"
 BETWEEN_STEPS = "between steps"
-_LONG = (STARTING, SAVING, EXPORTING)
+_LONG = (STARTING, SAVING, ENDING)
 _SHOWN = 3  # ranks whose stacks are printed
 _FRAMES = 25  # the innermost ones of a stack
 _LEAVE_S = 10.0  # in which a rank ends by itself after another one died
@@ -40,6 +40,7 @@ _LOST = (
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
+    "remote process exiting",
 )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -207,14 +208,17 @@ def test_a_pair_whose_loss_is_not_finite_is_named(
     errors = world.run(train_pairs, ranks, model_path, str(tmp_path), backend, replica, **keys)
     [error] = set(errors)
     order = np.random.default_rng([7, 0]).permutation(dpo_tools.COUNT).tolist()
-    replicas = 1 if keys else ranks
-    pair = order[2 * dpo_tools.GLOBAL_BATCH + 1 * replicas + replica]
-    assert "step 3: loss nan on rank" in error and "the loss itself" in error
-    assert f"replica {replica}), micro-batch 1, samples {pair}." in error
-    assert is_whole(tmp_path / "checkpoint-2") and "checkpoint-2; nothing was exported" in error
+    words = rf"step 3: loss nan on rank \d \(data parallel replica {replica}\), micro-batch 1, "
+    pair = int(re.match(words + r"samples (\d+)\. The first .* the loss itself", error)[1])
+    of_step = order[2 * dpo_tools.GLOBAL_BATCH : 3 * dpo_tools.GLOBAL_BATCH]
+    assert pair in of_step  # replicas share them by what they cost
+    assert is_whole(tmp_path / "checkpoint-2") and is_whole(tmp_path / "checkpoint-1")
+    assert "checkpoint-2, from which no good step was made" in error
     [path] = tmp_path.glob("nonfinite-step-3-rank-*.pt")
     [batch] = torch.load(path, weights_only=True)["micro_batches"]
+    chosen = dpo_tools.Pairs().pairs[pair]["chosen"]["input_ids"]
     assert batch["samples"] == [pair]
+    assert batch["batch"]["input_ids"][0, : len(chosen)].equal(chosen)
 
 
 @pytest.mark.parametrize("ranks, backend, keys", [(2, MEGATRON, PP2), (1, TORCH, {})])
@@ -326,7 +330,10 @@ def test_a_loss_spike_is_a_warning_with_the_sample_numbers(
     at = order.index(BAD_SAMPLE)
     first = at // 2 * 2
     [line] = [line for line in printed.splitlines() if "spike" in line]
-    assert line.startswith(f"warning: step {21 + at // 8 + 1}: loss ") and "21 steps" in line
+    step = 21 + at // 8 + 1
+    assert (
+        line.startswith(f"warning: step {step}: loss ") and f"the {step - 1} steps before" in line
+    )
     highest = line.split("highest of its micro-batches: ")[1].split("; ")[0]
     assert highest.endswith(f"samples {order[first]}, {order[first + 1]}"), line
     quiet, _ = world.run(spikes, ranks, model_path, str(tmp_path), backend, 1.0, **keys)
@@ -389,6 +396,7 @@ def stopped(tmp_path, words: str, config: str = "configs/sft.yaml") -> str:
 def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, key):
     """Step 1 has learning rate 0, step 2 spoils the weights, which are finite until step 3 uses them."""
     words = "learning_rate=1e30 warmup_steps=1 save_strategy=steps save_steps=1 save_total_limit=1"
+    words += " model_name_or_path=configs/tiny/model train_from_scratch=true"
     said = stopped(tmp_path, f"{words} {key}", f"configs/{config}.yaml")
     assert "step 3: " in said and "Traceback" not in said
     good = tmp_path / "out" / "checkpoint-1"

@@ -109,7 +109,7 @@ def test_a_rank_that_goes_on_is_told_of_and_the_next_wait_is_a_new_one(capsys):
     assert "rank 1 on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("phase", [watchdog.STARTING, watchdog.SAVING, watchdog.EXPORTING])
+@pytest.mark.parametrize("phase", [watchdog.STARTING, watchdog.SAVING, watchdog.ENDING])
 def test_long_phases_and_the_first_step_are_told_of_at_half_of_ddp_timeout(capsys, phase):
     ranks = Ranks()
     if phase != watchdog.STARTING:
