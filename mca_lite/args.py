@@ -216,6 +216,11 @@ class TrainingArguments(ArgumentGroup):
     data_seed: int | None = arg(None, "of the data order (None: seed)", low=0)
     dataloader_num_workers: int = arg(0, "processes that load data, on each rank", low=0)
     ddp_timeout: int = arg(1800, "seconds that a rank waits for the others", low=1)
+    hang_timeout: int = arg(
+        300,
+        "seconds without progress until the ranks behind are named: at most ddp_timeout / 2",
+        low=1,
+    )
 
     # optimizer and schedule
     learning_rate: float = arg(5e-5, "the highest learning rate", low=0, optimizer="lr")

@@ -7,7 +7,6 @@ a file, to be sent with a report, and the code is 1.
 Under torchrun the words stand last: they go into the file of torchrun's summary too.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -16,6 +15,8 @@ import traceback
 from pathlib import Path
 
 from .files import describe_error
+from .watchdog import lost_a_rank
+from .world import tell_torchrun
 
 USER_ERROR = 2  # exit code for what a user can put right
 DEFECT = 1
@@ -24,15 +25,9 @@ _ALIKE = (
     "CheckpointError",
     "OutputFolderError",
     "NotFiniteError",
+    "RankFailed",
 )  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
-# what is said, by gloo or nccl, of a rank that is gone
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-)
 
 
 def end(error: Exception, output_dir: str | None) -> int:
@@ -41,21 +36,22 @@ def end(error: Exception, output_dir: str | None) -> int:
     output_dir: where a traceback is kept (None, or a folder that is not there or full: the
     temporary folder). No collectives.
     """
-    is_lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    kind = type(error).__name__
+    is_lost = lost_a_rank(error) or kind == "RankFailed"
     text, code = user_words(error), getattr(error, "exit_code", USER_ERROR)
     if text is None:
         kept, code = _keep_traceback(error, output_dir), DEFECT
-        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        first = f"{kind}: {error}".splitlines()[0]
         text = f"{first} (a defect of mca_lite; the traceback is in {kept})"
         if is_lost:
             text = f"another rank is gone, and its own words say why: {first} ({kept})"
-    if not is_lost:
-        _tell_torchrun(text)
+    if not lost_a_rank(error):
+        tell_torchrun(text)
     rank = os.environ.get("RANK", "0")
     if is_lost or os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(WAIT_S)  # the first rank to leave ends the others
         text = f"rank {rank}: {text}"
-    if rank == "0" or type(error).__name__ not in _ALIKE:
+    if rank == "0" or kind not in _ALIKE:
         print(f"error: {text}", file=sys.stderr, flush=True)
     return code
 
@@ -65,7 +61,7 @@ def user_words(error: Exception) -> str | None:
     kind = type(error).__name__
     if kind in _MEMORY:
         return f"out of memory: {str(error) or kind}"
-    if kind == "NotFiniteError":
+    if kind in ("NotFiniteError", "RankFailed"):
         return str(error)
     is_file = kind == "SafetensorError" or "inline_container" in str(error)
     if is_file or isinstance(error, (ValueError, OSError)):
@@ -87,15 +83,3 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
         except OSError as failed:
             problem = failed
     return f"no file, since {problem}"
-
-
-def _tell_torchrun(text: str) -> None:
-    """Let torchrun's summary, the last that it prints, say why this rank ended."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    message = {"message": f"error: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
-    try:
-        Path(path).write_text(json.dumps({"message": message}))
-    except OSError:
-        pass  # it only repeats what is printed

@@ -85,6 +85,13 @@ def start_process_group(timeout_s: float = 1800) -> None:
         )
 
 
+def own_store(prefix: str):
+    """The process group's store, through a connection of its own: usable while the main thread
+    waits in it."""
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return store.clone()
+
+
 def initialize(args, use_mca: bool = True) -> None:
     """Start the world for `args` (TrainingArguments): process group, megatron's groups, seeds.
 
@@ -129,7 +136,7 @@ def _initialize_model_parallel(args) -> None:
     mpu.initialize_model_parallel(
         **wanted,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(args.ddp_timeout / 60)),
+        distributed_timeout_minutes=args.ddp_timeout / 60,  # a timedelta takes fractions
         # the distributed optimizer asks for gloo twins of the data-parallel groups
         create_gloo_process_groups=True,
     )

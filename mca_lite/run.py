@@ -22,6 +22,7 @@ from . import (
     model_config,
     output_folder,
     parallel,
+    watchdog,
     weights_convert,
     weights_vocabulary,
 )
@@ -262,7 +263,7 @@ def train(plan: Plan):
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
-    with output_folder.hold(args.output_dir):
+    with watchdog.watch(args), output_folder.hold(args.output_dir):
         trainer = _build_trainer(plan)
         result = trainer.train()
         with StopSignals():

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import ckpt, output_folder, parallel
+from . import ckpt, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
@@ -42,7 +42,7 @@ from .trainer_callbacks import (
 )
 from .trainer_checkpoints import answer_signals, finish_checkpoint, save_checkpoint, store_state
 from .trainer_nonfinite import FiniteGuard
-from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, throughput_of
+from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, advance, throughput_of
 
 
 class McaTrainer:
@@ -124,7 +124,8 @@ class McaTrainer:
         SIGTERM, SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
         SystemExit with the code trainer_callbacks.EXIT_CODE.
         """
-        with output_folder.hold(self.args.output_dir), StopSignals() as self._signals:
+        held = output_folder.hold(self.args.output_dir)
+        with watchdog.watch(self.args), held, StopSignals() as self._signals:
             return self._train(resume_from_checkpoint, self._signals)
 
     def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:
@@ -148,8 +149,10 @@ class McaTrainer:
             )
             numbers = self._over_ranks(numbers.add_metrics(metrics))
             window, whole_run, skips = window + numbers, whole_run + numbers, skips + skipped
+            loss, counts = numbers.read()
+            self._guard.note_loss(loss, metrics, plan)
             samples, step = plan.num_samples_of(step), step + 1
-            self._advance(plan, samples, numbers, throughput, step)
+            advance(self, plan, samples, counts, throughput, step)
             extra = {"grad_norm": grad_norm, "skipped_iter": skips}
             if num_zeros is not None:
                 extra["num_zeros_in_grad"] = num_zeros
@@ -173,6 +176,7 @@ class McaTrainer:
         self.backend.train_mode(True)
         self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
+        watchdog.note("updating the weights")
         updated, grad_norm, num_zeros = self.backend.step()
         if updated:
             self.lr_scheduler.step(1)
@@ -205,6 +209,7 @@ class McaTrainer:
 
         Every pipeline stage reads the whole batch: each needs the borders of packed documents.
         """
+        watchdog.alive()
         batch = next(data_iterator)
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
@@ -349,20 +354,10 @@ class McaTrainer:
         self.lr_scheduler = get_megatron_lr_scheduler(self.args, num_training_steps, optimizer)
         return self.lr_scheduler
 
-    def _advance(self, plan, samples, numbers: Numbers, throughput, step) -> None:
-        state, (tokens, squares, positions) = self.state, numbers.counts()
-        state.global_step += 1
-        state.consumed_samples += samples
-        state.consumed_tokens += int(tokens)
-        state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
-        flops = 0.0
-        if self._work is not None:
-            flops = self._work.flops(tokens, squares)
-        throughput.stop(int(tokens), int(positions), samples, flops)
-
     def _after_step(self, window: Numbers, throughput, extra, end_of_epoch: bool) -> None:
         """Log, evaluate and save where it is time."""
         args, state, control = self.args, self.state, self.control
+        watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
         control.set_for_step(args, state, end_of_epoch)
         self._notify("on_step_end")
         if control.should_log:
@@ -395,6 +390,7 @@ class McaTrainer:
     def _finish(self, whole_run: Numbers, seconds: float) -> TrainOutput:
         if self._writer.is_busy:
             finish_checkpoint(self)
+        watchdog.note(watchdog.ENDING)
         self._guard.end_run()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             ckpt.load_model(self.state.best_model_checkpoint, self.backend)

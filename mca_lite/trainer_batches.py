@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from . import watchdog
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, check_batch, count_tokens
 
@@ -37,6 +38,7 @@ def read_step(
     """(this rank's micro-batches of a step, padded to one length; their tokens, squared document
     lengths and positions).
     """
+    watchdog.note("reading data", trainer.state.global_step)
     backend, names = trainer.backend, trainer._language_input_names
     real, numbered = plan.num_micro_batches(step), trainer._rows_hold_documents
     batches = [check_batch(next(loader), names, numbered) for _ in range(real)]
@@ -49,6 +51,7 @@ def read_step(
     batches = [trainer._to_length(batch, longest) for batch in batches]
     tokens = sum(tokens for tokens, _ in counts)
     squared_lengths = sum(squares for _, squares in counts)
+    watchdog.note("running the model")
     return batches, (tokens, squared_lengths, sum(b["input_ids"].numel() for b in batches))
 
 

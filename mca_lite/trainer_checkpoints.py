@@ -2,7 +2,7 @@
 
 import os
 
-from . import ckpt_folder, parallel
+from . import ckpt_folder, parallel, watchdog
 from .ckpt_folder import CheckpointError
 from .constants import TRAINER_STATE_NAME
 from .trainer_callbacks import Interrupted, StopSignals
@@ -15,6 +15,7 @@ def save_checkpoint(trainer) -> None:
     before the next one begins: dying costs at most one interval and the steps that were made during
     a write.
     """
+    watchdog.note(watchdog.SAVING)
     if trainer._writer.is_busy:
         finish_checkpoint(trainer)
     trainer._guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
@@ -28,6 +29,7 @@ def finish_checkpoint(trainer) -> None:
 
     Older ones are pruned for it after the next good step: its weights may be finite, and lost.
     """
+    watchdog.note(watchdog.SAVING)
     folder, step = trainer._writer.finish()
     trainer._notify("on_save", path=str(folder), step=step)
     if trainer._guard.is_on:
@@ -43,10 +45,15 @@ def prune(trainer, folder) -> None:
 
 
 def answer_signals(trainer, signals: StopSignals) -> None:
-    """Agree between two steps on whether to stop, and whether a checkpoint is written by now.
-    Collective; Interrupted on every rank, with the run saved, where any rank got a signal."""
-    writer = trainer._writer
-    signal, still_writes = parallel.largest(signals.received, writer.still_writes)
+    """Agree between two steps on whether to stop, whether a checkpoint is written by now, and
+    whether the loss was a spike, which is named. Collective; Interrupted on every rank, with the
+    run saved, where any rank got a signal."""
+    writer, guard = trainer._writer, trainer._guard
+    signal, still_writes, is_spike = parallel.largest(
+        signals.received, writer.still_writes, guard.is_spike
+    )
+    if is_spike:
+        guard.name_spike()
     if writer.is_busy and (signal or not still_writes):
         finish_checkpoint(trainer)
     if not signal:

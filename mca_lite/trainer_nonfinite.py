@@ -1,4 +1,5 @@
-"""Numbers that are not finite: found before an update, named, and the run stopped.
+"""Numbers that are not finite: found before an update, named, and the run stopped. Loss spikes:
+named in a warning.
 
 Steps that are good pay nothing for it. A micro-batch whose loss is not finite makes its own
 gradient NaN, and that reaches the gradient norm, which every rank reads before the update anyway:
@@ -10,8 +11,9 @@ run ends with NotFiniteError, which the command line answers with NOT_FINITE_EXI
 import io
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,8 @@ from .trainer_checkpoints import finish_checkpoint, prune
 
 NOT_FINITE_EXIT_CODE = 86  # of a run that numbers which are not finite have stopped
 _SHOWN = 3  # micro-batches that a message names
+# a loss is a spike where it is so many standard deviations above the mean of the losses before it
+_SPIKE, _SPIKE_STEPS, _SPIKE_AFTER = 6.0, 100, 20
 
 
 class NotFiniteError(ArithmeticError):
@@ -46,7 +50,7 @@ class BadLoss(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"loss {self.loss} on rank {self.rank} (data parallel replica {self.replica}), "
+            f"loss {self.loss:.4g} on rank {self.rank} (data parallel replica {self.replica}), "
             f"micro-batch {self.micro_batch}, samples {_listed(self.samples)}"
         )
 
@@ -54,6 +58,14 @@ class BadLoss(NamedTuple):
 def _listed(numbers: list[int]) -> str:
     more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
     return ", ".join(map(str, numbers[:20])) + more
+
+
+def _one_of_each(found: Iterable[BadLoss]) -> list[BadLoss]:
+    """The first that is found of each micro-batch, which several ranks may hold, in order."""
+    first: dict[tuple[int, int], BadLoss] = {}
+    for bad in found:
+        first.setdefault((bad.replica, bad.micro_batch), bad)
+    return sorted(first.values())
 
 
 class FiniteGuard:
@@ -66,12 +78,16 @@ class FiniteGuard:
         # named, and not pruned for: no step has been made from its weights yet
         self.unproven: Path | None = None
         self._losses: list[torch.Tensor] = []  # of this step's micro-batches, on the device
+        self.is_spike = False
+        self._usual: deque[float] = deque(maxlen=_SPIKE_STEPS)
+        self._last_step: tuple = ()  # loss, metrics of its micro-batches, their plan, its number
 
     # -- the fast path
 
     def start_run(self) -> None:
         self.steps = self.skipped = self.dropped = 0
-        self.unproven = None
+        self.unproven, self.is_spike = None, False
+        self._usual.clear()
         self.check_weights("before the first step")
 
     def start_step(self) -> None:
@@ -118,6 +134,38 @@ class FiniteGuard:
             losses = zip(metrics, self._losses, strict=False)
             return [of for of, loss in losses if math.isfinite(loss)], 0.0
         self._stop_before_update(step, what, found, plan, micro_batches, seq_length)
+
+    def note_loss(self, loss: float | None, metrics: list[dict], plan: BatchPlan) -> None:
+        """Compare a step's mean loss over all ranks with those before it: `is_spike` says what came
+        of it. Before the step is counted."""
+        self.is_spike = False
+        if loss is None or not math.isfinite(loss):
+            return
+        self._last_step = loss, metrics, plan, self.trainer.state.global_step
+        if len(self._usual) >= _SPIKE_AFTER:
+            mean, deviation = statistics.fmean(self._usual), statistics.pstdev(self._usual)
+            # losses that hardly differ have no deviation to measure by
+            self.is_spike = loss > mean + _SPIKE * max(deviation, 0.01 * abs(mean))
+        self._usual.append(loss)
+
+    def name_spike(self) -> None:
+        """Warn of the last step's loss, with the samples of the micro-batches that had the highest.
+        Collective."""
+        loss, metrics, plan, step = self._last_step
+        own = []
+        for number, of_batch in enumerate(metrics):
+            total, count = of_batch["loss"].tolist()
+            samples = self._samples(plan, number, step)
+            place = self.trainer.backend.dp_rank, number, parallel.rank()
+            own.append(BadLoss(*place, total / max(count, 1), samples))
+        first = _one_of_each(bad for of_rank in parallel.gather(own) for bad in of_rank)
+        highest = sorted(first, key=lambda bad: -bad.loss)[:_SHOWN]
+        before = list(self._usual)[:-1]
+        self.trainer.report.print(
+            f"warning: step {step + 1}: loss {loss:.4g} is a spike: {statistics.fmean(before):.4g} "
+            f"+- {statistics.pstdev(before):.2g} in the {len(before)} steps before; the highest of "
+            f"its micro-batches: {'; '.join(map(str, highest))}"
+        )
 
     def prune_if_proven(self) -> None:
         """Delete older checkpoints for the newest, once a step from its weights was good."""
@@ -178,15 +226,14 @@ class FiniteGuard:
             if not math.isfinite(loss):
                 replica, samples = self.trainer.backend.dp_rank, self._samples(plan, number)
                 own.append(BadLoss(replica, number, parallel.rank(), loss, samples))
-        first: dict[tuple[int, int], BadLoss] = {}
-        for bad in (bad for of_rank in parallel.gather(own) for bad in of_rank):
-            first.setdefault((bad.replica, bad.micro_batch), bad)
-        return sorted(first.values())
+        return _one_of_each(bad for of_rank in parallel.gather(own) for bad in of_rank)
 
-    def _samples(self, plan: BatchPlan, number: int) -> list[int]:
-        """Numbers in the dataset of the samples in a micro-batch of this rank's step."""
+    def _samples(self, plan: BatchPlan, number: int, step: int | None = None) -> list[int]:
+        """Numbers in the dataset of the samples in a micro-batch of this rank's step, after `step`
+        others (None: the one that is being made)."""
         dataset = self.trainer.train_dataset
-        chosen = plan.step(*divmod(self.trainer.state.global_step, plan.steps_per_epoch))
+        step = self.trainer.state.global_step if step is None else step
+        chosen = plan.step(*divmod(step, plan.steps_per_epoch))
         if number >= len(chosen):  # an empty micro-batch, which the schedule asked for
             return []
         rows = [row for row in chosen[number] if row != FILLER]

@@ -50,10 +50,11 @@ class Numbers:
     def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
         self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
 
-    def counts(self) -> tuple[float, float, float]:
-        """(tokens, sum of squared document lengths, positions). Waits for the device."""
-        tokens, squared_lengths, positions = self.vector[-_COUNTS:].tolist()
-        return tokens, squared_lengths, positions
+    def read(self) -> tuple[float | None, list[float]]:
+        """(the mean of the first metric, None where nothing was counted; [tokens, sum of squared
+        document lengths, positions]). Waits for the device."""
+        total, count, *rest = self.vector.tolist()
+        return total / count if count else None, rest[-_COUNTS:]
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, float | None]:
         """Metric -> sum / count; `uncounted` where nothing was counted. Waits for the device."""
@@ -62,6 +63,19 @@ class Numbers:
         for key, total, count in zip(self.keys, values[::2], values[1::2], strict=False):
             means[key] = total / max(count, 1) if count else uncounted
         return means
+
+
+def advance(trainer, plan, samples: int, counts: list[float], throughput: Throughput, step: int):
+    """Count a step whose numbers are `counts`, as Numbers.read gives them. step: of the epoch."""
+    state, (tokens, squares, positions) = trainer.state, counts
+    state.global_step += 1
+    state.consumed_samples += samples
+    state.consumed_tokens += int(tokens)
+    state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
+    flops = 0.0
+    if trainer._work is not None:
+        flops = trainer._work.flops(tokens, squares)
+    throughput.stop(int(tokens), int(positions), samples, flops)
 
 
 def throughput_of(args) -> Throughput:

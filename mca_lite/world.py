@@ -4,9 +4,12 @@ A half described world is refused. Each of its processes would take itself for t
 all of them would write to one folder.
 """
 
+import json
 import os
 import re
 import sys
+import time
+from pathlib import Path
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _HOW = "start with torchrun, or with srun so that SLURM's variables describe the world"
@@ -63,6 +66,18 @@ def _check() -> None:
             f"{'is' if len(missing) == 1 else 'are'} not set, so that the ranks cannot meet: set "
             f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, or {_HOW}"
         )
+
+
+def tell_torchrun(text: str) -> None:
+    """Let torchrun's summary, the last that it prints, say why this rank ended."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    message = {"message": f"error: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": message}))
+    except OSError:
+        pass  # it only repeats what is printed
 
 
 # -- SLURM

@@ -449,6 +449,7 @@ SHOWN_BY = {
     "save_only_model": "test_ckpt.py::test_what_cannot_be_resumed_is_refused",
     "async_save": "test_ckpt_safety.py::test_a_checkpoint_written_in_the_background_holds_its_own_step",
     "check_for_nan_in_loss_and_grad": "test_nonfinite.py::test_check_for_nan_in_loss_and_grad_can_be_switched_off",
+    "hang_timeout": "test_watchdog.py::test_the_rank_that_has_noted_less_is_named_and_all_leave_at_ddp_timeout",
     "nan_policy": "test_nonfinite.py::test_nan_policy_skip_leaves_the_update_out_and_counts_it",
     "nan_skip_limit": "test_nonfinite.py::test_nan_skip_limit_ends_the_run",
     "apply_rope_fusion": "test_cli.py::test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run",

@@ -4,14 +4,15 @@ import contextlib
 import io
 import math
 import os
+import re
 
 import pytest
 import torch
 
-from tests.shared import tiny, world
+from tests.shared import dpo_tools, tiny, tiny_moe, world
 from tests.shared.commands import ROOT, SHORT
 from tests.shared.files import tensors
-from tests.shared.layouts import CP2, DIST_OPT, PP2, TP2
+from tests.shared.layouts import CP2, DIST_OPT, EP2, PP2, TP2, VPP2
 from tests.shared.training import read_log
 
 BAD_TOKEN, BAD_SAMPLE, BAD_LAYER = 60, 13, 2
@@ -32,6 +33,11 @@ KEYS = dict(
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return tiny.save_model(tmp_path_factory.mktemp("nonfinite") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory):
+    return tiny_moe.save_model(tmp_path_factory.mktemp("nonfinite_moe") / "model", "qwen3_moe")
 
 
 def data() -> list[dict]:
@@ -71,6 +77,12 @@ def poison_layer(models, trainer_of) -> None:
                 number = getattr(module, "layer_number", int(name.rpartition(".")[2]) + 1) - 1
                 if number == BAD_LAYER:
                     module.mlp.register_forward_hook(spoil)
+
+
+def is_whole(folder) -> bool:
+    from mca_lite import ckpt_folder
+
+    return not ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
 
 
 def train(path: str, out: str, backend: str, poison: str, **changes) -> dict:
@@ -128,14 +140,20 @@ MEGATRON, TORCH = "megatron", "torch"
         (2, TORCH, "inf", {}),
         (1, TORCH, "layer", {}),
         (1, MEGATRON, "nan", dict(fp16=True, initial_loss_scale=8.0)),
+        (2, MEGATRON, "layer", {**PP2, **VPP2}),
+        (2, MEGATRON, "nan", dict(async_save=True)),
+        (2, MEGATRON, "layer", EP2),
+        (1, TORCH, "layer", dict(moe_aux_loss_coeff=0.01)),
     ],
 )
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
-    model_path, tmp_path, ranks, backend, poison, keys
+    model_path, moe_path, tmp_path, ranks, backend, poison, keys
 ):
-    replicas = ranks if keys in ({}, dict(DIST_OPT, bf16=True)) else 1
-    step, replica, samples = place_of_the_bad_sample(replicas)
-    results = world.run(train, ranks, model_path, str(tmp_path), backend, poison, **keys)
+    is_moe = keys == EP2 or "moe_aux_loss_coeff" in keys
+    is_shared = {**keys, **PP2} == keys or keys in (TP2, CP2)  # by all ranks, which are one replica
+    step, replica, samples = place_of_the_bad_sample(1 if is_shared else ranks)
+    path = moe_path if is_moe else model_path
+    results = world.run(train, ranks, path, str(tmp_path), backend, poison, **keys)
     errors = {result["error"] for result in results}
     assert len(errors) == 1, "all ranks say the same"
     [error] = errors
@@ -146,12 +164,61 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
     assert cause in error, error
     assert all(result["finite"] for result in results)
     assert len(read_log(tmp_path)) == step - 1
-    assert f"checkpoint-{step - 1}" in error and (tmp_path / f"checkpoint-{step - 1}").is_dir()
+    assert f"checkpoint-{step - 1}" in error and is_whole(tmp_path / f"checkpoint-{step - 1}")
+    assert not list(tmp_path.glob(".checkpoint*")), "one that was being written is finished"
     [path] = tmp_path.glob(f"nonfinite-step-{step}-rank-*.pt")
     assert str(path) in error
     record = torch.load(path, weights_only=True)
     [batch] = record["micro_batches"]
     assert batch["samples"] == samples and BAD_TOKEN in batch["batch"]["input_ids"]
+
+
+def train_pairs(path: str, out: str, backend: str, replica: int, **keys) -> str:
+    """The error of a DPO run in which the second micro-batch of step 3 of a replica is NaN."""
+    from mca_lite.trainer_nonfinite import NotFiniteError
+
+    def spoil(trainer):
+        right, calls = trainer.preference_loss, []
+
+        def preference_loss(responses):
+            losses, *rewards = right(responses)
+            if trainer.state.global_step == 2 and trainer.backend.dp_rank == replica:
+                calls.append(losses)
+                if len(calls) == 2:
+                    losses = losses * math.nan
+            return (losses, *rewards)
+
+        trainer.preference_loss = preference_loss
+
+    keys.update(save_strategy="steps", save_steps=1, save_total_limit=1, before=spoil)
+    with pytest.raises(NotFiniteError) as stopped:
+        dpo_tools.our_run(path, out, dpo_tools.OBJECTIVES["sigmoid"], backend=backend, **keys)
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    "ranks, backend, replica, keys",
+    [(2, MEGATRON, 1, {}), (2, MEGATRON, 0, PP2), (1, TORCH, 0, {})],
+)
+def test_a_pair_whose_loss_is_not_finite_is_named(
+    model_path, tmp_path, ranks, backend, replica, keys
+):
+    import numpy as np
+
+    errors = world.run(train_pairs, ranks, model_path, str(tmp_path), backend, replica, **keys)
+    [error] = set(errors)
+    order = np.random.default_rng([7, 0]).permutation(dpo_tools.COUNT).tolist()
+    words = rf"step 3: loss nan on rank \d \(data parallel replica {replica}\), micro-batch 1, "
+    pair = int(re.match(words + r"samples (\d+)\. The first .* the loss itself", error)[1])
+    of_step = order[2 * dpo_tools.GLOBAL_BATCH : 3 * dpo_tools.GLOBAL_BATCH]
+    assert pair in of_step  # replicas share them by what they cost
+    assert is_whole(tmp_path / "checkpoint-2") and is_whole(tmp_path / "checkpoint-1")
+    assert "checkpoint-2, from which no good step was made" in error
+    [path] = tmp_path.glob("nonfinite-step-3-rank-*.pt")
+    [batch] = torch.load(path, weights_only=True)["micro_batches"]
+    chosen = dpo_tools.Pairs().pairs[pair]["chosen"]["input_ids"]
+    assert batch["samples"] == [pair]
+    assert batch["batch"]["input_ids"][0, : len(chosen)].equal(chosen)
 
 
 @pytest.mark.parametrize("ranks, backend, keys", [(2, MEGATRON, PP2), (1, TORCH, {})])
@@ -222,6 +289,80 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_trained(
     assert f"before training: the weight {wanted} is not finite" in result["error"]
 
 
+# -- losses that are finite, and far from the others
+
+
+def spikes(path: str, out: str, backend: str, factor: float, **changes) -> str:
+    """What is printed of a run in which the loss of BAD_SAMPLE is `factor` times what it was, once
+    after 21 steps."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    class Trainer(McaTrainer):
+        is_bad = False
+
+        def _prepare_train_inputs(self, data_iterator):
+            batch = next(data_iterator)
+            has_bad = bool((batch["input_ids"] == BAD_TOKEN).any())
+            self.is_bad = has_bad and 21 <= self.state.global_step < 24
+            return super()._prepare_train_inputs(iter([batch]))
+
+        def _post_compute_loss(self, labels, losses):
+            return super()._post_compute_loss(labels, losses * factor if self.is_bad else losses)
+
+    keys = dict(KEYS, max_steps=24, save_strategy="no", logging_steps=24)
+    args = TrainingArguments(output_dir=out, **{**keys, **changes})
+    load = load_torch_model if backend == "torch" else lambda p: AutoModel.from_pretrained(p, args)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        Trainer(load(path), args, train_dataset=data()).train()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks, backend, keys", [(2, MEGATRON, PP2), (2, TORCH, {})])
+def test_a_loss_spike_is_a_warning_with_the_sample_numbers(
+    model_path, tmp_path, ranks, backend, keys
+):
+    import numpy as np
+
+    printed, _ = world.run(spikes, ranks, model_path, str(tmp_path), backend, 30.0, **keys)
+    order = np.random.default_rng([42, 7]).permutation(22).tolist()  # of the eighth epoch
+    at = order.index(BAD_SAMPLE)
+    first = at // 2 * 2
+    [line] = [line for line in printed.splitlines() if "spike" in line]
+    step = 21 + at // 8 + 1
+    assert (
+        line.startswith(f"warning: step {step}: loss ") and f"the {step - 1} steps before" in line
+    )
+    highest = line.split("highest of its micro-batches: ")[1].split("; ")[0]
+    assert highest.endswith(f"samples {order[first]}, {order[first + 1]}"), line
+    quiet, _ = world.run(spikes, ranks, model_path, str(tmp_path), backend, 1.0, **keys)
+    assert "spike" not in quiet
+
+
+def test_a_spike_is_far_above_what_losses_do():
+    from types import SimpleNamespace as Record
+
+    from mca_lite.trainer_nonfinite import FiniteGuard
+
+    def seen(losses: list[float | None]) -> list[int]:
+        args = Record(check_for_nan_in_loss_and_grad=True)
+        guard = FiniteGuard(Record(args=args, state=Record(global_step=0)))
+        found = []
+        for number, loss in enumerate(losses):
+            guard.note_loss(loss, [], None)
+            found += [number] if guard.is_spike else []
+        return found
+
+    noisy = [2.0 + 0.1 * (-1) ** n for n in range(30)]  # deviation 0.1: a spike is above 2.6
+    assert seen([*noisy, 2.55, 2.0]) == [] and seen([*noisy, 2.65, 2.0]) == [30]
+    assert seen([*noisy, math.nan, None, math.inf, 2.0]) == []
+    assert seen([5.0 * 0.97**n for n in range(200)]) == []
+    assert seen([2.0] * 19 + [9.0]) == [], "too few to know"
+    assert seen([2.0] * 20 + [2.11]) == [] and seen([2.0] * 20 + [2.13]) == [20], "6 % at least"
+    assert seen([2.0] * 20 + [9.0] + [2.0] * 60 + [9.0]) == [20, 81]
+
+
 # -- through the command line, in this process
 
 
@@ -237,22 +378,26 @@ def through_the_command_line(words: str) -> tuple[int, str]:
         return cli.main(words.split()), said.getvalue()
 
 
-def stopped(tmp_path, words: str) -> str:
+def stopped(tmp_path, words: str, config: str = "configs/sft.yaml") -> str:
     """The error of a run that has to end with the exit code for it, and to export nothing."""
     from mca_lite.trainer_nonfinite import NOT_FINITE_EXIT_CODE
 
     out = tmp_path / "out"
-    words = f"configs/sft.yaml {SHORT} {words} cache_dir={tmp_path}/cache output_dir={out}"
+    words = f"{config} {SHORT} {words} cache_dir={tmp_path}/cache output_dir={out}"
     code, said = world.run(through_the_command_line, 1, words)[0]
     assert code == NOT_FINITE_EXIT_CODE == 86, said
     assert not list(out.glob("model*.safetensors"))
     return said
 
 
-def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "config, key", [("sft", "async_save=false"), ("sft", "async_save=true"), ("dpo", "bf16=false")]
+)
+def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, key):
     """Step 1 has learning rate 0, step 2 spoils the weights, which are finite until step 3 uses them."""
     words = "learning_rate=1e30 warmup_steps=1 save_strategy=steps save_steps=1 save_total_limit=1"
-    said = stopped(tmp_path, words)
+    words += " model_name_or_path=configs/tiny/model train_from_scratch=true"
+    said = stopped(tmp_path, f"{words} {key}", f"configs/{config}.yaml")
     assert "step 3: " in said and "Traceback" not in said
     good = tmp_path / "out" / "checkpoint-1"
     assert good.is_dir(), "the last good checkpoint was pruned for a bad one"

@@ -6,6 +6,7 @@ A world lives for one call. A rank that fails fails the call with its traceback;
 nothing of either survives into the next test. Functions go by module and name, so they stand at module level.
 """
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -67,8 +68,9 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
         os._exit(0)  # tearing down megatron's groups takes longer than the test
 
 
-def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
-    """What `function(*args, **kwargs)` returns on each of `ranks` ranks, in order of rank."""
+@contextlib.contextmanager
+def _started(function, ranks: int, args, kwargs):
+    """(processes, the queue of their answers) of a world; they are gone afterwards."""
     context, folder = _server(), tempfile.mkdtemp()
     answers = context.Queue()
     processes = [
@@ -82,13 +84,32 @@ def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
     for process in processes:
         process.start()
     try:
-        return _collect(function, processes, answers, time.monotonic() + timeout_s, timeout_s)
+        yield processes, answers
     finally:
         for process in processes:
             process.kill()
         for process in processes:
             process.join()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
+    """What `function(*args, **kwargs)` returns on each of `ranks` ranks, in order of rank."""
+    with _started(function, ranks, args, kwargs) as (processes, answers):
+        return _collect(function, processes, answers, time.monotonic() + timeout_s, timeout_s)
+
+
+def exits(
+    function, ranks: int, *args, timeout_s: float = 60, wait_for: list[int] | None = None, **kwargs
+) -> tuple[list[int | None], float]:
+    """(the exit code of each rank, None of one that still runs; seconds) of a world that ends by
+    itself. wait_for: the ranks that do (None: all)."""
+    start = time.monotonic()
+    with _started(function, ranks, args, kwargs) as (processes, _):
+        for number, process in enumerate(processes):
+            if wait_for is None or number in wait_for:
+                process.join(max(0.0, start + timeout_s - time.monotonic()))
+        return [process.exitcode for process in processes], time.monotonic() - start
 
 
 def _collect(function, processes, answers, end, timeout_s) -> list:

@@ -1,0 +1,344 @@
+"""A rank that hangs or dies is named, and all leave: in plain objects with a clock of their own, and in small worlds."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from mca_lite import watchdog
+from mca_lite.watchdog import BETWEEN_STEPS, HANG_EXIT_CODE, RankFailed, Watchdog
+from tests.shared import tiny, world
+from tests.shared.layouts import PP2, TP2
+from tests.shared.training import Clock
+
+# -- in this process: several ranks, one store, one clock
+
+
+class Ranks:
+    """Watchdogs of one world; those in `stopped` never look."""
+
+    def __init__(self, size: int = 3, hang_timeout: float = 10, ddp_timeout: float = 60):
+        from torch.distributed import HashStore
+
+        self.clock, self.codes, store = Clock(), {}, HashStore()
+        self.stopped: set[int] = set()
+        self.all = [
+            Watchdog(
+                store,
+                rank,
+                size,
+                hang_timeout,
+                ddp_timeout,
+                self.clock,
+                lambda code, rank=rank: self.codes.setdefault(rank, code),
+            )
+            for rank in range(size)
+        ]
+
+    def note(self, phase: str, step: int, but: int | None = None) -> None:
+        for number, rank in enumerate(self.all):
+            if number != but:
+                rank.note(phase, step)
+
+    def settle(self) -> None:
+        """The first step is over."""
+        self.note(BETWEEN_STEPS, 1)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.clock.now += 1
+            for number, rank in enumerate(self.all):
+                if number not in self.stopped and number not in self.codes:
+                    rank.look()
+
+
+def test_the_rank_that_has_noted_less_is_named_and_all_leave_at_ddp_timeout(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    ranks.note("reading data", 1)
+    ranks.note("running the model", 1, but=2)
+    ranks.wait(9)
+    assert not capsys.readouterr().err
+    ranks.wait(5)
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == 1 and "1 of 3 ranks behind" in said
+    assert f"rank 2 on {os.uname().nodename} (process {os.getpid()}): after step 1, reading" in said
+    assert "in test_the_rank_that_has_noted_less" in said, "the stack of its thread"
+    assert "ranks 0, 1: after step 1, running the model" in said
+    ranks.wait(40)
+    assert not ranks.codes and not capsys.readouterr().err
+    ranks.wait(60 - 54)
+    assert ranks.codes == dict.fromkeys(range(3), HANG_EXIT_CODE)
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 2 on ") and said.count("\n") == 1
+
+
+def test_a_rank_that_does_not_answer_is_named_though_it_has_noted_as_much(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    ranks.stopped = {1}
+    ranks.wait(16)
+    said = capsys.readouterr().err
+    assert "rank 1 on" in said and "does not answer: its process is stopped or gone" in said
+    ranks.wait(44)
+    assert ranks.codes == {0: HANG_EXIT_CODE, 2: HANG_EXIT_CODE}
+
+
+def test_a_world_in_which_no_rank_is_behind_is_told_of_and_left_alone(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    ranks.wait(200)
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == 1 and "none of 3 ranks is behind" in said and not ranks.codes
+
+
+def test_a_rank_that_goes_on_is_told_of_and_the_next_wait_is_a_new_one(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    ranks.note("reading data", 1, but=0)
+    ranks.wait(20)
+    ranks.note("reading data", 1)
+    ranks.wait(5)
+    assert "goes on after 19 s" in capsys.readouterr().err
+    ranks.note("running the model", 1, but=1)
+    ranks.wait(20)
+    assert "rank 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("phase", [watchdog.STARTING, watchdog.SAVING, watchdog.ENDING])
+def test_long_phases_and_the_first_step_are_told_of_at_half_of_ddp_timeout(capsys, phase):
+    ranks = Ranks()
+    if phase != watchdog.STARTING:
+        ranks.settle()
+    ranks.note(phase, 1, but=1)
+    ranks.all[1].note("running the model", 1)
+    ranks.all[1]._is_settled = False  # compiles
+    ranks.wait(29)
+    assert not capsys.readouterr().err
+    ranks.wait(8)
+    assert "warning: " in capsys.readouterr().err
+
+
+def test_micro_batches_are_progress_and_a_suspended_process_has_not_waited(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    for _ in range(10):
+        ranks.wait(8)
+        for rank in ranks.all:
+            rank.ticks += 1
+    ranks.clock.now += 3600  # Ctrl-Z, fg
+    ranks.wait(5)
+    assert not capsys.readouterr().err and not ranks.codes
+
+
+def test_ranks_of_which_one_died_leave_after_a_while_with_its_words(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    assert ranks.all[1].tell(KeyError("lora")) is None
+    assert ranks.all[2].tell(ValueError("later")) is None  # the first word stands
+    ranks.stopped = {1, 2}
+    lost = ranks.all[0].tell(RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]"))
+    assert isinstance(lost, RankFailed) and re.fullmatch(
+        r"rank 1 on \S+ \(process \d+\) failed: KeyError: 'lora'", str(lost)
+    )
+    ranks.wait(9)
+    assert not ranks.codes
+    ranks.wait(5)
+    assert ranks.codes == {0: 1}
+
+
+def test_a_rank_that_lost_one_that_said_nothing_keeps_its_error():
+    ranks = Ranks()
+    assert ranks.all[0].tell(RuntimeError("Connection reset by peer")) is None
+    assert ranks.all[1]._read("verdict") is None
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.2)
+    [rank] = Ranks(1).all
+    monkeypatch.setattr(rank, "_read", lambda key: time.sleep(1))
+    lost = rank.tell(RuntimeError("Timed out waiting 8000ms for recv operation to complete"))
+    assert "the store of the ranks does not answer" in str(lost)
+
+
+def answer(count: int, is_waiting: bool) -> dict:
+    return {"count": count, "is_waiting": is_waiting}
+
+
+@pytest.mark.parametrize(
+    "answers, behind",
+    [
+        ({0: answer(5, True), 1: answer(4, True), 2: answer(5, False)}, [1]),
+        ({0: answer(4, True), 1: answer(4, False), 2: answer(5, True)}, [1]),  # 0 waits for 1
+        ({0: answer(5, True), 1: answer(5, True), 2: answer(5, False)}, [2]),
+        ({0: answer(5, True), 1: answer(5, True), 2: answer(5, True)}, []),
+        ({0: answer(5, False), 1: answer(5, False), 2: answer(5, False)}, []),
+        ({0: answer(5, True), 2: answer(4, False)}, [1]),
+    ],
+)
+def test_who_is_behind(answers, behind):
+    assert watchdog.who_is_behind(answers, 3) == behind
+
+
+def test_a_thread_waits_where_its_innermost_call_is_torchs_or_ours():
+    from mca_lite import parallel
+
+    def is_waiting(function) -> bool:
+        ready, end = threading.Event(), threading.Event()
+
+        def stay(*_):
+            ready.set()
+            end.wait()
+            return 0
+
+        thread = threading.Thread(target=function, args=(stay,))
+        thread.start()
+        ready.wait()
+        stack, waits = watchdog.stack_of(thread.ident)
+        assert "in stay" in stack
+        end.set()
+        thread.join()
+        return waits
+
+    assert not is_waiting(lambda stay: stay())
+    frame = sys._getframe()
+    assert not watchdog._may_wait(frame)
+    for module in ("torch.distributed.x", "megatron.core.x", parallel.__name__):
+        inner = eval("__import__('sys')._getframe()", {"__name__": module})
+        assert watchdog._may_wait(inner)
+
+
+def test_without_a_world_nothing_is_watched_and_a_note_costs_nothing_to_speak_of(tmp_path):
+    from mca_lite import TrainingArguments
+
+    with watchdog.watch(TrainingArguments(output_dir=str(tmp_path))):
+        assert watchdog._current is None
+    [rank] = Ranks(1).all
+    started = time.thread_time()
+    for _ in range(10_000):
+        rank.note("running the model", 1)
+    assert time.thread_time() - started < 10_000 * 5e-6  # it takes half a microsecond
+
+
+# -- small worlds
+
+
+def groups_wait(out: str) -> list[float]:
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    from mca_lite import TrainingArguments, parallel
+
+    parallel.initialize(TrainingArguments(output_dir=out, ddp_timeout=89))
+    groups = [mpu.get_data_parallel_group(), mpu.get_tensor_model_parallel_group()]
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+
+
+def test_megatrons_groups_wait_for_seconds_not_for_rounded_minutes(tmp_path):
+    assert world.run(groups_wait, 1, str(tmp_path)) == [[89.0, 89.0]]
+
+
+def hang(path: str, out: str, backend: str, how: str, **keys) -> None:
+    """A run of which rank 1 sleeps, stops or dies after two steps; what ranks say is in files."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.cli_errors import end
+    from mca_lite.model import load_torch_model
+
+    rank = os.environ["RANK"]
+    sys.stderr = open(f"{out}/said-{rank}", "w")  # noqa: SIM115 - until the process is gone
+
+    def is_time(trainer) -> bool:
+        return rank == "1" and trainer.state.global_step == 2 and trainer.models[0].training
+
+    class Samples(list):
+        def __getitem__(self, number):
+            if is_time(trainer) and how == "sleeps":
+                time.sleep(600)
+            if is_time(trainer) and how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if is_time(trainer) and how == "dies":
+                raise KeyError("what rank 1 died of")
+            return super().__getitem__(number)
+
+    class Trainer(McaTrainer):
+        def _pre_compute_loss(self, batch, inputs):
+            if is_time(self) and how == "sleeps in the forward pass":
+                time.sleep(600)
+            return super()._pre_compute_loss(batch, inputs)
+
+        def _post_compute_loss(self, labels, losses):
+            if is_time(self) and how == "sleeps in the backward pass":
+                losses.register_hook(lambda gradient: time.sleep(600))
+            return super()._post_compute_loss(labels, losses)
+
+    args = TrainingArguments(
+        output_dir=f"{out}/run", max_steps=4, global_batch_size=8, save_strategy="no",
+        per_device_train_batch_size=2, disable_tqdm=True, **{**TIMES, **keys},
+    )  # fmt: skip
+    load = load_torch_model if backend == "torch" else lambda p: AutoModel.from_pretrained(p, args)
+    try:
+        trainer = Trainer(load(path), args, train_dataset=Samples(tiny.samples()))
+        trainer.train()
+    except Exception as error:
+        os._exit(end(error, out))
+
+
+TIMES = dict(hang_timeout=2, ddp_timeout=10)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("watchdog") / "model", "llama")
+
+
+def said_by(tmp_path, rank: int) -> str:
+    return (tmp_path / f"said-{rank}").read_text()
+
+
+@pytest.mark.parametrize(
+    "backend, how, keys",
+    [
+        ("megatron", "sleeps", {}),
+        ("torch", "sleeps", {}),
+        ("megatron", "sleeps", TP2),
+        ("megatron", "sleeps in the forward pass", PP2),
+        ("torch", "sleeps in the forward pass", {}),
+        ("megatron", "sleeps in the backward pass", TP2),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_stack_and_all_leave(
+    model_path, tmp_path, backend, how, keys
+):
+    codes, seconds = world.exits(hang, 2, model_path, str(tmp_path), backend, how, **keys)
+    assert codes == [HANG_EXIT_CODE] * 2
+    said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
+    phase = "reading data" if how == "sleeps" else "running the model"
+    assert re.search(rf"rank 1 on \S+ \(process \d+\): after step 2, {phase} for \d+ s", said), said
+    assert "1 of 2 ranks behind" in said and "time.sleep(600)" in said
+    assert re.search(r"error: rank 1 on \S+ \(process \d+\) hung for \d+ s .*all ranks leave", said)
+    assert "Traceback" not in said and seconds < 30
+
+
+def test_a_rank_that_is_stopped_is_named_without_a_stack(model_path, tmp_path):
+    codes, _ = world.exits(hang, 2, model_path, str(tmp_path), "megatron", "stops", wait_for=[0])
+    said = said_by(tmp_path, 0)
+    assert codes[0] == HANG_EXIT_CODE and "rank 1 on" in said
+    assert "does not answer: its process is stopped or gone" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_rank_that_dies_of_an_exception_has_the_last_word(model_path, tmp_path, backend):
+    codes, _ = world.exits(hang, 2, model_path, str(tmp_path), backend, "dies")
+    first, last = said_by(tmp_path, 1), said_by(tmp_path, 0)
+    assert codes == [1, 1] and first.startswith("error: rank 1: KeyError: 'what rank 1 died of'")
+    assert re.fullmatch(
+        r"error: rank 0: rank 1 on \S+ \(process \d+\) failed: KeyError: 'what rank 1 died of'\n",
+        last,
+    )
+    assert not (tmp_path / "traceback-rank0.txt").exists()
+    assert "what rank 1 died of" in (tmp_path / "traceback-rank1.txt").read_text()
