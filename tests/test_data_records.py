@@ -459,6 +459,22 @@ def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path,
         list(read_records(str(tmp_path / name)))
 
 
+@pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("images", ["a"])])
+def test_records_that_mean_something_else_are_refused_by_path_too(column, value):
+    encoder = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "sft", 64)
+    with pytest.raises(ValueError, match=f"x.jsonl:1: the column '{column}'"):
+        encoder.format_of(TWO_TURNS | {column: value}, "x.jsonl:1")
+    assert encoder.format_of(TWO_TURNS | {column: None}, "x.jsonl:1") == "openai"
+    texts = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "pt", 64)
+    assert texts.format_of({"text": "a", column: value}, "x.jsonl:1") == "text"
+
+
+def test_empty_answers_are_counted_with_the_first_place():
+    _, encoded = encode(chat("Hi", " "), CHATML)
+    what = "samples have an empty answer, of which the end is trained"
+    assert encoded.tallies == {what: (1, "t.json:1")} and len(encoded.lengths) == 1
+
+
 def test_a_whole_pair_of_surrogates_is_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n')
     assert [record for _, record in read_records(str(tmp_path / "a.jsonl"))] == [{"text": "😀"}]
