@@ -25,6 +25,7 @@ from . import (
     weights_convert,
     weights_vocabulary,
 )
+from .args_parser import read_config_file
 from .args_rules_model import check_torch_experts, check_torch_packing, check_window
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
@@ -334,8 +335,26 @@ class _SaveConfig(TrainerCallback):
         self.arguments = arguments
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if parallel.is_main():
-            self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
+        if not parallel.is_main():
+            return
+        path = Path(args.output_dir) / RUN_CONFIG_NAME
+        before = read_config_file(path) if state.global_step and path.is_file() else None
+        self.arguments.save(path)
+        if before is not None:
+            _say_changes(before, read_config_file(path))
+
+
+def _say_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """A line about the keys of a resumed run whose values differ; None and absent are alike."""
+    own = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
+    keys = sorted((before.keys() | now.keys()) - own)
+    changed = [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        print(f"note: other values than before, taken from here on: {', '.join(changed)}")
 
 
 def data_summary(plan: Plan, spec: lora.LoraSpec | None) -> dict[str, str]:

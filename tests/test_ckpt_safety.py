@@ -436,6 +436,15 @@ def test_auto_falls_back_where_a_manifest_has_other_types_or_files(tmp_path, cha
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
 
 
+def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
+    older = small_checkpoint(tmp_path / "checkpoint-2")
+    path = small_checkpoint(tmp_path / "checkpoint-4") / "training.json"
+    path.unlink()
+    os.mkfifo(path)
+    found, said = start(tmp_path)
+    assert found == older and "training.json is no file" in said[0]
+
+
 def test_a_manifest_of_format_1_has_no_checksum_and_is_read(tmp_path):
     folder = small_checkpoint(tmp_path / "checkpoint-4")
     record = ckpt_folder.read_manifest(folder) | {"format": 1}

@@ -146,24 +146,45 @@ def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(tmp_path, mon
     assert "set cache_dir" in shown and shown.count("\n") == 1
 
 
-def full_log(out: str, cache: str, use_mca: str) -> tuple[int, str, list[str]]:
-    """(exit code, error, files left) of a run whose log is on a disk that is full: the system says so."""
-    os.makedirs(out)
-    os.symlink("/dev/full", f"{out}/trainer_log.jsonl")
+def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, list[str]]:
+    """(exit code, error, files left) of a run that finds the disk full when it writes a file of its
+    folder or of a checkpoint: the system itself says so, for /dev/full."""
+    from mca_lite import ckpt
+
+    def link(folder: Path) -> None:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).symlink_to("/dev/full")
+
+    def make_empty(folder: Path, make=ckpt._make_empty) -> None:
+        make(folder)
+        link(folder)
+
+    if file == "config.yaml":
+        link(Path(out))
+    else:
+        ckpt._make_empty = make_empty
     os.chdir(ROOT)
-    said, words = io.StringIO(), f"configs/sft.yaml {SHORT} save_strategy=steps save_steps=1"
+    said, words = io.StringIO(), f"configs/sft.yaml {SHORT} save_strategy=steps max_steps=1"
     words += f" max_samples=20 output_dir={out} cache_dir={cache} use_mca={use_mca}"
     with contextlib.redirect_stderr(said):
         code = cli.main(words.split())
     return code, said.getvalue(), sorted(os.listdir(out))
 
 
-@pytest.mark.parametrize("use_mca", ["true", "false"])
-def test_a_full_disk_is_called_so_and_leaves_no_checkpoint(tmp_path, use_mca):
-    out = str(tmp_path / "out")
-    [(code, said, left)] = world.run(full_log, 1, out, str(tmp_path / "cache"), use_mca)
-    assert code == 2 and said.startswith("error: disk full: ") and out in said
-    assert said.count("\n") == 1 and not [name for name in left if "checkpoint" in name]
+FILES = [
+    ("config.yaml", "false"),
+    ("dist/__0_0.distcp", "true"),
+    ("optimizer.safetensors", "false"),
+]
+
+
+@pytest.mark.parametrize("file, use_mca", FILES)
+def test_a_full_disk_is_called_so_and_leaves_no_checkpoint(tmp_path, file, use_mca):
+    out, cache = str(tmp_path / "out"), str(tmp_path / "cache")
+    [(code, said, left)] = world.run(full_disk, 1, out, cache, file, use_mca)
+    assert code == 2 and "disk full: " in said and "No space left on device" in said and out in said
+    assert said.splitlines()[-1].startswith("error: ")
+    assert not [name for name in left if "checkpoint" in name]
 
 
 def test_the_version_is_told(capsys):
@@ -183,6 +204,7 @@ def test_a_resumed_run_that_is_done_says_so(tmp_path, capsys):
     said = world.run(said_by, 1, [f"{words} max_steps=2", f"{words} max_steps=1"])[0]
     assert "trained 2 steps in" in said
     assert "nothing was left to train: the run goes to step 1, and its checkpoint is at" in said
+    assert "note: other values than before, taken from here on: max_steps 2 -> 1\n" in said
 
 
 def said_by(runs: list[str]) -> str:
@@ -195,9 +217,10 @@ def said_by(runs: list[str]) -> str:
     return said.getvalue()
 
 
-def test_a_world_too_small_for_the_layout_is_told_to_python_too():
+def test_a_world_too_small_for_the_layout_is_told_to_python_too(monkeypatch):
     from mca_lite import TrainingArguments, parallel
 
+    monkeypatch.setattr(parallel, "start_process_group", lambda timeout_s: None)
     args = TrainingArguments(output_dir="unused", tensor_model_parallel_size=3)
     with pytest.raises(ValueError, match="takes 3 ranks, and there are 1: start a multiple"):
         parallel.initialize(args)
