@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mca_lite import data_chat
 from mca_lite.data_encode import Encoder, mask_of_spans
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
@@ -331,6 +332,13 @@ def test_a_template_that_rewrites_answers_is_an_error_that_says_what_to_do():
         ValueError, match="t.json:1: the chat template refuses the conversation: too many"
     ):
         encode(TWO_TURNS, refusing)
+
+
+def test_a_template_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr(data_chat, "RENDER_S", 0.05)
+    loops = "{% for i in range(2000) %}" * 2 + "{% endfor %}" * 2
+    with pytest.raises(ValueError, match="the chat template takes longer than"):
+        encode(TWO_TURNS, loops + CHATML)
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_set():
