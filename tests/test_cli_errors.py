@@ -171,11 +171,7 @@ def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, 
     return code, said.getvalue(), sorted(os.listdir(out))
 
 
-FILES = [
-    ("config.yaml", "false"),
-    ("dist/__0_0.distcp", "true"),
-    ("optimizer.safetensors", "false"),
-]
+FILES = [("config.yaml", "false"), ("dist/__0_0.distcp", "true"), ("rng-0.pt", "false")]
 
 
 @pytest.mark.parametrize("file, use_mca", FILES)
