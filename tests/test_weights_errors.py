@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from mca_lite import lora, lora_files
+from mca_lite.args import TrainingArguments
 from mca_lite.weights_files import write_safetensors
 from mca_lite.weights_sources import SafetensorsSource
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import ROOT
 from tests.shared.files import EMBEDDING, changed, make_args
 from tests.shared.layouts import PP2, TP2
@@ -296,3 +297,23 @@ def test_a_damaged_generation_config_is_named(llama, tmp_path):
     path = changed(llama, tmp_path / "in", lambda values: None)
     Path(path, "generation_config.json").write_text("null")
     assert "generation_config.json: expected a JSON object" in plan_error(path, tmp_path / "out")
+
+
+ALL = [(tiny, name) for name in (*tiny.FAMILY_KEYS, *tiny.MORE_KEYS)]
+ALL += [(tiny_moe, name) for name in tiny_moe.MODELS]
+
+
+@pytest.mark.parametrize("maker, name", ALL, ids=lambda value: getattr(value, "__name__", value))
+def test_the_files_of_every_family_fit_their_config_json(tmp_path, maker, name):
+    from mca_lite import model_config, run
+    from mca_lite.model import load_torch_model
+
+    path = maker.save_model(tmp_path / "model", name)
+    args = TrainingArguments(output_dir="unused")
+    for config in (
+        model_config.AutoConfig.from_pretrained(path, args),
+        load_torch_model(path).config,
+    ):
+        planned = run.PlannedModel(Path(path), config, config.vocab_size, config.vocab_size)
+        run._open_source(planned)
+        assert planned.source.names()
