@@ -77,7 +77,7 @@ class DataArguments(ArgumentGroup):
     )
     max_samples: int | None = arg(None, "only the first so many samples of each dataset", low=1)
     preprocessing_num_workers: int | None = arg(
-        None, "processes that tokenise (None: chosen)", low=1
+        None, "processes that tokenise (None: chosen)", low=1, high=1024
     )
     cache_dir: str | None = arg(None, "where tokenised data is kept (None: ~/.cache/mca_lite)")
     overwrite_cache: bool = arg(False, "tokenise again even where the cache has it")
@@ -98,7 +98,7 @@ class FinetuningArguments(ArgumentGroup):
     finetuning_type: Literal["full", "lora"] = arg(
         "full", "full: every weight is trained; lora: adapters are"
     )
-    lora_rank: int = arg(8, "rank of the adapters", low=1, lora=True)
+    lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536, lora=True)
     lora_alpha: float | None = arg(
         None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0, lora=True
     )
@@ -200,7 +200,7 @@ class TrainingArguments(ArgumentGroup):
     disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar where there is a terminal)")
 
     # batches and length
-    per_device_train_batch_size: int = arg(1, "samples of a micro-batch", low=1)
+    per_device_train_batch_size: int = arg(1, "samples of a micro-batch", low=1, high=100_000)
     per_device_eval_batch_size: int | None = arg(
         None, "samples of a micro-batch of evaluation (None: as in training)", low=1
     )
@@ -210,11 +210,11 @@ class TrainingArguments(ArgumentGroup):
     global_batch_size: int | None = arg(
         None, "samples a step in all: gradient_accumulation_steps follows from it", low=1
     )
-    num_train_epochs: float = arg(3.0, "times that the data is seen", above=0)
+    num_train_epochs: float = arg(3.0, "times that the data is seen", above=0, high=1e6)
     max_steps: int = arg(-1, "optimizer steps, instead of num_train_epochs (-1: not used)", low=-1)
-    seed: int = arg(42, "of weights, data order and dropout", low=0)
-    data_seed: int | None = arg(None, "of the data order (None: seed)", low=0)
-    dataloader_num_workers: int = arg(0, "processes that load data, on each rank", low=0)
+    seed: int = arg(42, "of weights, data order and dropout", low=0, high=2**32 - 1)
+    data_seed: int | None = arg(None, "of the data order (None: seed)", low=0, high=2**32 - 1)
+    dataloader_num_workers: int = arg(0, "processes that load data, on each rank", low=0, high=256)
     ddp_timeout: int = arg(1800, "seconds that a rank waits for the others", low=1)
     hang_timeout: int = arg(
         300,

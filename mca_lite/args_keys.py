@@ -12,6 +12,7 @@ ALIASES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "evaluation_strategy": "eval_strategy",
     "additional_target": "modules_to_save",
+    "early_stopping_steps": "early_stopping_patience",
 }
 
 # Keys that are known, and what this version takes for them: (values, what others would need). A
@@ -38,6 +39,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope_scaling": ((None,), "rope scaling other than that of the model's config.json"),
     "label_smoothing_factor": ((0, None), "label smoothing"),
     "neftune_noise_alpha": ((None,), "noise on embeddings"),
+    "enable_thinking": ((None, True), "chat templates with options of their own"),
+    "eval_on_each_dataset": ((None, False), "a loss for each of several evaluation datasets"),
+    "new_special_tokens_config": ((None,), "tokens in a file: add_special_tokens lists them"),
     "streaming": ((False, None), "data sets that are never read as a whole"),
 }
 

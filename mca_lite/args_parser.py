@@ -103,12 +103,21 @@ class ArgumentGroup:
         for item in dataclasses.fields(cls):
             value = values.get(item.name)
             if value is None and default_of(item) is MISSING:
-                is_list = typing.get_origin(type_hints(cls)[item.name]) is list  # type: ignore[arg-type]
-                value = [] if is_list else ""
+                value = cls._nothing(item)
                 judge.refuse(item.name, "it is required and was not given", example(item), None)
             setattr(group, item.name, default_of(item) if value is None else value)
         group._resolve(judge)
         return group, judge.problems
+
+    @classmethod
+    def _nothing(cls, item: dataclasses.Field) -> Any:
+        """What stands for a value that was refused: the default, or nothing of its type."""
+        # mypy asks whether instances can be hashed; the class is
+        is_list = typing.get_origin(type_hints(cls)[item.name]) is list  # type: ignore[arg-type]
+        default = default_of(item)
+        if default is MISSING:
+            default = [] if is_list else ""
+        return default
 
     def _resolve(self, judge: Judge) -> None:
         self.notes: list[str] = []
@@ -145,7 +154,7 @@ class ArgumentGroup:
                 judge.refuse(key, f"it must be {wanted}", example(item), value)
             elif unsupported:
                 judge.refuse(key, unsupported.reason, unsupported.suggestion, value)
-        setattr(self, key, default if key in judge.bad else value)
+        setattr(self, key, self._nothing(item) if key in judge.bad else value)
 
     def _check(self, judge: Judge) -> None:
         """The rules of a group; its fields hold values of their types."""
@@ -215,8 +224,10 @@ class ArgumentParser:
         for path in paths:
             try:
                 values.update(read_config_file(path))
-            except ConfigError as error:
-                problems += error.problems
+            except (
+                ConfigError
+            ) as error:  # its keys are not known: what else is missing may be there
+                raise ConfigError([*problems, *error.problems]) from None
         if len(paths) > 1:
             names = ", ".join(paths)
             problems.append(
@@ -295,6 +306,9 @@ class ArgumentParser:
             plain = {"true": True, "false": False, "none": None, "0": 0, "1": 1}
             problem = unsupported_problem(name, plain.get(str(value).lower(), value))
             return [problem] if problem else []
+        if isinstance(value, dict):
+            flat = f"its keys without {name}: above them, each in a line of its own"
+            return [Problem(name, None, "keys stand side by side, in no groups", flat)]
         near = difflib.get_close_matches(name, [*self.fields, *ALIASES], n=1, cutoff=0.6)
         suggestion = HINTS.get(name) or (near[0] if near else "one of the keys that --help lists")
         return [Problem(name, value, "no such key", suggestion)]

@@ -237,6 +237,8 @@ def layout_stages(layout: str) -> list[str]:
 
 def layout_defect(layout: str, pp: int) -> str | None:
     """Why a layout does not work for pp pipeline ranks, whatever the model; None where it does."""
+    if re.search(r"\*\d{4}", layout):
+        return "it repeats something more than 999 times, and no model has so many layers"
     stages = layout_stages(layout)
     letters = "".join(stages)
     if unknown := set(letters) - set("EtL"):
@@ -278,6 +280,20 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
         extra_on_rank[best % pp] += 1
     texts = ["t" if count == 1 else f"t*{count}" for count in counts]
     return "E" + "|".join(texts) + "L"
+
+
+# ---- what plain torch cannot run
+
+
+def check_torch_experts(hf_config: Any, judge: Judge) -> None:
+    """transformers needs the number of experts of a token, which the table of families knows for
+    megatron-core. hf_config: transformers'."""
+    config = hf_config.get_text_config()
+    has_experts = getattr(config, "first_k_dense_replace", 0) < config.num_hidden_layers
+    if has_experts and getattr(config, "num_experts_per_tok", 1) is None:
+        reason = "config.json has num_experts_per_tok: null, which transformers cannot run"
+        remedy = "use_mca: true, or num_experts_per_tok: <a number> in config.json"
+        judge.refuse("use_mca", reason, remedy, False)
 
 
 # ---- sliding windows

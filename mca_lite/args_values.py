@@ -84,12 +84,32 @@ class Judge:
 # ---- YAML
 
 
+_MOST_VALUES = 100_000  # that a YAML text may stand for: names of names grow without end
+
+
 class ConfigLoader(yaml.SafeLoader):
     """YAML that refuses a key written twice, and reads 1e-5 as a number and 2024-01-31 as text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _count_values(node, {}) > _MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=f"it stands for more than {_MOST_VALUES:,} values")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         check_duplicates(node)
         return super().construct_mapping(node, deep)
+
+
+def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
+    """The values that a node stands for, each use of a name counted; infinite for one that holds
+    itself."""
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
+        pairs = node.value if not isinstance(node, yaml.ScalarNode) else ()
+        parts = (p for pair in pairs for p in (pair if isinstance(pair, tuple) else (pair,)))
+        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 ConfigLoader.yaml_implicit_resolvers = {
@@ -208,7 +228,10 @@ def _cast_float(value: Any) -> float:
 
 def _cast_str(value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
+        text = os.fspath(value)
+        if "\0" in text or re.search("[\ud800-\udfff]", text):  # no file or log could hold it
+            raise ValueError("expected text in UTF-8, without null characters")
+        return text
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     raise ValueError("expected text")

@@ -32,7 +32,7 @@ from .files import describe_error, read_json
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
 from .trainer_callbacks import TrainerState
-from .weights_files import named_tensors
+from .weights_files import named_tensors, open_safetensors
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -237,6 +237,12 @@ def load(folder: str | os.PathLike, trainer) -> None:
     trainer.check_objective(record.get("objective") or {}, folder)
     _check_base(record.get("base") or {}, trainer.model, folder)
     trainer.backend.load_state(folder)
+    try:
+        load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint"
+        ) from None
     if (folder / MCA_CONFIG_NAME).is_file():
         saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
         trainer.report.print(
@@ -246,17 +252,13 @@ def load(folder: str | os.PathLike, trainer) -> None:
     trainer.state = state
     trainer.state.max_steps, trainer.state.num_train_epochs = max_steps, epochs
     best = trainer.state.best_model_checkpoint
-    if (
-        best is not None and (folder.parent / Path(best).name).is_dir()
-    ):  # the run's folder may have been moved since
+    # the run's folder may have been moved since
+    if best is not None and (folder.parent / Path(best).name).is_dir():
         trainer.state.best_model_checkpoint = str(folder.parent / Path(best).name)
     # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
     trainer.lr_scheduler.num_steps = 0
     trainer.lr_scheduler.step(record["scheduler_steps"])
-    load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
-    mine = folder / f"rng-{parallel.rank()}.pt"
-    if record["layout"] == now["layout"] and mine.is_file():
-        _set_random_states(torch.load(mine, weights_only=True))
+    _restore_random_states(folder, record["layout"] == now["layout"])
     parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
 
 
@@ -278,6 +280,9 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
         for key, kind in _KINDS.items():
             if type(record.get(key)) is not kind:
                 raise ValueError(f"{path}: expected {key}, of type {kind.__name__}")
+        step = ckpt_folder.read_manifest(folder)["step"]
+        if state.global_step != step or not 0 <= record["scheduler_steps"] <= step:
+            raise ValueError(f"{path}, {TRAINER_STATE_NAME}: expected the counts of step {step}")
         for key in ("data_seed", "shuffle", "dataset"):
             if key not in record:
                 raise ValueError(f"{path}: expected {key}")
@@ -328,12 +333,8 @@ def save_model(folder: str | os.PathLike, backend) -> None:
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
-    facts = {
-        "backend": backend.name,
-        "step": 0,
-        "with_optimizer": False,
-        "model": identity(backend),
-    }
+    facts = {"backend": backend.name, "step": 0, "with_optimizer": False}
+    facts["model"] = identity(backend)
     write_weights(folder, backend.snapshot(with_optimizer=False, copy=False), facts)
 
 
@@ -348,11 +349,8 @@ def write_weights(folder: Path, snapshot, facts: dict) -> None:
 def _training_record(trainer) -> dict:
     args, plan = trainer.args, trainer._plan(trainer.train_dataset)
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
-    layout += [
-        args.virtual_pipeline_model_parallel_size,
-        args.context_parallel_size,
-        args.world_size,
-    ]
+    layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
+    layout += [args.world_size]
     return {
         "with_optimizer": not args.save_only_model,
         "scheduler_steps": trainer.lr_scheduler.num_steps,
@@ -361,9 +359,8 @@ def _training_record(trainer) -> dict:
         "global_batch_size": plan.global_batch_size,
         "data_seed": plan.seed,
         "shuffle": plan.shuffle,
-        "dataset": getattr(
-            trainer.train_dataset, "fingerprint", None
-        ),  # other people's datasets have none
+        # other people's datasets have none
+        "dataset": getattr(trainer.train_dataset, "fingerprint", None),
         "layout": layout,
         "objective": trainer.objective_facts(),
     }
@@ -387,6 +384,19 @@ def _random_states() -> bytes:
     stream = io.BytesIO()
     torch.save(states, stream)
     return stream.getvalue()
+
+
+def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
+    """Where this rank wrote its own. Collective; CheckpointError on every rank where one's are not
+    what is written there."""
+    mine, problem = folder / f"rng-{parallel.rank()}.pt", None
+    try:
+        if is_same_layout and mine.is_file():
+            _set_random_states(torch.load(mine, weights_only=True))
+    except Exception as error:  # whatever torch and the generators make of other content
+        problem = f"{mine} cannot be read ({describe_error(error).splitlines()[0]})"
+    for found in filter(None, parallel.gather(problem)):
+        raise CheckpointError(f"{found}: use another checkpoint")
 
 
 def _set_random_states(states: dict) -> None:
@@ -456,18 +466,34 @@ def _changing(model) -> list[tuple[str, torch.Tensor]]:
 
 
 def load_torch(folder: Path, model, optimizer=None) -> None:
-    """What save_torch wrote."""
-    from safetensors.torch import load_file
-
-    weights = load_file(folder / "model.safetensors")
+    """What TorchSnapshot wrote. CheckpointError for other names or shapes."""
+    weights = _Tensors(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
-            tensor.copy_(weights[name])
+            tensor.copy_(weights.read(name, [tensor.shape]))
     if optimizer is None:
         return
-    states = load_file(folder / "optimizer.safetensors")
-    keys = sorted({key.partition(".")[0] for key in states})
+    states = _Tensors(folder / "optimizer.safetensors")
+    keys = sorted({key.partition(".")[0] for key in states.names})
     for name, parameter in model.named_parameters():
-        kept = [key for key in keys if f"{key}.{name}" in states]
         # the counter too: the fused AdamW keeps it beside the parameter
-        optimizer.state[parameter] = {k: states[f"{k}.{name}"].to(parameter.device) for k in kept}
+        kept, shapes = {}, [parameter.shape, torch.Size()]
+        if any(f"{key}.{name}" in states.names for key in keys):
+            kept = {key: states.read(f"{key}.{name}", shapes) for key in keys}
+        optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in kept.items()}
+
+
+class _Tensors:
+    """The tensors of a checkpoint's file."""
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, open_safetensors(path)
+        self.names = set(self.file.keys())
+
+    def read(self, name: str, shapes: list[torch.Size]) -> torch.Tensor:
+        """One of them. CheckpointError where there is none, or none of these shapes."""
+        if name in self.names and torch.Size(self.file.get_slice(name).get_shape()) in shapes:
+            return self.file.get_tensor(name)
+        raise CheckpointError(
+            f"{self.path}: expected {name} of shape {tuple(shapes[0])}: use another checkpoint"
+        )

@@ -176,6 +176,8 @@ def damage(folder: Path, record: dict[str, Any]) -> list[str]:
 
 def _damage_of_file(path: Path, entry: dict[str, Any]) -> str | None:
     try:
+        if not path.is_file():  # of a pipe nobody knows when it ends
+            return "is missing" if not path.exists() else "is no file"
         found = measure(path)
     except FileNotFoundError:
         return "is missing"

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from . import parallel
-from .ckpt_folder import sync, write_synced
+from .ckpt_folder import CheckpointError, sync, write_synced
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
+from .files import describe_error, read_json
 from .optim import OffloadedOptimizer
 from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS, Optimizer
@@ -102,11 +103,14 @@ class MegatronSnapshot:
 def load_megatron(folder: Path, models, optimizer=None) -> None:
     """Fill the model, and the optimizer where one is given, from a checkpoint of any layout.
 
-    Collective over all ranks. CheckpointError where the index cannot be trusted.
+    Collective over all ranks. CheckpointError where the index cannot be trusted, and where a file
+    holds something else than was written there.
     """
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
     index = read_index(folder / DIST_NAME / INDEX_NAME)
+    _check_common(folder / DIST_NAME, optimizer is not None)
     state, kept = models.sharded_state_dict(), {}
     for chunk, tensors in state.items():
         kept[chunk] = {name: tensors.pop(name).data for name in _objects(tensors)}
@@ -115,15 +119,39 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
         state["optimizer"], places = _optimizer_to_fill(optimizer, models)
     # ranks ask for the states that they step, not each tensor once: megatron's check of that would
     # refuse it
-    loaded = dist_checkpointing.load(
-        state, str(folder / DIST_NAME), _load_strategy(index), validate_access_integrity=False
-    )
+    try:
+        loaded = dist_checkpointing.load(
+            state, str(folder / DIST_NAME), _load_strategy(index), validate_access_integrity=False
+        )
+    except CheckpointException as error:  # torch's, which is no Exception
+        rank, (failure, _) = next(iter(error.failures.items()))
+        words = f"rank {rank}: {type(failure).__name__}: {failure}".splitlines()[0]
+        raise CheckpointError(
+            f"{folder / DIST_NAME} cannot be read ({words}): use another checkpoint"
+        ) from None
     models.load_state_dict({chunk: {**loaded[chunk], **kept[chunk]} for chunk in kept})
     if optimizer is not None:
         states: dict[int, dict[str, torch.Tensor]] = {}
         for key, (parameter, name) in places.items():
             states.setdefault(parameter, {})[name] = loaded["optimizer"][key]
         _fill_optimizer(optimizer, models, states, loaded["optimizer_steps"])
+
+
+def _check_common(folder: Path, with_optimizer: bool) -> None:
+    """CheckpointError where the files beside the tensors hold other things than are written there:
+    megatron would stumble over them, on some rank and in its own words."""
+    path = folder / "common.pt"
+    try:
+        common = torch.load(path, weights_only=True)
+        steps = common.get("optimizer_steps", None if with_optimizer else 0)
+        if common.keys() - {"optimizer_steps"} or type(steps) is not int or steps < 0:
+            raise ValueError(f"expected optimizer_steps, got {common!r:.80}")
+        path = folder / "metadata.json"
+        if read_json(path).get("sharded_backend") != "torch_dist":
+            raise ValueError("expected sharded_backend: torch_dist")
+    except Exception as error:  # whatever torch makes of what is no file of its own
+        words = describe_error(error).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read ({words}): use another checkpoint") from None
 
 
 def _load_strategy(index):

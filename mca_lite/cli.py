@@ -6,6 +6,7 @@ torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 
 import os
 import sys
+from importlib import import_module
 
 from . import world
 from .args_run import parse_args
@@ -19,6 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
+        return 0
+    if words == ["--version"]:
+        print(import_module(__package__).__version__)
         return 0
     output_dir = None
     try:

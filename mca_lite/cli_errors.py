@@ -45,6 +45,8 @@ def end(error: Exception, output_dir: str | None) -> int:
         text = f"{first} (a defect of mca_lite; the traceback is in {kept})"
         if is_lost:
             text = f"another rank is gone, and its own words say why: {first} ({kept})"
+    if text.startswith("disk full") and output_dir and output_dir not in text:
+        text += f" (output_dir is {output_dir})"
     if not lost_a_rank(error):
         tell_torchrun(text)
     rank = os.environ.get("RANK", "0")
@@ -59,7 +61,7 @@ def end(error: Exception, output_dir: str | None) -> int:
 def user_words(error: Exception) -> str | None:
     """What to tell of an error that a user can put right, None of a defect."""
     kind = type(error).__name__
-    if kind in _MEMORY:
+    if kind in _MEMORY or "can't allocate memory" in str(error):
         return f"out of memory: {str(error) or kind}"
     if kind in ("NotFiniteError", "RankFailed"):
         return str(error)

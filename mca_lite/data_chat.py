@@ -7,6 +7,8 @@ without them it is found by rendering parts of the conversation and comparing.
 
 import os
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jinja2.exceptions import TemplateError
@@ -15,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
 _QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
+RENDER_S = 30.0  # for the two of them: honest templates take milliseconds
 
 
 @dataclass
@@ -31,6 +34,30 @@ class _Style:
     lead: str
     closing: str
     tail: str
+
+
+def _in_time(render: Callable):
+    """What render() returns or raises, ValueError where it takes longer than RENDER_S."""
+    answers: list = []
+
+    def work() -> None:
+        try:
+            answers.append((render(), None))
+        except Exception as error:
+            answers.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)  # it cannot be ended, and ends with us
+    thread.start()
+    thread.join(RENDER_S)
+    if not answers:
+        raise ValueError(
+            f"the chat template takes longer than {RENDER_S:.0f} s for one question and its "
+            "answer: set another one in the tokenizer's folder"
+        )
+    value, error = answers[0]
+    if error is not None:
+        raise error
+    return value
 
 
 class ChatRenderer:
@@ -88,9 +115,12 @@ class ChatRenderer:
         return text, spans
 
     def ends_turns(self) -> bool:
-        """Whether the template writes anything that tells the end of an answer."""
+        """Whether the template writes anything that tells the end of an answer.
+
+        Raises: ValueError for a template that does not end by itself, as a made up one may."""
+        template = self.tokenizer.get_chat_template()
         try:
-            return bool(self._style(self.tokenizer.get_chat_template()).closing)
+            return bool(_in_time(lambda: self._style(template)).closing)
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses a question with its answer: {error}"

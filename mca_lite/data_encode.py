@@ -88,6 +88,8 @@ class Encoder:
 
     def format_of(self, record, where: str) -> str:
         """The format of a file, from its first record."""
+        if isinstance(record, dict) and not (self.is_text or self.has_pairs):
+            _refuse_other_kinds(record, where)
         return detect_format(record, self.spec, self.stage, where)
 
     def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
@@ -163,6 +165,10 @@ class Encoder:
             elif self.has_pairs and found[0] == found[1]:
                 _count(tallies, _IDENTICAL, where)
             else:
+                if _is_empty(found[0][-1]):
+                    _count(
+                        tallies, "samples have an empty answer, of which the end is trained", where
+                    )
                 places.append(where)
                 rendered += [self._render(messages, tools, where) for messages in found]
         documents = self._tokenize(rendered) if rendered else []
@@ -221,6 +227,19 @@ class Encoder:
             what = "of them had an answer too long without its prompt: its end was cut"
             _count(tallies, what, where)
         return [(ids[start:][:limit], mask[start:][:limit]) for ids, mask in documents]
+
+
+def _refuse_other_kinds(record: dict, where: str) -> None:
+    """ValueError for records of which a text model would learn what they do not mean."""
+    for column in ("kto_tag", "label"):
+        if isinstance(record.get(column), bool):
+            raise ValueError(
+                f"{where}: the column {column!r} says whether an answer is good, and every answer "
+                "would be trained: keep the good ones, and leave the column out"
+            )
+    for column in ("images", "videos", "audios"):
+        if record.get(column):
+            raise ValueError(f"{where}: the column {column!r} is there, and models here read text")
 
 
 def _is_empty(answer: dict) -> bool:

@@ -1,6 +1,7 @@
 """Small files that are written whole or not at all; words for folders and files that fail."""
 
 import difflib
+import errno
 import json
 import os
 import uuid
@@ -95,11 +96,15 @@ def describe_error(error: BaseException) -> str:
     if "inline_container" in str(error):
         # torch's archives: their writer's own complaint hides what the system said before it
         before = error.__context__
-        if isinstance(before, OSError):
-            return str(before)
-        return "a file could not be written whole: No space left on device, or a limit on its size"
+        if not isinstance(before, OSError):
+            return (
+                "disk full: a file could not be written whole: No space left on device, or a limit"
+            )
+        error = before
     plain = isinstance(error, (ValueError, OSError)) and str(error)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
+    text = str(error) if plain else f"{type(error).__name__}: {error}"
+    is_full = getattr(error, "errno", None) == errno.EDQUOT or "No space left on device" in text
+    return f"disk full: {text}" if is_full and "disk full" not in text else text
 
 
 def show_name(path: str | os.PathLike) -> str:

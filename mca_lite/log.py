@@ -190,7 +190,7 @@ class Report(TrainerCallback):
         self.uses_bar = sys.stderr.isatty() if disable_tqdm is None else not disable_tqdm
         self._clock = clock
         self._file = self._bar = self._tensorboard = self._wandb = None
-        self._max_steps = self._first_step = 0
+        self._max_steps = self.first_step = 0
         self._started = clock()
 
     @property
@@ -212,7 +212,7 @@ class Report(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._max_steps = state.max_steps
-        self._first_step = state.global_step
+        self.first_step = state.global_step
         self._started = self._clock()
         if not self.is_main:
             return
@@ -296,7 +296,7 @@ class Report(TrainerCallback):
         if self._bar is not None and "loss" in logs:
             self._bar.set_postfix_str(format_progress(logs, self._max_steps).split("  ", 1)[1])
             return
-        done, left = logs["step"] - self._first_step, self._max_steps - logs["step"]
+        done, left = logs["step"] - self.first_step, self._max_steps - logs["step"]
         eta_s = None
         if done > 0 and left > 0 and "loss" in logs:
             eta_s = (self._clock() - self._started) / done * left

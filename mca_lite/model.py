@@ -36,7 +36,7 @@ from .model_mtp import prediction_spec
 from .model_rope import rope_frequencies
 from .packed_rows import Targets
 from .weights_files import file_parts, named_tensors
-from .weights_sources import InitSource, SafetensorsSource
+from .weights_sources import InitSource, SafetensorsSource, check_loaded
 from .weights_vocabulary import GrownSource, grow_torch
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
@@ -473,9 +473,14 @@ def load_torch_model(
             "eager"  # not every release says that its sdpa leaves the cap out
         )
     if not train_from_scratch:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, config=hf, **kwargs
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            model_name_or_path,
+            config=hf,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kwargs,
         )
+        check_loaded(model_name_or_path, found)
         if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     else:

@@ -86,7 +86,7 @@ class PretrainedConfig:
             raise ValueError(f"{path}: expected {' or '.join(targets)}, got model_class {name!r}")
         try:
             return targets[name]._build(values, args, str(path))
-        except (TypeError, KeyError, AttributeError, AssertionError) as error:
+        except (TypeError, LookupError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod

@@ -97,9 +97,15 @@ def initialize(args, use_mca: bool = True) -> None:
 
     With use_mca false only torch.distributed starts. Calling it again with the same layout changes
     nothing; with another layout it is a RuntimeError, since a process can hold one layout only.
-    Collectives: group creation over all ranks.
+    Collectives: group creation over all ranks. ValueError for a world that the layout does not fit.
     """
     start_process_group(args.ddp_timeout)
+    if use_mca and world_size() % args.model_parallel_size:
+        raise ValueError(
+            f"a copy of the model takes {args.model_parallel_size} ranks, and there are "
+            f"{world_size()}: start a multiple, torchrun --nproc_per_node "
+            f"{args.model_parallel_size}, or lower the parallel sizes"
+        )
     if use_mca:
         _initialize_model_parallel(args)
     set_seed(args.seed, use_mca)

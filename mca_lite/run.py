@@ -26,18 +26,20 @@ from . import (
     weights_convert,
     weights_vocabulary,
 )
-from .args_rules_model import check_torch_packing
+from .args_parser import read_config_file
+from .args_rules_model import check_torch_experts, check_torch_packing
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
 from .args_values import Judge
 from .ckpt_megatron import DIST_NAME
-from .constants import RUN_CONFIG_NAME
+from .constants import HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import steps_of_run
-from .files import check_can_write
+from .files import check_can_write, describe_error, read_json
+from .model_families import FAMILIES
 from .objectives import Objective, objective_of
 from .trainer_callbacks import StopSignals, TrainerCallback
-from .weights_sources import SafetensorsSource, resolve_folder
+from .weights_sources import SafetensorsSource, check_shapes, resolve_folder
 from .weights_vocabulary import GrownSource
 
 
@@ -108,12 +110,15 @@ def make_plan(arguments: RunArguments) -> Plan:
 
 def _plan_model(arguments: RunArguments, folder: Path, from_scratch: bool) -> PlannedModel:
     remote, judge = arguments.model.trust_remote_code, Judge(None)
+    if (folder / HF_GENERATION_CONFIG_NAME).is_file():
+        read_json(folder / HF_GENERATION_CONFIG_NAME)  # exports copy it
     if arguments.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(str(folder), arguments.training, remote)
         vocab_size = config.vocab_size
     else:
         config = model_config.load_hf_config(str(folder), remote)
         vocab_size = config.get_text_config().vocab_size
+        check_torch_experts(config, judge)
         if arguments.training.sequence_packing:
             check_torch_packing(config, judge)
     judge.close()
@@ -121,10 +126,20 @@ def _plan_model(arguments: RunArguments, folder: Path, from_scratch: bool) -> Pl
 
 
 def _open_source(planned: PlannedModel) -> None:
-    """Read the index of a planned model's weights. ValueError says what is missing."""
-    if not planned.from_scratch and not (planned.folder / DIST_NAME).is_dir():
-        model_type = getattr(planned.config, "hf_model_type", None)
-        planned.source = SafetensorsSource(str(planned.folder), model_type)
+    """Read the headers of a planned model's weights. ValueError says what does not fit config.json,
+    before ranks meet."""
+    if planned.from_scratch or (planned.folder / DIST_NAME).is_dir():
+        return
+    config = planned.config
+    is_mca = isinstance(config, model_config.McaModelConfig)
+    planned.source = SafetensorsSource(
+        str(planned.folder), config.hf_model_type if is_mca else None
+    )
+    if is_mca:
+        weights_convert.check_names(config, planned.source.names())
+        check_shapes(planned.source, config.hf_config)
+    elif config.model_type in FAMILIES:  # of others files may hold what transformers converts
+        check_shapes(planned.source, config.to_dict())
 
 
 def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedModel) -> PlannedModel:
@@ -144,10 +159,10 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool):
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a damaged file leads to in transformers
         raise ValueError(
-            f"{folder}: no tokenizer could be loaded from this folder: {error}"
-        ) from None
+            f"{folder}: no tokenizer could be loaded from this folder: {describe_error(error)}"
+        ) from error
 
 
 def _plan_new_tokens(
@@ -302,10 +317,14 @@ def _export(plan: Plan, trainer, result) -> None:
     seconds, where = result.metrics["train_runtime"], ""
     if args.save_hf_model:
         where = f"; the model is in {args.output_dir}"
-    trainer.report.print(
-        f"trained {result.global_step} steps in {seconds:.1f} s, mean loss "
-        f"{result.training_loss:.4f}{where}"
-    )
+    done = f"trained {result.global_step} steps in {seconds:.1f} s, mean loss "
+    done += f"{result.training_loss:.4f}"
+    if trainer.report.first_step >= trainer.state.max_steps:
+        done = (
+            f"nothing was left to train: the run goes to step {trainer.state.max_steps}, and its "
+        )
+        done += f"checkpoint is at step {trainer.report.first_step}"
+    trainer.report.print(f"{done}{where}")
 
 
 class _SaveConfig(TrainerCallback):
@@ -315,8 +334,26 @@ class _SaveConfig(TrainerCallback):
         self.arguments = arguments
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if parallel.is_main():
-            self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
+        if not parallel.is_main():
+            return
+        path = Path(args.output_dir) / RUN_CONFIG_NAME
+        before = read_config_file(path) if state.global_step and path.is_file() else None
+        self.arguments.save(path)
+        if before is not None:
+            _say_changes(before, read_config_file(path))
+
+
+def _say_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """A line about the keys of a resumed run whose values differ; None and absent are alike."""
+    own = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
+    keys = sorted((before.keys() | now.keys()) - own)
+    changed = [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        print(f"note: other values than before, taken from here on: {', '.join(changed)}")
 
 
 def data_summary(plan: Plan, spec: lora.LoraSpec | None) -> dict[str, str]:

@@ -83,15 +83,18 @@ class TrainerState:
         for name, value in found.items():
             if type(value) not in _STATE_TYPES.get(name, (type(value),)):
                 raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
+        counts = ("global_step", "consumed_samples", "consumed_tokens")
+        if any(found.get(name, 0) < 0 for name in counts):
+            raise ValueError(f"{path}: expected counts of at least 0")
         if not all(isinstance(line, dict) for line in found.get("log_history", [])):
             raise ValueError(f"{path}: log_history is no list of objects")
         return cls(**found)
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainerControl:
     """What callbacks ask of the loop. The loop acts on a flag after the callbacks of a step, and
-    lowers it.
+    lowers it. Another name (transformers' should_training_stop) is an AttributeError.
     """
 
     should_stop: bool = False

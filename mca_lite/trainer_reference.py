@@ -2,7 +2,8 @@
 between runs.
 
     <cache_dir>/reference/<hash of identity>/
-      meta.json         the identity: which model, in which precision, which data
+      meta.json         the identity: which model, in which precision, which data; size
+                        and checksum of each of the other files
       part-<first>.npy  float32 [pairs, 2] from pair <first> on, written as the pass
                         goes: a run that dies goes on there
       logps.npy         all of them, when the pass is done
@@ -12,6 +13,7 @@ One process reads and writes, and tells the others.
 
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -23,12 +25,14 @@ import torch
 from torch.utils.data import Subset
 
 from . import ckpt_folder, parallel
-from .ckpt_folder import CheckpointError
+from .ckpt_folder import CheckpointError, measure
 from .constants import HF_CONFIG_NAME
 from .data_batches import FILLER, BatchPlan, make_loader
+from .files import describe_error, read_json, write_file, write_json
 from .trainer_callbacks import Interrupted
 
-FORMAT = 1
+FORMAT = 2
+META_NAME = "meta.json"
 SAY_EVERY_S = 10.0
 PART_PAIRS = 1024  # pairs of a part that the pass keeps: what is lost when it dies
 
@@ -53,69 +57,48 @@ class ReferenceStore:
     def __init__(self, cache_dir: str | os.PathLike, identity: dict, num_pairs: int):
         self.identity = {"format": FORMAT, "pairs": num_pairs, **identity}
         digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
-        self.folder, self.num_pairs = Path(cache_dir) / "reference" / digest, num_pairs
+        self.folder = Path(cache_dir) / "reference" / digest
+        self._files: dict[str, dict] = {}  # name -> size and checksum
 
-    def load(self) -> np.ndarray:
-        """float32 [n, 2] of the first n pairs, as many as are there. CheckpointError for files of
-        another model or data.
-        """
-        meta, whole = self.folder / "meta.json", self.folder / "logps.npy"
-        if not meta.is_file():
-            return np.zeros((0, 2), np.float32)
+    def load(self, say=print) -> np.ndarray:
+        """float32 [n, 2] of the first n pairs, as many as are there and as they were written. What
+        is not is computed again, and one line says so."""
+        self._files, found = {}, [np.zeros((0, 2), np.float32)]
+        if not (self.folder / META_NAME).is_file():
+            return found[0]
         try:
-            found = dict(json.loads(meta.read_text()))
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{meta} is damaged ({error}): remove {self.folder}") from None
-        if found != self.identity:
-            other = [key for key in self.identity if found.get(key) != self.identity[key]]
-            raise CheckpointError(
-                f"{self.folder} is the reference of another run: its {', '.join(other)} differ "
-                "from this run's: remove the folder, and the reference is computed again"
-            )
-        if whole.is_file():
-            return self._read(whole, self.num_pairs)
-        parts, count = [np.zeros((0, 2), np.float32)], 0
-        while (part := self._part(count)).is_file():
-            parts.append(self._read(part))
-            count += len(parts[-1])
-        return np.concatenate(parts)
+            meta = read_json(self.folder / META_NAME)
+            if meta["identity"] != self.identity:
+                raise ValueError(f"{META_NAME} is of another run")
+            for name, entry in sorted(meta["files"].items()):
+                if measure(self.folder / Path(name).name) != entry:
+                    raise ValueError(f"{name} is not as it was written")
+                found.append(np.load(self.folder / Path(name).name))
+                self._files[name] = entry
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            error = describe_error(error)
+            say(f"{self.folder}: {error}: the reference is computed again from there")
+        return np.concatenate(found)
 
     def add(self, start: int, logps: np.ndarray) -> None:
-        """Keep the pairs from `start` on."""
+        """Keep the pairs from `start` on. On the disk when the call returns."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / "meta.json").is_file():
-            self._replace(
-                self.folder / "meta.json",
-                lambda file: file.write(json.dumps(self.identity, indent=1).encode()),
-            )
-        self._replace(self._part(start), lambda file: np.save(file, logps.astype(np.float32)))
+        self._write(f"part-{start:012d}.npy", logps)
 
     def finish(self, logps: np.ndarray) -> None:
         """All pairs are there: one file in place of the parts."""
-        self._replace(
-            self.folder / "logps.npy", lambda file: np.save(file, logps.astype(np.float32))
-        )
+        self._files = {}
+        self._write("logps.npy", logps)
         for part in self.folder.glob("part-*.npy"):
             part.unlink(missing_ok=True)
 
-    def _part(self, start: int) -> Path:
-        return self.folder / f"part-{start:012d}.npy"
-
-    def _read(self, path: Path, count: int | None = None) -> np.ndarray:
-        try:
-            values = np.load(path)
-            if values.ndim != 2 or values.shape[1] != 2 or count not in (None, len(values)):
-                raise ValueError(f"shape {values.shape}")
-        except (ValueError, EOFError, OSError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}): remove {self.folder}") from None
-        return values
-
-    @staticmethod
-    def _replace(path: Path, write) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
+    def _write(self, name: str, logps: np.ndarray) -> None:
+        stream = io.BytesIO()
+        np.save(stream, logps.astype(np.float32))
+        write_file(self.folder / name, stream.getvalue())
+        self._files[name] = measure(self.folder / name)
+        meta = {"identity": self.identity, "files": self._files}
+        write_json(self.folder / META_NAME, meta)
 
 
 # -- the pass; trainer: a DPOTrainer, whose model is not trained yet
@@ -128,7 +111,7 @@ def reference_of(trainer, pairs) -> np.ndarray:
     args, num, done = trainer.args, len(pairs), np.zeros((0, 2), np.float32)
     store = _store_of(trainer, pairs)
     if store is not None:
-        done = parallel.on_main(store.load, CheckpointError)
+        done = parallel.on_main(lambda: store.load(trainer.report.print), CheckpointError)
     if len(done):
         _check_kept(trainer, pairs, done, store)
     said, missing = time.monotonic(), num - len(done)

@@ -63,7 +63,7 @@ def fill(models, source: SafetensorsSource | InitSource) -> None:
     """
     config = models.config
     rows = _rows_by_name(config)
-    _check_names(config, source.names())
+    check_names(config, source.names())
     filled = set()
     with torch.no_grad():
         for chunk in models:
@@ -96,7 +96,7 @@ def _rows_by_name(config) -> dict[str, Row]:
     return rows
 
 
-def _check_names(config, names: set[str]) -> None:
+def check_names(config, names: set[str]) -> None:
     """Refuse a source that lacks a tensor of the whole model, or holds one that the model does not
     use.
 

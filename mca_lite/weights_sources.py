@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from .files import read_json, why_no_model
+from .files import describe_error, read_json, why_no_model
 from .model_families import FAMILIES
 from .model_family_rows import UNUSED_TENSORS
 from .weights_files import file_parts, holds_fused_experts, named_tensors, open_safetensors
@@ -111,6 +111,53 @@ def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return file_of, opened
 
 
+def shapes_of(hf_config: dict) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """(transformers' config, {name in its files: shape}) of the model that a config.json describes.
+    ValueError where transformers makes none of it."""
+    import transformers
+
+    try:
+        hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(hf)
+    except Exception as error:  # whatever a made up config leads to in transformers
+        words = f"transformers makes no model of this config.json: {describe_error(error)}"
+        raise ValueError(words) from error
+    # named_tensors has a tied head only once, and a source has both of its names
+    tensors = (*model.named_parameters(remove_duplicate=False), *named_tensors(model))
+    return hf, {
+        file_name: tuple(tensor[index].shape)
+        for name, tensor in tensors
+        for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape))
+    }
+
+
+def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
+    """ValueError where a tensor of the source has another shape than config.json asks for. Reads
+    the headers of the files alone."""
+    names, shapes = source.names(), shapes_of(hf_config)[1]
+    for name in sorted(names & shapes.keys()):
+        if (got := source.shape(name)) != shapes[name]:
+            raise ValueError(
+                f"{source.folder}: {name} has shape {got}, and config.json asks for "
+                f"{shapes[name]}: the weights do not belong to this config.json"
+            )
+
+
+def check_loaded(origin: str, found: dict) -> None:
+    """ValueError for weights that transformers would replace by random ones. found: what
+    from_pretrained says of its files."""
+    wrong = [f"lacks {name}" for name in sorted(found["missing_keys"])]
+    for name, got, wanted in sorted(found["mismatched_keys"]):
+        wrong.append(f"has {name} of shape {tuple(got)} instead of {tuple(wanted)}")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" * (len(wrong) > 3)
+        raise ValueError(
+            f"{origin}: the weights do not belong to its config.json: the checkpoint "
+            f"{', '.join(wrong[:3])}{more}"
+        )
+
+
 class InitSource:
     """Freshly drawn tensors, each from a seed that its name in Hugging Face's files gives: the same
     in any layout.
@@ -120,18 +167,7 @@ class InitSource:
     """
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
-        import transformers
-
-        hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(hf)
-        # named_tensors has a tied head only once, and a source has both of its names
-        tensors = (*model.named_parameters(remove_duplicate=False), *named_tensors(model))
-        self._shapes = {
-            file_name: tuple(tensor[index].shape)
-            for name, tensor in tensors
-            for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape))
-        }
+        hf, self._shapes = shapes_of(hf_config)
         first = hf.num_hidden_layers
         for layer in range(first, first + (num_prediction_layers or 0)):
             self._add_prediction_layer(layer, f"model.layers.{first - 1}.", hf.hidden_size)

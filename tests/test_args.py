@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from mca_lite.args import DataArguments, Seq2SeqTrainingArguments, TrainingArgum
 from mca_lite.args_parser import ArgumentParser, read_config_file
 from mca_lite.args_rules_model import balanced_layout, check_model, numbers_of
 from mca_lite.args_run import GROUPS, parse_args
-from mca_lite.args_values import ConfigError, Judge
+from mca_lite.args_values import ConfigError, Judge, cast
 from tests.shared.commands import keys_of
 
 NUMBERS = {
@@ -131,6 +132,34 @@ def test_a_key_written_twice_in_a_file_is_an_error(tmp_path, text):
     assert "written twice" in problem.reason and "line" in problem.reason
 
 
+BOMB = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+BOMB += [
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in zip("abcdef", "bcdefg", strict=True)
+]
+
+
+@pytest.mark.parametrize("text", ["\n".join(BOMB), "a: &a [*a, *a]"])
+def test_a_file_whose_names_grow_without_end_is_refused_at_once(tmp_path, text):
+    (tmp_path / "bomb.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="stands for more than 100,000 values"):
+        read_config_file(tmp_path / "bomb.yaml")
+    with pytest.raises(ValueError, match="stands for more than 100,000 values"):
+        cast("{" + text.replace("\n", ", ") + "}", dict[str, Any])
+
+
+def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path, base):
+    for words in ([str(tmp_path / "none.yaml")], [str(tmp_path / "none.yaml"), "lora_rang=1"]):
+        with pytest.raises(ConfigError) as caught:
+            parse_args(words)
+        assert [problem.key for problem in caught.value.problems] == ["config file"]
+
+
+def test_keys_in_groups_are_told_to_stand_side_by_side(tmp_path):
+    (tmp_path / "run.yaml").write_text("model:\n  model_name_or_path: x\n")
+    problem = keys_of(parse_args, [str(tmp_path / "run.yaml")])["model"]
+    assert "side by side" in problem.reason and "without model" in problem.suggestion
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "seed: [1\n", "just text"])
 def test_a_file_that_is_no_flat_mapping_is_an_error(tmp_path, text):
     path = tmp_path / "run.yaml"
@@ -147,6 +176,20 @@ def test_help_names_every_key(capsys):
 
 
 # ---- errors
+
+
+def test_a_required_key_of_another_type_is_one_problem_among_others(base):
+    problems = keys_of(parse_args, [*base, "dataset=[[train.jsonl]]", "bf16=maybe"])
+    assert set(problems) == {"dataset", "bf16"}
+
+
+def test_keys_of_llama_factory_that_tutorials_name_are_known(base):
+    assert parse_args([*base, "early_stopping_steps=3", "eval_strategy=steps", "val_size=0.1"])
+    assert parse_args([*base, "enable_thinking=true", "eval_on_each_dataset=false"])
+    words = ["enable_thinking=false", "eval_on_each_dataset=true", "new_special_tokens_config=x"]
+    for word in words:
+        key = word.partition("=")[0]
+        assert "not in this version" in keys_of(parse_args, [*base, word])[key].reason
 
 
 def test_all_errors_of_a_run_are_shown_at_once(base):
@@ -186,6 +229,14 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
     ("key", "value"),
     [
         ("per_device_train_batch_size", 0),
+        ("per_device_train_batch_size", 10**9),
+        ("dataloader_num_workers", 100_000),
+        ("num_train_epochs", 1e308),
+        ("seed", 2**64),
+        ("run_name", "half a character \ud800"),
+        ("run_name", "nothing \0 after it"),
+        ("pipeline_model_parallel_layout", "Et*99999999999|tL"),
+        ("pipeline_model_parallel_layout", "E(t)*9999999999tL"),
         ("warmup_ratio", 1.5),
         ("adam_beta1", 1.0),
         ("max_steps", 0),

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mca_lite import ckpt_folder
 from tests.shared import tiny, world
@@ -435,6 +436,15 @@ def test_auto_falls_back_where_a_manifest_has_other_types_or_files(tmp_path, cha
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
 
 
+def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
+    older = small_checkpoint(tmp_path / "checkpoint-2")
+    path = small_checkpoint(tmp_path / "checkpoint-4") / "training.json"
+    path.unlink()
+    os.mkfifo(path)
+    found, said = start(tmp_path)
+    assert found == older and "training.json is no file" in said[0]
+
+
 def test_a_manifest_of_format_1_has_no_checksum_and_is_read(tmp_path):
     folder = small_checkpoint(tmp_path / "checkpoint-4")
     record = ckpt_folder.read_manifest(folder) | {"format": 1}
@@ -494,14 +504,105 @@ def test_records_of_a_checkpoint_with_other_content_are_named(tmp_path):
 
     good = {"with_optimizer": True, "scheduler_steps": 4, "num_samples": 8, "global_batch_size": 2}
     good |= {"layout": [1, 1], "data_seed": 1, "shuffle": True, "dataset": "x"}
-    for name, text in {
-        "training.json": json.dumps({**good, "scheduler_steps": None}),
-        "trainer_state.json": '{"global_step": 1e400}',
-    }.items():
-        (tmp_path / "training.json").write_text(json.dumps(good))
-        (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
-        assert ckpt._read_records(tmp_path)[1].global_step == 4
-        for bad in (text, "[" * 100_000, "null", ""):
-            (tmp_path / name).write_text(bad)
+    steps = [None, 5, -1, 1e30]
+    states = [{"global_step": n} for n in (3, -1, 10**30, 1e300)]
+    states += [{"global_step": 4, "consumed_samples": -1}]
+    contents = {
+        "training.json": [json.dumps({**good, "scheduler_steps": n}) for n in steps],
+        "trainer_state.json": ['{"global_step": 1e400}', *map(json.dumps, states)],
+    }
+    small_checkpoint(tmp_path / "checkpoint-4")
+    folder = tmp_path / "checkpoint-4"
+    for name, texts in contents.items():
+        (folder / "training.json").write_text(json.dumps(good))
+        (folder / "trainer_state.json").write_text('{"global_step": 4}')
+        assert ckpt._read_records(folder)[1].global_step == 4
+        for bad in (*texts, "[" * 100_000, "null", ""):
+            (folder / name).write_text(bad)
             with pytest.raises(ckpt_folder.CheckpointError, match=f"{name}.*another checkpoint"):
-                ckpt._read_records(tmp_path)
+                ckpt._read_records(folder)
+
+
+NO_STATES = [None, [1], {}, "text", {"torch": "x"}, {"torch": torch.zeros(3, dtype=torch.uint8)}]
+
+
+@pytest.mark.parametrize("content", [*NO_STATES, b"hello", b""], ids=str)
+def test_random_states_that_are_none_are_named(tmp_path, content):
+    from mca_lite import ckpt
+
+    path = tmp_path / "rng-0.pt"
+    path.write_bytes(ckpt._random_states())
+    before = torch.get_rng_state()
+    ckpt._restore_random_states(tmp_path, True)
+    assert torch.equal(torch.get_rng_state(), before)
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    ckpt._restore_random_states(tmp_path, False)  # of another layout: not read
+    with pytest.raises(ckpt_folder.CheckpointError, match="rng-0.pt cannot be read.*another"):
+        ckpt._restore_random_states(tmp_path, True)
+
+
+NO_COMMON = [None, [1], {}, "text", {"optimizer_steps": "2"}, {"optimizer_steps": -1}, b"hello"]
+
+
+@pytest.mark.parametrize("content", [*NO_COMMON, {"optimizer_steps": 2, "model": {}}], ids=str)
+def test_what_stands_beside_the_tensors_of_a_checkpoint_is_checked(tmp_path, content):
+    from mca_lite.ckpt_megatron import _check_common
+
+    path, kind = tmp_path / "common.pt", tmp_path / "metadata.json"
+    torch.save({"optimizer_steps": 2}, path)
+    kind.write_text('{"sharded_backend": "torch_dist"}')
+    _check_common(tmp_path, True)
+    for text in ("", "null", "{}", '{"sharded_backend": "zarr"}'):
+        kind.write_text(text)
+        with pytest.raises(ckpt_folder.CheckpointError, match="metadata.json cannot be read"):
+            _check_common(tmp_path, True)
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(ckpt_folder.CheckpointError, match="common.pt cannot be read"):
+        _check_common(tmp_path, True)
+
+
+def sign_again(folder: Path) -> None:
+    """Give a checkpoint the manifest of what it holds now, as an attacker or a careless tool does."""
+    record = ckpt_folder.read_manifest(folder)
+    facts = {key: record[key] for key in ("backend", "step", "with_optimizer", "model")}
+    files = {name: ckpt_folder.measure(folder / name) for name in record["files"]}
+    ckpt_folder.write_manifest(folder, facts, files)
+
+
+def test_tensors_that_are_none_are_an_error_and_no_traceback(model_path, run_folder_copy):
+    path = run_folder_copy / "checkpoint-4" / "dist" / "__1_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    sign_again(run_folder_copy / "checkpoint-4")
+    keys = dict(AUTO, **DIST_OPT)
+    for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **keys):
+        assert "checkpoint-4/dist cannot be read (rank " in error and "\n" not in error
+
+
+def lost(tensors: dict, name: str) -> dict:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+def test_tensors_of_the_torch_backend_are_checked_by_name_and_shape(tmp_path, file):
+    from safetensors.torch import load_file, save_file
+
+    from mca_lite import ckpt
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    ckpt.TorchSnapshot(model, optimizer).write(tmp_path)
+    path, name = tmp_path / f"{file}.safetensors", "weight" if file == "model" else "exp_avg.weight"
+    whole, bytes_before = load_file(path), path.read_bytes()
+    for changed in (lost(whole, name), {**whole, name: torch.zeros(5)}):
+        save_file(changed, path)
+        with pytest.raises(ckpt_folder.CheckpointError, match=f"{path}: expected {name} of shape"):
+            ckpt.load_torch(tmp_path, model, optimizer)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="damaged or cut"):
+        ckpt.load_torch(tmp_path, model, optimizer)
+    path.write_bytes(bytes_before)
+    before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
+    ckpt.load_torch(tmp_path, model, optimizer)
+    assert all(torch.equal(optimizer.state[model.weight][key], before[key]) for key in before)

@@ -1,6 +1,8 @@
 """How a command ends that went wrong: 'error:' and exit code 2, or a traceback that is kept in a file."""
 
+import contextlib
 import errno
+import io
 import json
 import os
 import subprocess
@@ -10,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import mca_lite
 from mca_lite import cli, cli_errors
 from mca_lite.args_parser import read_config_file
 from mca_lite.args_values import ConfigError
 from mca_lite.files import check_can_write, describe_error
+from tests.shared import tiny, world
 from tests.shared.commands import ROOT, SHORT
 
 
@@ -40,7 +44,11 @@ def ended(monkeypatch, capsys, tmp_path):
     "error, words",
     [
         (ValueError("weights do not fit"), "error: weights do not fit\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "log"), "No space left on device: 'log'"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "disk full: [Errno 28] No space left on ",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "log"), "disk full: [Errno 122]"),
         (PermissionError(errno.EACCES, "Permission denied", "home"), "Permission denied: 'home'"),
         (MemoryError(), "error: out of memory"),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected"), "No space left"),
@@ -96,7 +104,8 @@ def test_the_writer_of_archives_hides_a_full_disk_and_we_do_not():
     for name in ("/dev/full", open("/dev/full", "wb", buffering=0)):  # noqa: SIM115
         with pytest.raises((RuntimeError, OSError)) as caught:
             torch.save(torch.zeros(100_000), name)
-        assert "No space left on device" in describe_error(caught.value)
+        assert "disk full: " in (told := describe_error(caught.value))
+        assert "No space left on device" in told
 
 
 def test_a_folder_that_cannot_be_written_is_known_before_anything_is_read(tmp_path, monkeypatch):
@@ -135,6 +144,103 @@ def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(tmp_path, mon
     assert cli.main(words.split()) == 2
     shown = capsys.readouterr().err
     assert "set cache_dir" in shown and shown.count("\n") == 1
+
+
+def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, list[str]]:
+    """(exit code, error, files left) of a run that finds the disk full when it writes a file of its
+    folder or of a checkpoint: the system itself says so, for /dev/full."""
+    from mca_lite import ckpt
+
+    def link(folder: Path) -> None:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).symlink_to("/dev/full")
+
+    def make_empty(folder: Path, make=ckpt._make_empty) -> None:
+        make(folder)
+        link(folder)
+
+    if file == "config.yaml":
+        link(Path(out))
+    else:
+        ckpt._make_empty = make_empty
+    os.chdir(ROOT)
+    said, words = io.StringIO(), f"configs/sft.yaml {SHORT} save_strategy=steps max_steps=1"
+    words += f" max_samples=20 output_dir={out} cache_dir={cache} use_mca={use_mca}"
+    with contextlib.redirect_stderr(said):
+        code = cli.main(words.split())
+    return code, said.getvalue(), sorted(os.listdir(out))
+
+
+FILES = [("config.yaml", "false"), ("dist/__0_0.distcp", "true"), ("rng-0.pt", "false")]
+
+
+@pytest.mark.parametrize("file, use_mca", FILES)
+def test_a_full_disk_is_called_so_and_leaves_no_checkpoint(tmp_path, file, use_mca):
+    out, cache = str(tmp_path / "out"), str(tmp_path / "cache")
+    [(code, said, left)] = world.run(full_disk, 1, out, cache, file, use_mca)
+    assert code == 2 and "disk full: " in said and "No space left on device" in said and out in said
+    assert said.splitlines()[-1].startswith("error: ")
+    assert not [name for name in left if "checkpoint" in name]
+
+
+def test_the_version_is_told(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{mca_lite.__version__}\n"
+
+
+def test_memory_that_torch_does_not_get_is_told_as_such():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert cli_errors.user_words(caught.value).startswith("out of memory: ")
+
+
+def test_a_resumed_run_that_is_done_says_so(tmp_path, capsys):
+    words = f"configs/sft.yaml {SHORT} use_mca=false max_samples=20 output_dir={tmp_path / 'out'} "
+    words += f"cache_dir={tmp_path / 'cache'} save_strategy=steps"
+    said = world.run(said_by, 1, [f"{words} max_steps=2", f"{words} max_steps=1"])[0]
+    assert "trained 2 steps in" in said
+    assert "nothing was left to train: the run goes to step 1, and its checkpoint is at" in said
+    assert "note: other values than before, taken from here on: max_steps 2 -> 1\n" in said
+
+
+def said_by(runs: list[str]) -> str:
+    os.chdir(ROOT)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for words in runs:
+            more = ["overwrite_output_dir=false", "resume_from_checkpoint=auto"]
+            assert cli.main([*words.split(), *more]) == 0
+    return said.getvalue()
+
+
+def test_a_world_too_small_for_the_layout_is_told_to_python_too(monkeypatch):
+    from mca_lite import TrainingArguments, parallel
+
+    monkeypatch.setattr(parallel, "start_process_group", lambda timeout_s: None)
+    args = TrainingArguments(output_dir="unused", tensor_model_parallel_size=3)
+    with pytest.raises(ValueError, match="takes 3 ranks, and there are 1: start a multiple"):
+        parallel.initialize(args)
+
+
+def test_a_flag_that_the_loop_does_not_know_is_an_error():
+    from mca_lite.trainer_callbacks import TrainerControl
+
+    control = TrainerControl()
+    control.should_stop = True
+    with pytest.raises(AttributeError, match="should_training_stop"):
+        control.should_training_stop = True
+
+
+def test_a_deepseek_without_its_number_of_experts_is_refused_on_plain_torch():
+    from mca_lite.args_rules_model import check_torch_experts
+    from mca_lite.args_values import Judge
+
+    for first, number, is_bad in ((0, None, True), (0, 2, False), (2, None, False)):
+        config = tiny.hf_config("deepseek_v2", first_k_dense_replace=first)
+        config.num_experts_per_tok = number
+        judge = Judge(None)
+        check_torch_experts(config, judge)
+        assert [problem.key for problem in judge.problems] == ["use_mca"] * is_bad
 
 
 def test_yaml_nested_too_deep_is_refused(tmp_path):

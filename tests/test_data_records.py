@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mca_lite import data_chat
 from mca_lite.data_encode import Encoder, mask_of_spans
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
@@ -333,6 +334,13 @@ def test_a_template_that_rewrites_answers_is_an_error_that_says_what_to_do():
         encode(TWO_TURNS, refusing)
 
 
+def test_a_template_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr(data_chat, "RENDER_S", 0.05)
+    loops = "{% for i in range(2000) %}" * 2 + "{% endfor %}" * 2
+    with pytest.raises(ValueError, match="the chat template takes longer than"):
+        encode(TWO_TURNS, loops + CHATML)
+
+
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_set():
     with pytest.raises(ValueError, match="no chat template.*set model_name_or_path"):
         encode(TWO_TURNS, None)
@@ -457,6 +465,22 @@ def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path,
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=place):
         list(read_records(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("images", ["a"])])
+def test_records_that_mean_something_else_are_refused_by_path_too(column, value):
+    encoder = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "sft", 64)
+    with pytest.raises(ValueError, match=f"x.jsonl:1: the column '{column}'"):
+        encoder.format_of(TWO_TURNS | {column: value}, "x.jsonl:1")
+    assert encoder.format_of(TWO_TURNS | {column: None}, "x.jsonl:1") == "openai"
+    texts = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "pt", 64)
+    assert texts.format_of({"text": "a", column: value}, "x.jsonl:1") == "text"
+
+
+def test_empty_answers_are_counted_with_the_first_place():
+    _, encoded = encode(chat("Hi", " "), CHATML)
+    what = "samples have an empty answer, of which the end is trained"
+    assert encoded.tallies == {what: (1, "t.json:1")} and len(encoded.lengths) == 1
 
 
 def test_a_whole_pair_of_surrogates_is_a_character(tmp_path):

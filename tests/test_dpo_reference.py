@@ -214,14 +214,60 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
     again, said = world.run(said_by, 2, path, str(tmp_path / "b"), **PP2, **keys)[0]
     assert "17 pairs from" in said and not differences(again, first)
     # a pass that died after 12 pairs
+    store = store_of(folder)
     (folder / "logps.npy").unlink()
-    np.save(folder / "part-000000000000.npy", whole[:8])
-    np.save(folder / "part-000000000008.npy", whole[8:12] + 0.25)  # to be known again
+    store.add(0, whole[:8])
+    store.add(8, whole[8:12] + 0.25)  # to be known again
     again, said = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
     assert "17 of 17 pairs" in said and len(again) == STEPS
     whole[8:12] += 0.25
     np.testing.assert_allclose(np.load(folder / "logps.npy"), whole, atol=1e-5)
     assert not list(folder.glob("part-*"))
+
+
+def store_of(folder: Path):
+    """The store of a folder that it has written."""
+    from mca_lite.trainer_reference import ReferenceStore
+
+    identity = json.loads((folder / "meta.json").read_text())["identity"]
+    store = ReferenceStore(folder.parents[1], identity, identity["pairs"])
+    assert store.folder == folder
+    return store
+
+
+DAMAGE = {
+    "empty part": ("part-000000000004.npy", lambda data: b"", 4),
+    "cut part": ("part-000000000004.npy", lambda data: data[:-8], 4),
+    "flipped bit": ("part-000000000004.npy", lambda data: data[:-1] + bytes([data[-1] ^ 1]), 4),
+    "lost part": ("part-000000000000.npy", None, 0),
+    "another part": ("part-000000000000.npy", lambda data: data + b"x", 0),
+    "empty meta": ("meta.json", lambda data: b"", 0),
+    "cut meta": ("meta.json", lambda data: data[:40], 0),
+    "another run": ("meta.json", lambda data: data.replace(b'"mine"', b'"else"'), 0),
+    "no files": ("meta.json", lambda data: data.replace(b'"files"', b'"other"'), 0),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_reference_is_computed_again_from_there_with_one_line(tmp_path, kind):
+    from mca_lite.trainer_reference import ReferenceStore
+
+    said, logps = [], np.arange(24, dtype=np.float32).reshape(12, 2)
+    store = ReferenceStore(tmp_path, {"model": "mine"}, 12)
+    for start in (0, 4, 8):
+        store.add(start, logps[start : start + 4])
+    assert np.array_equal(store.load(said.append), logps) and not said
+    name, damage, left = DAMAGE[kind]
+    path = store.folder / name
+    path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
+    again = ReferenceStore(tmp_path, {"model": "mine"}, 12)
+    assert np.array_equal(again.load(said.append), logps[:left])
+    assert len(said) == 1 and str(store.folder) in said[0] and "computed again" in said[0]
+    for start in range(left, 12, 4):
+        again.add(start, logps[start : start + 4])
+    again.finish(logps)
+    assert np.array_equal(store.load(said.append), logps) and len(said) == 1
+    assert sorted(file.name for file in store.folder.iterdir()) == ["logps.npy", "meta.json"]
 
 
 def asked_to_stop(path, out, cache) -> tuple:
@@ -270,22 +316,12 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp
         folder.name
     }  # another model has a folder of its own
     kept = (folder / "logps.npy").read_bytes()
-    shutil.copy(cache / "reference" / theirs / "logps.npy", folder / "logps.npy")
+    kept = np.load(folder / "logps.npy")
+    store_of(folder).finish(np.load(cache / "reference" / theirs / "logps.npy"))
     found, _ = world.run(said_by, 2, path, str(tmp_path / "c"), **keys)[1]
     assert "is of another model" in found and str(folder) in found
     assert not (tmp_path / "c" / "trainer_log.jsonl").exists(), "nothing was trained"
-    (folder / "logps.npy").write_bytes(kept)
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "data": "others"}))
-    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
-    assert "its data differ" in found
-    (folder / "meta.json").write_text(json.dumps(meta)[:40])
-    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
-    assert f"{folder}/meta.json is damaged" in found
-    (folder / "meta.json").write_text(json.dumps(meta))
-    (folder / "logps.npy").write_bytes(kept[:-9])
-    found, _ = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
-    assert "is damaged" in found
+    store_of(folder).finish(kept)
     # a run goes on with the reference that it began with
     keys["overwrite_output_dir"] = False
     keys["resume_from_checkpoint"] = "auto"

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from mca_lite import lora, lora_files
+from mca_lite.args import TrainingArguments
 from mca_lite.weights_files import write_safetensors
 from mca_lite.weights_sources import SafetensorsSource
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.commands import ROOT
 from tests.shared.files import EMBEDDING, changed, make_args
 from tests.shared.layouts import PP2, TP2
 
@@ -245,3 +247,73 @@ def test_a_deepseek_without_experts_takes_adapters_on_the_torch_backend():
         model = transformers.AutoModelForCausalLM.from_config(config)
     spec = lora.plan(model, lora.LoraSpec(rank=2, targets=("q_a_proj", "down_proj")))
     assert "model.layers.0.mlp.down_proj" in spec.modules
+
+
+def plan_error(model: str, out, *words: str) -> str:
+    """The text of the ValueError with which a run is refused before ranks meet."""
+    from mca_lite import run
+    from mca_lite.args_run import parse_args
+
+    keys = [f"model_name_or_path={model}", "train_from_scratch=false", f"output_dir={out}", *words]
+    with pytest.raises(ValueError) as caught:
+        run.make_plan(parse_args([str(ROOT / "configs/sft.yaml"), *keys]))
+    assert not torch.distributed.is_initialized() and not Path(out).exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_weights_that_do_not_fit_config_json_are_refused_before_ranks_meet(llama, tmp_path, name):
+    change, parts = BROKEN[name]
+    path = changed(llama, tmp_path / "in", change)
+    has_shape = any("(" in part or part.isdigit() for part in parts)
+    for words in (["use_mca=true"], ["use_mca=false"])[: 1 + has_shape]:
+        text = plan_error(path, tmp_path / "out", *words)
+        assert parts[0] in text and (not has_shape or "has shape" in text), text
+
+
+def test_plain_torch_draws_no_weight_that_the_files_lack(llama, tmp_path):
+    from mca_lite.model import load_torch_model
+
+    path = changed(llama, tmp_path / "in", drop(LAYER + "mlp.up_proj.weight"))
+    with pytest.raises(ValueError, match=f"the checkpoint lacks {LAYER}mlp.up_proj.weight"):
+        load_torch_model(path)
+    path = changed(llama, tmp_path / "cut", cut("model.norm.weight", 31))
+    with pytest.raises(ValueError, match=r"model.norm.weight of shape \(31,\) instead of \(32,\)"):
+        load_torch_model(path)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "[1]", '{"model": 3}'])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_named(tmp_path, name, text):
+    from mca_lite.run import _load_tokenizer
+
+    shutil.copytree(ROOT / "configs/tiny/model", tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/model: no tokenizer could be loaded"):
+        _load_tokenizer(tmp_path / "model", False)
+
+
+def test_a_damaged_generation_config_is_named(llama, tmp_path):
+    path = changed(llama, tmp_path / "in", lambda values: None)
+    Path(path, "generation_config.json").write_text("null")
+    assert "generation_config.json: expected a JSON object" in plan_error(path, tmp_path / "out")
+
+
+ALL = [(tiny, name) for name in (*tiny.FAMILY_KEYS, *tiny.MORE_KEYS)]
+ALL += [(tiny_moe, name) for name in tiny_moe.MODELS]
+
+
+@pytest.mark.parametrize("maker, name", ALL, ids=lambda value: getattr(value, "__name__", value))
+def test_the_files_of_every_family_fit_their_config_json(tmp_path, maker, name):
+    from mca_lite import model_config, run
+    from mca_lite.model import load_torch_model
+
+    path = maker.save_model(tmp_path / "model", name)
+    args = TrainingArguments(output_dir="unused")
+    for config in (
+        model_config.AutoConfig.from_pretrained(path, args),
+        load_torch_model(path).config,
+    ):
+        planned = run.PlannedModel(Path(path), config, config.vocab_size, config.vocab_size)
+        run._open_source(planned)
+        assert planned.source.names()
