@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from . import lora, lora_files, parallel
+from .args_run import check_together
 from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
 
 
@@ -29,6 +30,8 @@ class Backend(abc.ABC):
     dp_size: int
 
     def __init__(self, model, args, losses: BalancingLosses):
+        kind = "full" if lora.spec_of(model) is None else "lora"
+        check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
         self.model, self.args = model, args
         self.dtype = torch.float32  # of the computation
         if args.bf16:

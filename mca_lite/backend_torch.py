@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files, weights_sources
 from .args_rules_model import check_torch_packing
-from .args_run import check_together
 from .args_values import Judge
 from .backend import Backend
 from .backend_torch_moe import TorchRouters
@@ -120,7 +119,6 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self, model, args):
-        check_together(args, use_mca=False)
         super().__init__(model, args, BalancingLosses.of(args))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         model_fused.switch(args.torch_compile)

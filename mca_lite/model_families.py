@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .args_values import refuse
 from .model_family_rows import (
     GEMMA_NORMS,
     GLM4_NORMS,
@@ -417,13 +418,12 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str) -> Family:
-    """The family of a config.json's model_type. ValueError names those that there are."""
+    """The family of a config.json's model_type. ConfigError names those that there are."""
     if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} is not one that can be trained on megatron-core here: "
-            "expected one of "
-            f"{', '.join(sorted(FAMILIES))}; set use_mca: false to train it with the plain torch "
-            "backend"
+        reason = "it is not one that can be trained on megatron-core here: expected one of "
+        remedy = "use_mca: false, to train it as plain torch"
+        refuse(
+            "model_type in config.json", model_type, reason + ", ".join(sorted(FAMILIES)), remedy
         )
     return FAMILIES[model_type]
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from .args_values import refuse
 from .model_attention import (
     CoreAttention,
     FusedSelfAttention,
@@ -51,11 +52,9 @@ def resolve_transformer_impl(asked: str) -> str:
     if asked == "auto":
         return "transformer_engine" if transformer_engine_works() else "local"
     if asked == "transformer_engine" and not transformer_engine_works():
-        raise ValueError(
-            "transformer_impl: 'transformer_engine' was set, and Transformer Engine does not work "
-            "here (it needs a GPU and `pip install mca-lite[te]`): set transformer_impl: local or "
-            "auto"
-        )
+        reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
+        reason += "mca-lite[te]`)"
+        refuse("transformer_impl", asked, reason, "transformer_impl: local or auto")
     return asked
 
 

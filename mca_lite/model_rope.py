@@ -10,9 +10,6 @@ import torch
 
 from .parallel import device
 
-# those whose frequencies do not depend on the length of the sequence
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 
 def rope_parameters(hf) -> list[dict[str, Any]]:
     """The model's rope parameters: one dict, or one for layers with a window and one for those

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mca_lite import cli, cli_errors
-from mca_lite.args_parser import read_config_file
-from mca_lite.args_values import ConfigError
+from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.files import check_can_write, describe_error
 from tests.shared.commands import ROOT, SHORT
 
