@@ -279,8 +279,7 @@ def check_window(length: int, window: int | None, transformer_impl: str, judge: 
 
 
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:
-    """The mask of packed rows would replace that of a sliding window on plain torch. hf_config:
-    transformers'."""
+    """Packed rows' mask would replace that of a sliding window. hf_config: transformers'."""
     config = hf_config.get_text_config()
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]

@@ -53,8 +53,7 @@ class TokenDataset(Dataset):
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """int64 [samples, documents of a sample]: inputs of each document, without reading a
-        sample."""
+        """int64 [samples, documents of a sample]: their inputs, without reading a sample."""
         return np.concatenate([shard.document_lengths for shard in self.shards])[self.index]
 
     @property

@@ -30,8 +30,7 @@ from .model_family_rows import (
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type of transformers: its rows, config keys, and what of its config.json cannot be
-    honoured."""
+    """A model_type: its rows, config keys, and what of a config.json cannot be honoured."""
 
     rows: tuple[Row, ...]
     config: dict[str, str]  # HF config key -> McaModelConfig field
@@ -146,8 +145,7 @@ _LATENT_CONFIG = {
 
 
 def _latent_fields(hf):
-    """q_lora_rank may be none at all; yarn's mscale_all_dim changes the scale of attention's
-    scores."""
+    """q_lora_rank may be None; yarn's mscale_all_dim changes the scale of the scores."""
     rope, fields = (
         hf.rope_parameters,
         {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads},
@@ -189,8 +187,7 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 
 def sigmoid_router(hf) -> dict[str, Any]:
-    """Sigmoid scores, a bias that only chooses, groups of experts, shared experts, dense layers in
-    front."""
+    """Sigmoid scores, a bias that only chooses, groups, shared experts, dense layers first."""
     grouped = hf.n_group > 1
     return {
         "num_moe_experts": hf.n_routed_experts
@@ -429,8 +426,7 @@ def get_family(model_type: str) -> Family:
 
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
-    """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything
-    with its fields."""
+    """The rows of a model, one of each expert. config: anything with McaModelConfig's fields."""
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):

@@ -44,9 +44,7 @@ class DPOConfig:
         self.use_ref_model = needs
 
     def check_with(self, finetuning_type: str = "lora", modules_to_save=()) -> FinetuningArguments:
-        """The keys of a run that mean the same, on a model with such adapters. Raises ConfigError
-        by their rules.
-        """
+        """The keys that mean the same, for such adapters. ConfigError by their rules."""
         return FinetuningArguments(
             stage="dpo",
             finetuning_type=finetuning_type,
