@@ -257,3 +257,20 @@ def test_a_backend_asks_the_rules_of_adapters_for_a_model_that_has_some():
     model = SimpleNamespace(lora=LoraSpec())
     [(key, _)] = refused(lambda: TorchBackend(model, args))
     assert key == "moe_router_bias_update_rate"
+
+
+def test_an_alias_of_megatrons_key_counts_as_the_key_on_plain_torch(models, tmp_path):
+    words = [f"model_name_or_path={models['dense']}", "dataset=a.jsonl", f"output_dir={tmp_path}"]
+    words += ["use_mca=false", "accumulate_allreduce_grads_in_fp32=false"]
+    run = parse_args(words)
+    assert run.training.grad_reduce_in_fp32 is True
+    assert any("does without grad_reduce_in_fp32" in line for line in run.warnings)
+
+
+def test_all_that_adapters_cannot_be_is_said_at_once(models):
+    from mca_lite import lora
+
+    config = AutoConfig.from_pretrained(str(models["dense"]))
+    spec = lora.LoraSpec(targets=("q_porj", "o_proj"), modules_to_save=("lm_hed",))
+    told = refused(lambda: lora.plan(config, spec))
+    assert [key for key, _ in told] == ["lora_target", "modules_to_save"]
