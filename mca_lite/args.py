@@ -12,23 +12,14 @@ import os
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from .args_parser import ArgumentGroup, arg
-from .args_rules import (
-    check_data,
-    check_finetuning,
-    check_training,
-    check_world,
-    normalise_training,
-)
-from .args_values import Judge
+from .args_rules import check_data, check_finetuning, check_training
+from .args_values import ArgumentGroup, arg, parse_size
 from .loss_preference import LOSSES
 from .objectives import OBJECTIVES
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A key of megatron-core, which the plain torch backend does without: it counts as its default
-    there.
-    """
+    """A key of megatron-core: on the plain torch backend it counts as its default."""
     return arg(default, text, torch=False, **metadata)
 
 
@@ -84,8 +75,7 @@ class DataArguments(ArgumentGroup):
     disable_shuffling: bool = arg(False, "train in the file's order")
     default_system: str | None = arg(None, "system message of conversations that have none")
 
-    def _check(self, judge: Judge) -> None:
-        check_data(self, judge)
+    check = check_data
 
 
 @dataclass(kw_only=True)
@@ -141,8 +131,7 @@ class FinetuningArguments(ArgumentGroup):
         "cached: scored before training; adapter: adapters off; model, a folder: a second copy",
     )
 
-    def _check(self, judge: Judge) -> None:
-        check_finetuning(self, judge)
+    check = check_finetuning
 
 
 @dataclass(kw_only=True)
@@ -180,7 +169,9 @@ class TrainingArguments(ArgumentGroup):
     )
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg(
-        "5GB", "largest file of that model: a number of bytes with KB, MB, GB, KiB, MiB, GiB"
+        "5GB",
+        "largest file of that model: a number of bytes with KB, MB, GB, KiB, MiB, GiB",
+        check=parse_size,
     )
     load_best_model_at_end: bool = arg(False, "end with the checkpoint that evaluated best")
     metric_for_best_model: str = arg("loss", "the metric that decides which one is best")
@@ -192,7 +183,10 @@ class TrainingArguments(ArgumentGroup):
     )
     early_stopping_threshold: float = arg(0.0, "the least change that counts as progress", low=0)
     resume_from_checkpoint: str | None = arg(
-        None, "auto: the newest in output_dir; a path; false: start anew"
+        None,
+        "auto: the newest in output_dir; a path; false: start anew",
+        # YAML files have true and false as well
+        words=dict.fromkeys(("true", "yes"), "auto") | dict.fromkeys(("false", "no", "none")),
     )
     report_to: list[str] = arg([], "none, tensorboard, wandb")
     run_name: str | None = arg(None, "the run's name in wandb")
@@ -395,20 +389,7 @@ class TrainingArguments(ArgumentGroup):
     )
     additional_configs: dict[str, Any] = mca({}, "further fields of megatron's TransformerConfig")
 
-    def _resolve(self, judge: Judge) -> None:
-        # a path, for which YAML files have true and false as well
-        words = dict.fromkeys(("true", "yes"), "auto") | dict.fromkeys(("false", "no", "none"))
-        value = self.resume_from_checkpoint
-        self.resume_from_checkpoint = words.get(str(value).lower(), value)
-        super()._resolve(judge)
-
-    def _check(self, judge: Judge) -> None:
-        normalise_training(self, judge)
-        # Without torchrun the arguments may be made for a world that is not there: parse_args
-        # decides then.
-        if "WORLD_SIZE" in os.environ:
-            check_world(self, judge)
-        check_training(self, judge)
+    check = check_training
 
     @property
     def world_size(self) -> int:
@@ -426,9 +407,7 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model in the world; 1 where it holds less than one (arguments made without
-        torchrun).
-        """
+        """Copies of the model in the world; 1 for arguments made without torchrun."""
         return max(1, self.world_size // self.model_parallel_size)
 
     @property
@@ -438,8 +417,7 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def train_global_batch_size(self) -> int:
-        """Samples an optimizer step over all ranks: micro-batch x gradient_accumulation_steps x
-        data parallel size."""
+        """Samples of an optimizer step over all ranks."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .args_values import Problem
-
 # Other people's names for our keys.
 ALIASES = {
     "interleave_probs": "mix_weights",
@@ -108,11 +106,11 @@ def lookup(table: dict[str, Any], key: str) -> Any:
     )
 
 
-def unsupported_problem(key: str, value: Any) -> Problem | None:
-    """The Problem of a value that this version does not take for a key, None where it does."""
+def unsupported(key: str, value: Any) -> tuple[str, str] | None:
+    """Why this version does not take a value for a key, and what to write; None where it does."""
     row = lookup(UNSUPPORTED, key)
     if row is None or value in row[0]:
         return None
     choices = " or ".join(str(choice).lower() for choice in row[0] if choice is not None)
     suggestion = "the key left out" if row[0][0] is None else f"{key}: {choices}"
-    return Problem(key, value, f"not in this version: {row[1]}", suggestion)
+    return f"not in this version: {row[1]}", suggestion

@@ -15,11 +15,12 @@ import math
 import os
 from typing import Any
 
-from .args_keys import unsupported_problem
-from .args_rules_model import check_virtual_stages, layout_defect, layout_stages
+from .args_keys import unsupported
+from .args_rules_lora import check_no_prediction
+from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule
-from .args_values import Judge, parse_size
-from .objectives import all_metrics, check_objective_keys, check_objective_run
+from .args_values import Judge
+from .objectives import OBJECTIVES, Objective
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 # what report_to may name -> the package that it takes, and the extra that installs it
@@ -42,9 +43,24 @@ MODEL_FIELDS = (
 # ---- TrainingArguments
 
 
-def normalise_training(a: Any, judge: Judge) -> None:
-    """Replace aliases and fill in what follows from other keys, in place; `a.notes` says what was
-    switched off."""
+def check_training(a: Any, judge: Judge) -> None:
+    """Every rule of TrainingArguments; fills in what follows from other keys."""
+    _normalise_training(a, judge)
+    # Without torchrun the arguments may be made for a world that is not there: parse_args decides
+    # then.
+    if "WORLD_SIZE" in os.environ:
+        check_world(a, judge)
+    _resolve_batches(a, judge)
+    _check_layout(a, judge)
+    _check_cadence(a, judge)
+    _check_memory(a, judge)
+    _check_precision(a, judge)
+    _check_additional_configs(a, judge)
+    check_schedule(a, judge)
+
+
+def _normalise_training(a: Any, judge: Judge) -> None:
+    """Replace aliases and fill in what follows; `a.notes` says what was switched off."""
     unknown = [name for name in a.report_to if name not in (*REPORTERS, "none", "all")]
     if unknown:
         choices = f"report_to: none, {', '.join(REPORTERS)}"
@@ -130,8 +146,7 @@ def check_world(a: Any, judge: Judge) -> None:
 
 
 def _check_expert_world(a: Any, judge: Judge) -> None:
-    """Experts are spread over the ranks of a pipeline stage: all that attention uses for data,
-    context and tensors."""
+    """Experts are spread over all ranks of a pipeline stage, those of data and context too."""
     key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
     etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
     stage = a.world_size // a.pipeline_model_parallel_size
@@ -142,18 +157,6 @@ def _check_expert_world(a: Any, judge: Judge) -> None:
         reason += f"pipeline stage has {stage}"
         remedy = f"a multiple of {ep * etp} processes a stage, or {lower}"
         judge.refuse(f"{key} expert_tensor_parallel_size", reason, remedy)
-
-
-def check_training(a: Any, judge: Judge) -> None:
-    """Every rule of TrainingArguments; sets gradient_accumulation_steps and casts
-    lr_scheduler_kwargs."""
-    _resolve_batches(a, judge)
-    _check_layout(a, judge)
-    _check_cadence(a, judge)
-    _check_memory(a, judge)
-    _check_precision(a, judge)
-    _check_additional_configs(a, judge)
-    check_schedule(a, judge)
 
 
 def _resolve_batches(a: Any, judge: Judge) -> None:
@@ -215,12 +218,21 @@ def _check_layout(a: Any, judge: Judge) -> None:
         judge.refuse(keys, reason, "moe_router_load_balancing_type: aux_loss")
 
 
+def check_virtual_stages(a: Any, judge: Judge) -> None:
+    """Virtual stages are those of a pipeline."""
+    if a.virtual_pipeline_model_parallel_size and a.pipeline_model_parallel_size == 1:
+        pp, vpp = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+        reason = f"virtual stages need a pipeline, and {pp} is 1"
+        remedy = f"{pp}: 2, or {vpp} left out"
+        judge.refuse(f"{vpp} {pp} pipeline_model_parallel_layout", reason, remedy)
+
+
 def _check_cadence(a: Any, judge: Judge) -> None:
     if a.max_steps == 0:
         judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
     if (
         a.eval_strategy != "no"
-        and a.metric_for_best_model.removeprefix("eval_") not in all_metrics()
+        and a.metric_for_best_model.removeprefix("eval_") not in _all_metrics()
     ):
         reason = "an evaluation gives eval_loss, and with stage dpo its metrics"
         judge.refuse("metric_for_best_model eval_strategy", reason, "metric_for_best_model: loss")
@@ -235,11 +247,6 @@ def _check_cadence(a: Any, judge: Judge) -> None:
         _check_installed("report_to", package, extra, judge, name)
     if a.plot_loss:
         _check_installed("plot_loss", "matplotlib", "plot", judge, True)
-    try:
-        parse_size(a.max_shard_size)
-    except ValueError:
-        reason = "expected a number of bytes with an optional unit"
-        judge.refuse("max_shard_size", reason, "max_shard_size: 5GB")
 
 
 def _check_best_model(a: Any, judge: Judge) -> None:
@@ -316,8 +323,7 @@ def _check_precision(a: Any, judge: Judge) -> None:
 
 
 def _check_additional_configs(a: Any, judge: Judge) -> None:
-    """additional_configs can set fields of megatron's config that no key and no config.json
-    decides."""
+    """additional_configs sets fields of megatron's config that nothing else decides."""
     if not a.additional_configs or "additional_configs" in judge.bad:
         return
     from . import cpu
@@ -329,14 +335,11 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
     known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
     own = {item.name for item in dataclasses.fields(a)}
     for name, value in a.additional_configs.items():
-        unsupported, near = (
-            unsupported_problem(name, value),
-            difflib.get_close_matches(name, known, 1),
-        )
+        refused, near = unsupported(name, value), difflib.get_close_matches(name, known, 1)
         if name in own:
             reason, remedy = "it has a key of its own", f"{name}: {value}"
-        elif unsupported:
-            reason, remedy = unsupported.reason, unsupported.suggestion
+        elif refused:
+            reason, remedy = refused
         elif name in DERIVED_FIELDS.split():
             reason, remedy = "it follows from other keys", f"{name} left out"
         elif name in MODEL_FIELDS.split():
@@ -352,11 +355,23 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
 # ---- the other groups
 
 
+_NO_DATA = "it names no data", "dataset: <files, or names in dataset_info.json>"
+
+
+def check_records(a: Any, objective: Objective, judge: Judge) -> None:
+    """DataArguments against the records of an objective."""
+    if not a.dataset and not a.eval_dataset:
+        judge.refuse("dataset", *_NO_DATA)
+    if objective.has_pairs and a.train_on_prompt:
+        reason = "answers are compared, and both have the same prompt"
+        judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
+
+
 def check_data(a: Any, judge: Judge) -> None:
     """DataArguments: what its keys must agree on; a val_size that counts samples becomes an int."""
     weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
     if not a.dataset:
-        judge.refuse("dataset", "it names no data", "dataset: <files or names>")
+        judge.refuse("dataset", *_NO_DATA)
     if a.eval_dataset and a.val_size > 0:
         reason = "eval_dataset is given too, and one of them would not be used"
         judge.refuse("val_size", reason, "val_size: 0, or eval_dataset left out")
@@ -376,8 +391,7 @@ def check_data(a: Any, judge: Judge) -> None:
 
 
 def check_finetuning(a: Any, judge: Judge) -> None:
-    """FinetuningArguments: keys of adapters have no effect on a full fine-tuning, and an adapter
-    has its own sizes."""
+    """FinetuningArguments: keys without effect, and those that must agree."""
     given = a.changed(lora=True)
     if a.finetuning_type == "full":
         if a.adapter_name_or_path and "finetuning_type" not in judge.bad:
@@ -392,19 +406,48 @@ def check_finetuning(a: Any, judge: Judge) -> None:
         for key in sorted(shaped.intersection(given)):
             folder = a.adapter_name_or_path
             a.notes.append(f"{key} is not used: the adapter in {folder} decides it")
-    check_objective_keys(a, judge)
+    _check_objective_keys(a, judge)
 
 
 # ---- between groups
 
 
+def _all_metrics() -> set[str]:
+    """The metrics of all objectives."""
+    return {name for objective in OBJECTIVES.values() for name in objective.metrics}
+
+
+def _check_objective_keys(a: Any, judge: Judge) -> None:
+    """FinetuningArguments against the row of their stage; `a.notes` names keys of others."""
+    own = OBJECTIVES[a.stage].keys
+    others = {key for objective in OBJECTIVES.values() for key in objective.keys} - set(own)
+    if given := [key for key in a.changed() if key in others]:
+        a.notes.append(f"{', '.join(given)}: no effect, since stage is {a.stage}")
+    if check := OBJECTIVES[a.stage].check_keys:
+        check(a, judge)
+
+
+def check_objective_run(a: Any, judge: Judge) -> None:
+    """The keys of all groups against the row of the stage."""
+    objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
+    # a metric of no objective at all is a problem of TrainingArguments
+    if metric in _all_metrics() - set(objective.metrics):
+        reason = f"stage {a.stage} has no such metric"
+        remedy = f"metric_for_best_model: {objective.metrics[0]}"
+        judge.refuse("metric_for_best_model", reason, remedy, metric)
+    if objective.has_pairs:
+        check_records(a, objective, judge)
+    if objective.check_run is not None:
+        objective.check_run(a, judge)
+
+
 def check_backend(a: Any, judge: Judge) -> None:
     """What adapters and the backend ask of the keys of training."""
-    mtp, none = "mtp_num_layers", "mtp_num_layers: 0"
     if a.mtp_num_layers and not a.use_mca:
-        judge.refuse(mtp, "plain torch has no layers for multi-token prediction", none)
-    if a.mtp_num_layers and a.finetuning_type == "lora":
-        judge.refuse(mtp, "adapters beside layers for multi-token prediction are not built", none)
+        reason = "plain torch has no layers for multi-token prediction"
+        judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
+    if a.finetuning_type == "lora":
+        check_no_prediction(a.mtp_num_layers, judge)
     if a.moe_router_bias_update_rate and a.finetuning_type == "lora":
         key, reason = "moe_router_bias_update_rate", "adapters leave the base model as it is, "
         judge.refuse(f"{key} finetuning_type", f"{reason}the routers' bias too", f"{key}: 0")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .args_values import Judge
-from .model_families import FAMILIES
+from .model_families import FAMILIES, get_family
 
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -174,13 +174,6 @@ def _check_fp8(m: ModelNumbers, a: Any, judge: Judge) -> None:
 # ---- layers and the stages of a pipeline
 
 
-def check_virtual_stages(a: Any, judge: Judge) -> None:
-    """Virtual stages are those of a pipeline."""
-    if a.virtual_pipeline_model_parallel_size and a.pipeline_model_parallel_size == 1:
-        reason = f"virtual stages need a pipeline, and {_PP} is 1"
-        judge.refuse(f"{_VPP} {_PP} {_LAYOUT}", reason, f"{_PP}: 2, or {_VPP} left out")
-
-
 def _check_layers(layers: int, a: Any, judge: Judge) -> None:
     pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
     layout, stages = a.pipeline_model_parallel_layout, pp * (vpp or 1)
@@ -282,6 +275,35 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
     return "E" + "|".join(texts) + "L"
 
 
+# ---- config.json
+
+# rope scalings whose frequencies do not depend on the length of the sequence
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check_hf_config(hf: Any, origin: str, ropes: list[dict[str, Any]], judge: Judge) -> None:
+    """What a family cannot honour of a config.json. hf: transformers' config of a family in the
+    table; ropes: its model_rope.rope_parameters."""
+    family, instead = get_family(hf.model_type), "use_mca: false, to train it as plain torch"
+
+    def refuse(key: str, value: Any, reason: str) -> None:
+        name, reason = f"{key} in config.json of {origin}", f"it cannot be honoured: {reason}"
+        judge.refuse("model_name_or_path", reason, instead, value, name)
+
+    for key, in_use, why in family.refusals:
+        if in_use(value := getattr(hf, key, None)):
+            refuse(key, value, why)
+    if getattr(hf, "quantization_config", None):
+        refuse("quantization_config", None, "save the model in bf16 or fp32 first")
+    for rope in ropes:
+        if (kind := rope["rope_type"]) not in ROPE_TYPES:
+            refuse("rope_type", kind, f"expected one of {', '.join(ROPE_TYPES)}")
+        # default rope in the other models of transformers passes it over, and the scaled ones
+        # cannot run with it
+        if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
+            refuse("partial_rotary_factor", part, "expected 1.0 or none")
+
+
 # ---- what plain torch cannot run
 
 
@@ -300,8 +322,7 @@ def check_torch_experts(hf_config: Any, judge: Judge) -> None:
 
 
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:
-    """The mask of packed rows would replace that of a sliding window on plain torch. hf_config:
-    transformers'."""
+    """Packed rows' mask would replace that of a sliding window. hf_config: transformers'."""
     config = hf_config.get_text_config()
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]

@@ -70,8 +70,7 @@ def check_schedule(a: Any, judge: Judge) -> None:
 
 
 class ScheduleSteps(NamedTuple):
-    """Steps of warm-up, the step at which the lowest rate is reached, and steps of decay (None: all
-    between)."""
+    """Steps of warm-up, the step of the lowest rate, and steps of decay (None: all between)."""
 
     warmup: int
     end: int
@@ -119,8 +118,7 @@ def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
 
 
 def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """schedule_steps() of a run whose length is known. Raises ConfigError for steps that do not fit
-    together."""
+    """schedule_steps() of a run of that length. ConfigError where they do not fit together."""
     judge, steps = Judge(a), schedule_steps(a, num_training_steps)
     _check_schedule_steps(a, steps, judge)
     judge.close()

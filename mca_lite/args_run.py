@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import sys
@@ -20,20 +22,29 @@ from .args import (
     TrainingArguments,
     UseMcaArguments,
 )
-from .args_parser import ArgumentGroup, ArgumentParser, default_of
-from .args_rules import check_backend, check_run, check_world
+from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
+from .args_rules import check_backend, check_objective_run, check_run, check_world
 from .args_rules_model import check_model, numbers_of
-from .args_values import Judge, cast, type_hints
+from .args_values import (
+    ArgumentGroup,
+    ConfigError,
+    Judge,
+    Problem,
+    cast,
+    default_of,
+    loads_yaml,
+    read_config_file,
+    type_hints,
+)
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import why_no_model
-from .objectives import OBJECTIVES, check_objective_run, objective_of
+from .objectives import OBJECTIVES
 
 
 @dataclass
 class RunArguments:
-    """All groups of a run, and `warnings`: the lines that rank 0 should print, each about values
-    without effect.
-    """
+    """All groups of a run. warnings: the lines that rank 0 should print, each about values without
+    effect. model_config: what the model's config.json holds, {} where it was not read."""
 
     model: ModelArguments
     data: DataArguments
@@ -41,6 +52,7 @@ class RunArguments:
     training: TrainingArguments
     backend: UseMcaArguments
     warnings: list[str] = field(default_factory=list)
+    model_config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         joins_documents = OBJECTIVES[self.finetuning.stage].joins_documents
@@ -57,7 +69,8 @@ class RunArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, of all groups."""
-        return {key: value for group in self.groups for key, value in group.to_dict().items()}
+        groups = map(dataclasses.asdict, self.groups)
+        return {key: value for group in groups for key, value in group.items()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, without the keys that are None (None and absent mean the
@@ -80,6 +93,7 @@ class RunArguments:
 
 
 GROUPS = (ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments)
+FIELDS = {item.name: item for group in GROUPS for item in dataclasses.fields(group)}
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
@@ -89,9 +103,8 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
     Keys that are not given have their defaults; without a stage the rules of objectives are left
     out. Raises ConfigError, as parse_args does.
     """
-    items = [item for group in GROUPS for item in dataclasses.fields(group)]
-    values = {item.name: default_of(item) for item in items} | args.to_dict() | keys
-    judge = Judge(SimpleNamespace(**values))
+    defaults = {name: default_of(item) for name, item in FIELDS.items()}
+    judge = Judge(SimpleNamespace(**defaults | args.to_dict() | keys))
     check_backend(judge.arguments, judge)
     if stage is not None:
         judge.arguments.stage = stage
@@ -100,36 +113,162 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
 
 
 def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> RunArguments:
-    """The arguments of a run from the words of its command line (None: sys.argv), see
-    ArgumentParser.
+    """The arguments of a run from the words of its command line (None: sys.argv).
 
-    The model's config.json is read too (from its folder, or the hub) and checked against the
-    layout. needs_world=False is for commands that only look at a configuration: without torchrun
-    the layout need not fit this one process then. `-h` and `--help` print the keys and leave.
-    Raises ConfigError with all problems of the run.
+    Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true,
+    and a word that ends in .yaml, .yml or .json is the file, which the words overrule. Of a key
+    given twice there the last value holds; null is the default. The model's config.json is read too
+    (from its folder, or the hub) and checked against the layout. needs_world=False is for commands
+    that only look at a configuration: without torchrun the layout need not fit this one process
+    then. `-h` and `--help` print the keys and leave. Raises ConfigError with all problems of the
+    run.
     """
-    parser = ArgumentParser(GROUPS)
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(argv):
-        print(parser.format_help())
+        print(format_help())
         raise SystemExit(0)
-    values, problems = parser.read(argv)
-    switched_off = _use_torch_backend(values)
-    parsed = parser.build(values)
-    model, data, finetuning, training, backend = parsed.groups
-    run = RunArguments(model, data, finetuning, training, backend, parsed.warnings)
-    problems += parsed.problems
+    given, problems = read_words(argv)
+    own, ignored = own_keys(given, problems)
+    switched_off = _without_megatron(own)
+    judges = [group.read(own) for group in GROUPS]
+    for judge in judges:
+        judge.arguments.check(judge)
+        problems += judge.problems
+    run = RunArguments(*(judge.arguments for judge in judges))
     facts = SimpleNamespace(**run.to_dict())
     judge = Judge(facts, {problem.key for problem in problems})
     if needs_world and "WORLD_SIZE" not in os.environ:
         check_world(run.training, judge)
     check_run(facts, judge)
-    if facts.model_name_or_path and (numbers := _read_model_numbers(run.model, judge)):
-        check_model(numbers_of(numbers), facts, judge)
+    if facts.model_name_or_path:
+        run.model_config = _read_model_config(run.model, judge)
+    if run.model_config:
+        check_model(numbers_of(run.model_config), facts, judge)
+    run.warnings = [*ignored, *(note for group in run.groups for note in group.notes)]
+    run.warnings += _notes(run, switched_off, {key for key in own if own[key] is not None})
     judge.problems[:0] = problems
     judge.close()
-    run.warnings += _notes(run, switched_off, parsed.given)
     return run
+
+
+# -- words and files
+
+
+def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Key -> raw value of the file and the words, and what could not be read."""
+    words: list[tuple[str, Any]] = []
+    problems: list[Problem] = []
+    paths, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, text = word.partition("=")
+        if word.startswith("--"):
+            key = key[2:].replace("-", "_")
+            if not equals:
+                text = rest.pop(0) if rest and _is_value(key, rest[0]) else "true"
+            words.append((key, _word_value(text)))
+        elif equals and key.isidentifier():
+            words.append((key, _word_value(text)))
+        elif word.endswith((".yaml", ".yml", ".json")):
+            paths.append(word)
+        else:
+            reason = "expected a YAML file, key=value or --key value"
+            problems.append(Problem(word, None, reason, "key=value"))
+    values: dict[str, Any] = {}
+    for path in paths:
+        try:
+            values.update(read_config_file(path))
+        except ConfigError as error:
+            # its keys are not known: what else is missing may be there
+            raise ConfigError([*problems, *error.problems]) from None
+    if len(paths) > 1:
+        remedy = "one file, then key=value"
+        problems.append(Problem("config file", ", ".join(paths), "one file is read", remedy))
+    for key, value in words:
+        # a word replaces the file's value, whichever of the key's names the file used
+        values = {n: v for n, v in values.items() if ALIASES.get(n, n) != ALIASES.get(key, key)}
+        values[key] = value
+    return values, problems
+
+
+def _is_value(option: str, word: str) -> bool:
+    """Whether the word after `--option` is its value, not the next key or a flag's file."""
+    key, equals, _ = word.partition("=")
+    known = key in FIELDS or key in ALIASES
+    known = known or lookup(IGNORED_KEYS, key) or lookup(UNSUPPORTED, key)
+    flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
+    if word.startswith("--") or (equals and known):
+        return False
+    return not (flag and word.endswith((".yaml", ".yml", ".json")))
+
+
+def _word_value(text: str) -> str | None:
+    """A word's value, for its field's type to read: None, or text without its quotes."""
+    if text.strip().lower() in ("", "~", "null"):
+        return None
+    try:
+        return str(loads_yaml(text)) if text[0] in "\"'" else text
+    except yaml.YAMLError:
+        return text  # a quote that is not closed is a character like others
+
+
+def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
+    """Our keys by their own names, and a line about those without effect; Problems are added."""
+    own, ignored, known = {}, [], [*FIELDS, *ALIASES]
+    plain = {"true": True, "false": False, "none": None, "0": 0, "1": 1}
+    for name, value in values.items():
+        key = ALIASES.get(name, name)
+        if key in FIELDS:
+            if key in own:
+                reason = f"{key} is given too, and means the same"
+                problems.append(Problem(name, value, reason, f"only {key}"))
+            own[key] = value
+        elif lookup(IGNORED_KEYS, name):
+            ignored.append(f"{name} ({lookup(IGNORED_KEYS, name)})")
+        elif lookup(UNSUPPORTED, name):
+            value = plain.get(str(value).lower(), value)
+            if refused := unsupported(name, value):
+                problems.append(Problem(name, value, *refused))
+        elif isinstance(value, dict):
+            flat = f"its keys without {name}: above them, each in a line of its own"
+            problems.append(Problem(name, None, "keys stand side by side, in no groups", flat))
+        else:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            remedy = near[0] if near else "one of the keys that --help lists"
+            problems.append(Problem(name, value, "no such key", HINTS.get(name, remedy)))
+    return own, ["these keys have no effect: " + ", ".join(ignored)] if ignored else []
+
+
+def _without_megatron(own: dict[str, Any]) -> list[str]:
+    """Where use_mca is false, take megatron-core's keys out -> those that had another value."""
+    with contextlib.suppress(ValueError):  # shown with the other problems
+        if cast(own.get("use_mca", True), bool):
+            return []
+    changed = []
+    for item in dataclasses.fields(TrainingArguments):
+        if item.metadata.get("torch", True) or own.get(item.name) is None:
+            continue
+        with contextlib.suppress(ValueError):  # not of its type: it stays, to be shown
+            value = cast(own[item.name], type_hints(TrainingArguments)[item.name])
+            del own[item.name]
+            if value != default_of(item):
+                changed.append(item.name)
+    return changed
+
+
+def format_help() -> str:
+    """All keys, their defaults and what they mean, group by group."""
+    lines = ["usage: train.py [config.yaml] [key=value ...]"]
+    for group in GROUPS:
+        lines += ["", str(group.__doc__).strip().splitlines()[0]]
+        for item in dataclasses.fields(group):
+            default = default_of(item)
+            default = "required" if default is dataclasses.MISSING else json.dumps(default)
+            lines.append(f"  {item.name} ({default}): {item.metadata['help']}")
+    return "\n".join(lines)
+
+
+# -- what else is read, and said
 
 
 def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[str]:
@@ -137,7 +276,7 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
     training, data, notes = run.training, run.data, []
     if switched_off:
         notes.append(f"use_mca is false: plain torch DDP does without {', '.join(switched_off)}")
-    if training.fp8 and objective_of(run.finetuning.stage).has_pairs:
+    if training.fp8 and OBJECTIVES[run.finetuning.stage].has_pairs:
         notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
     if training.max_steps > 0 and "num_train_epochs" in given:
         notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
@@ -146,33 +285,8 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
     return notes
 
 
-def _use_torch_backend(values: dict[str, Any]) -> list[str]:
-    """Where use_mca is false, take megatron-core's keys out of values -> those that had another
-    value.
-    """
-    try:
-        if cast(values.get("use_mca", True), bool):
-            return []
-    except ValueError:
-        return []  # shown with the other problems
-    changed = []
-    for item in dataclasses.fields(TrainingArguments):
-        if item.metadata.get("torch", True) or values.get(item.name) is None:
-            continue
-        try:
-            value = cast(values[item.name], type_hints(TrainingArguments)[item.name])
-        except ValueError:
-            continue  # not even a value of its type: it stays, to be shown with the other problems
-        del values[item.name]
-        if value != default_of(item):
-            changed.append(item.name)
-    return changed
-
-
-def _read_model_numbers(model: ModelArguments, judge: Judge) -> dict[str, Any]:
-    """The model's config.json, or mca_config.json where there is only that; {} where there is
-    neither.
-    """
+def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
+    """The model's config.json, or mca_config.json where there is only that; {} for neither."""
     name, key = model.model_name_or_path, "model_name_or_path"
     folder = Path(name)
     has_config = (folder / HF_CONFIG_NAME).is_file()

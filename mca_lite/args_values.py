@@ -1,10 +1,12 @@
-"""Problems and who collects them, YAML, and casting of single values by their type.
+"""Problems and who collects them, YAML, casting, and groups of keys that check themselves.
 
-Checks collect Problems instead of raising, so that all problems of a run are shown at once.
+Checks collect Problems instead of raising, so that all problems of a run are shown at once. A group
+is a dataclass whose fields are made by arg(); the groups of a run are in args.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
@@ -13,9 +15,13 @@ import re
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
+
+from .args_keys import UNSUPPORTED, unsupported
 
 
 class Problem(NamedTuple):
@@ -33,8 +39,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """All `problems` of a configuration; its text shows each with key, value, reason and a value
-    that works."""
+    """All `problems` of a configuration, each with key, value, reason and a value that works."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = list(problems)
@@ -81,6 +86,11 @@ class Judge:
             raise ConfigError(self.problems)
 
 
+def refuse(key: str, value: Any, reason: str, suggestion: str) -> NoReturn:
+    """Raise ConfigError with one Problem, where nothing more can be asked."""
+    raise ConfigError([Problem(key, value, reason, suggestion)])
+
+
 # ---- YAML
 
 
@@ -124,8 +134,7 @@ ConfigLoader.add_implicit_resolver(
 
 
 def check_duplicates(node: yaml.MappingNode) -> None:
-    """Raise yaml.MarkedYAMLError where a mapping has a key twice: YAML would silently take the
-    last."""
+    """yaml.MarkedYAMLError where a mapping has a key twice: YAML would take the last."""
     seen = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -138,6 +147,55 @@ def check_duplicates(node: yaml.MappingNode) -> None:
 def loads_yaml(text: str) -> Any:
     """A YAML text's value. Raises yaml.YAMLError."""
     return yaml.load(text, Loader=ConfigLoader)
+
+
+def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
+    """Key -> value of a flat YAML or JSON file. Numbers and truth values stay text, for their
+    field's type to read.
+
+    Raises ConfigError where the file is absent, broken or not flat, or where it has a key twice.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is no file, but a folder, a pipe or a device")
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it cannot be read: {error}"
+        problem = Problem("config file", str(path), reason, "the path of a YAML file")
+        raise ConfigError([problem]) from None
+    try:
+        # JSON is YAML but for the tabs between its tokens
+        loader = ConfigLoader(text.replace("\t", " ") if str(path).endswith(".json") else text)
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise yaml.MarkedYAMLError(
+                problem="expected key: value lines", problem_mark=root.start_mark
+            )
+        check_duplicates(root)
+        loader.flatten_mapping(root)
+        return {
+            str(loader.construct_object(key, deep=True)): _node_value(loader, node)
+            for key, node in root.value
+        }
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = f"it is no valid configuration: {_first_line(error)}"
+        if isinstance(error, RecursionError):
+            reason = "it is no valid configuration: it is nested too deep"
+        problem = Problem("config file", str(path), reason, "key: value, each key once")
+        raise ConfigError([problem]) from None
+
+
+def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":null"):
+        return node.value
+    return loader.construct_object(node, deep=True)
+
+
+def _first_line(error: Exception) -> str:
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    return f"{problem or error}{f' (line {mark.line + 1})' if mark else ''}"
 
 
 # ---- by the field's type
@@ -249,9 +307,173 @@ def parse_size(size: str | int) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
     if match is None:
-        raise ValueError(
-            f"max_shard_size: {size!r} is not a size, expected something like 5GB or 500MB"
-        )
+        raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
     number, prefix, binary = match.groups()
     unit = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
     return math.ceil(float(number) * unit)
+
+
+# ---- groups of keys
+
+_LIMITS = {
+    "low": ("at least", lambda value, limit: value >= limit),
+    "above": ("more than", lambda value, limit: value > limit),
+    "high": ("at most", lambda value, limit: value <= limit),
+    "below": ("less than", lambda value, limit: value < limit),
+}
+
+
+def arg(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with a help text and what is known of its key.
+
+    choices: a table of the values, which may grow until the arguments are read. words: texts that
+        mean another value. check: raises ValueError for a value that does not work.
+    low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
+    torch: False for a key without effect on the plain torch backend.
+    model: the key is a field of McaModelConfig under the same name, which takes it where it is not
+        None; "always" if a None counts too.
+    optimizer, ddp: True if it is a field of megatron's OptimizerConfig, or of its
+        DistributedDataParallelConfig, under the same name; else its name there.
+    lora: True for a key that has an effect with adapters only.
+    """
+    metadata = {"help": text, **metadata}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def default_of(item: dataclasses.Field) -> Any:
+    """A field's default, dataclasses.MISSING where it has none."""
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def example(item: dataclasses.Field) -> str:
+    """What to write instead: the key with its default, or with its help text."""
+    default = default_of(item)
+    if default is None and "low" in item.metadata:
+        default = item.metadata["low"]
+    if isinstance(default, bool):
+        default = str(default).lower()
+    if isinstance(default, (str, int, float)):
+        return f"{item.name}: {default}"
+    return f"{item.name}: <{item.metadata['help']}>"
+
+
+@dataclass(kw_only=True)
+class ArgumentGroup:
+    """Base of the groups: the constructor casts every field by its type and raises ConfigError with
+    all problems.
+
+    `notes` holds one line for each value that was changed or has no effect.
+    """
+
+    def __post_init__(self) -> None:
+        judge = Judge(self)
+        self._cast(judge)
+        self.check(judge)
+        judge.close()
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Judge:
+        """The Judge of a group made of key -> value, its `arguments`; other groups' keys are passed
+        over, and the group's rules are not asked yet.
+
+        It does without the constructor, since the rules between groups must see a group that has
+        problems too.
+        """
+        group = cls.__new__(cls)
+        judge = Judge(group)
+        for item in dataclasses.fields(cls):
+            value = values.get(item.name)
+            if value is None and default_of(item) is MISSING:
+                value = cls._nothing(item)
+                judge.refuse(item.name, "it is required and was not given", example(item), None)
+            setattr(group, item.name, default_of(item) if value is None else value)
+        group._cast(judge)
+        return judge
+
+    @classmethod
+    def _nothing(cls, item: dataclasses.Field) -> Any:
+        """What stands for a value that was refused: the default, or nothing of its type."""
+        # mypy asks whether instances can be hashed; the class is
+        is_list = typing.get_origin(type_hints(cls)[item.name]) is list  # type: ignore[arg-type]
+        default = default_of(item)
+        if default is MISSING:
+            default = [] if is_list else ""
+        return default
+
+    def _cast(self, judge: Judge) -> None:
+        self.notes: list[str] = []
+        for item in dataclasses.fields(self):
+            if item.name not in judge.bad:
+                self._check_field(item, judge)
+
+    def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
+        """Cast a field in place and check it; what does not work becomes the default."""
+        key, default, value = item.name, default_of(item), getattr(self, item.name)
+        if value is None and default is not MISSING:
+            value = default
+        value = item.metadata.get("words", {}).get(str(value).lower(), value)
+        try:
+            # mypy asks whether instances can be hashed; the class is
+            value = cast(value, type_hints(type(self))[key])  # type: ignore[arg-type]
+            if "choices" in item.metadata:
+                value = cast(value, Literal[tuple(item.metadata["choices"])])
+            if "check" in item.metadata:
+                item.metadata["check"](value)
+        except ValueError as error:
+            judge.refuse(key, str(error), example(item), value)
+        else:
+            limits = {name: item.metadata[name] for name in _LIMITS if name in item.metadata}
+            kept = all(
+                _LIMITS[name][1](value, limit)
+                for name, limit in limits.items()
+                if value is not None
+            )
+            refused = unsupported(key, value) if key in UNSUPPORTED else None
+            if not kept:
+                wanted = " and ".join(
+                    f"{_LIMITS[name][0]} {limit}" for name, limit in limits.items()
+                )
+                judge.refuse(key, f"it must be {wanted}", example(item), value)
+            elif refused:
+                judge.refuse(key, *refused, value)
+        setattr(self, key, self._nothing(item) if key in judge.bad else value)
+
+    def check(self, judge: Judge) -> None:
+        """The rules of a group; its fields hold values of their types."""
+
+    def changed(self, **metadata: Any) -> list[str]:
+        """The keys with this metadata whose values differ from their defaults."""
+        return [
+            item.name
+            for item in dataclasses.fields(self)
+            if all(item.metadata.get(name) == value for name, value in metadata.items())
+            and getattr(self, item.name) != default_of(item)
+        ]
+
+    def fields_of(self, config: str) -> dict[str, Any]:
+        """{field: value} of keys declared as fields of a config: "optimizer" or "ddp"."""
+        names = {
+            f.name: f.metadata[config] for f in dataclasses.fields(self) if config in f.metadata
+        }
+        return {key if name is True else name: getattr(self, key) for key, name in names.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field name -> the value in effect, copied."""
+        return dataclasses.asdict(self)
+
+
+def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
+    """The Problems of single values by the types and limits of a group's keys."""
+    group = group_type.__new__(group_type)
+    judge = Judge(group)
+    for item in dataclasses.fields(group_type):
+        if item.name in values:
+            setattr(group, item.name, values[item.name])
+            group._check_field(item, judge)
+    return judge.problems

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from . import lora, lora_files, parallel
+from .args_run import check_together
 from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
 
 
@@ -29,6 +30,8 @@ class Backend(abc.ABC):
     dp_size: int
 
     def __init__(self, model, args, losses: BalancingLosses):
+        kind = "full" if lora.spec_of(model) is None else "lora"
+        check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
         self.model, self.args = model, args
         self.dtype = torch.float32  # of the computation
         if args.bf16:
@@ -62,8 +65,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def expect_weighted_losses(self) -> None:
-        """Say that the objective weighs each token's loss by a number of its own, known only after
-        the forward pass."""
+        """Say that each token's loss gets a weight that is known after the forward pass only."""
 
     @abc.abstractmethod
     def create_optimizer(self):
@@ -90,8 +92,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum of a vector over data parallel ranks, from the last pipeline stage, on every rank.
-        Changes `totals`."""
+        """Sum of a vector over data parallel ranks, in place, from the last stage to every rank."""
 
     @abc.abstractmethod
     def snapshot(self, with_optimizer: bool, copy: bool):
@@ -114,8 +115,7 @@ class Backend(abc.ABC):
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss sum, tokens) as the schedule wants them from a rank that may hold a part of each
-        row."""
+        """(loss sum, tokens) for the schedule, of a rank that may hold a part of each row."""
         return total, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
@@ -182,14 +182,12 @@ class Backend(abc.ABC):
         return self._export(folder, max_shard_size)
 
     def export_adapters(self, folder) -> list[str]:
-        """The adapters in PEFT's format, where there are any -> the files that this rank wrote. All
-        ranks must call it."""
+        """The adapters, if any, as PEFT has them -> files that this rank wrote. Collective."""
         if lora.spec_of(self.model) is None:
             return []
         return lora_files.save_adapter(self.model, folder)
 
     def export_merged(self, folder, max_shard_size) -> None:
-        """The model with its adapters in its weights, in Hugging Face's format. All ranks must call
-        it."""
+        """The model with its adapters in its weights, as Hugging Face has it. Collective."""
         self.finish_param_sync()
         self._export(folder, max_shard_size, lora_files.merger(self.model))

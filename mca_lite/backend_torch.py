@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files, weights_sources
 from .args_rules_model import check_torch_packing
-from .args_run import check_together
 from .args_values import Judge
 from .backend import Backend
 from .backend_torch_moe import TorchRouters
@@ -62,8 +61,7 @@ class TokenLossModel(torch.nn.Module):
         return torch.allclose(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None):
-        """input_ids, labels [b, s]; attention_mask bool [b or 1, 1, s, s], True meaning hidden ->
-        float32 [b, s]."""
+        """input_ids, labels [b, s]; mask bool [b or 1, 1, s, s], True hidden -> float32 [b, s]."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
@@ -88,8 +86,7 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def refuse_packing_if_documents_mix(self) -> None:
-        """ValueError where the model does not keep packed documents apart by a mask and by
-        positions: tried on one row."""
+        """ValueError where the model does not keep packed documents apart: tried on one row."""
         config, device = self.model.config.get_text_config(), parallel.device()
         judge = Judge(None)
         check_torch_packing(self.model.config, judge)
@@ -120,7 +117,6 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self, model, args):
-        check_together(args, use_mca=False)
         super().__init__(model, args, BalancingLosses.of(args))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         model_fused.switch(args.torch_compile)
@@ -157,8 +153,7 @@ class TorchBackend(Backend):
         return self.model.config.to_dict()
 
     def model_inputs(self, batch: dict) -> dict:
-        """The batch on this rank's device; packed documents are kept apart by a mask and by
-        positions that restart."""
+        """The batch on this rank's device; masks and positions keep packed documents apart."""
         device, params = parallel.device(), batch.get("packed_seq_params")
         ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
         padding = batch.get("padding_mask")

@@ -52,8 +52,7 @@ class TorchRouters:
         self._counts = torch.zeros(layers, experts, device=device)
 
     def _find(self, model, wanted: int) -> None:
-        """Hook the router of each layer that is a mixture: transformers' classes end in
-        TopKRouter."""
+        """Hook the router of each mixture; transformers' classes of them end in TopKRouter."""
         self._layers: dict[torch.nn.Module, int] = {}
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith("topkrouter"):

@@ -41,8 +41,7 @@ HF_FOLDER = "hf"
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one trainer, one at a time. All ranks must call its methods
-    together."""
+    """Writes the checkpoints of one trainer, one at a time. Its methods are collective."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -205,8 +204,7 @@ def _json(record: dict) -> bytes:
 
 
 def find(trainer, asked: str | bool | None) -> Path | None:
-    """The checkpoint that a trainer resumes from, verified, or None; see ckpt_folder.find.
-    Collective."""
+    """The checkpoint to resume from, verified, or None; see ckpt_folder.find. Collective."""
     backend = trainer.backend
     return ckpt_folder.find(
         trainer.args, asked, backend.name, identity(backend), trainer.report.print
@@ -295,8 +293,7 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
 
 
 def _check_base(theirs: dict, model, folder: Path) -> None:
-    """CheckpointError where adapters were trained on other frozen weights than the model has.
-    Collective."""
+    """CheckpointError where adapters belong to other frozen weights. Collective."""
     ours = lora.base_sample(model)
 
     def check() -> None:
@@ -416,8 +413,7 @@ def _set_random_states(states: dict) -> None:
 
 
 class TorchSnapshot:
-    """Weights in float32 and the optimizer's state by parameter name, ready to be written by the
-    main rank."""
+    """Float32 weights and optimizer state by parameter name, for the main rank to write."""
 
     backend = "torch"
 

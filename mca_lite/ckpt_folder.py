@@ -372,8 +372,7 @@ def _start_anew(args, say=print) -> None:
 
 
 def _clean(output_dir: str | os.PathLike, say=print) -> None:
-    """Remove what a run that died has left half written or half deleted, and say what is passed
-    over."""
+    """Remove what a run that died left unfinished, and say what is passed over."""
     for left in sorted(Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None:

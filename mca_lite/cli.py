@@ -33,9 +33,9 @@ def main(argv: list[str] | None = None) -> int:
             for line in arguments.warnings:
                 print(f"note: {line}", flush=True)
         # torch, transformers and megatron-core: seconds, and a typing error is told by now
-        from . import run
+        from .run import make_plan, train
 
-        run.train(run.make_plan(arguments))
+        train(make_plan(arguments))
     except KeyboardInterrupt:  # outside of the loop, which saves on it
         if os.environ.get("RANK", "0") == "0":
             print("interrupted outside of training: nothing was saved", file=sys.stderr)

@@ -64,8 +64,7 @@ def _nothing(*args, **kwargs):
 
 
 def _constructor_on_cpu(construct):
-    """A tensor constructor that reads device="cuda..." as the CPU and has no pinned memory to
-    offer."""
+    """A tensor constructor that reads device="cuda..." as the CPU and pins no memory."""
 
     @functools.wraps(construct)
     def wrapped(*args, **kwargs):
@@ -275,8 +274,7 @@ _applied: list[tuple[object, str, object, str]] = []
 
 
 def apply() -> list[tuple[object, str, object, str]]:
-    """The rows that are in force in this process; none where CUDA is there. Calling it again
-    changes nothing."""
+    """The rows in force in this process, none with CUDA. Calling it again changes nothing."""
     if torch.cuda.is_available() or _applied:
         return _applied
     # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
+from .args_rules import check_records
+from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
 from .data_encode import Encoder
@@ -51,8 +53,7 @@ class TokenDataset(Dataset):
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """int64 [samples, documents of a sample]: inputs of each document, without reading a
-        sample."""
+        """int64 [samples, documents of a sample]: their inputs, without reading a sample."""
         return np.concatenate([shard.document_lengths for shard in self.shards])[self.index]
 
     @property
@@ -108,10 +109,8 @@ def split_off(
     count = round(len(dataset) * val_size) if val_size < 1 else int(val_size)
     count = max(count, 1)
     if count >= len(dataset):
-        raise ValueError(
-            f"val_size {val_size} takes {count} of {len(dataset)} samples and leaves none to train "
-            "on: set it lower"
-        )
+        reason = f"it takes {count} of {len(dataset)} samples and leaves none to train on"
+        refuse("val_size", val_size, reason, "a lower val_size")
     order = np.random.default_rng([seed, len(dataset)]).permutation(len(dataset))
     return dataset.subset(np.sort(order[count:])), dataset.subset(np.sort(order[:count]))
 
@@ -139,9 +138,8 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     for number, count in enumerate(counts.tolist()):
         own = np.flatnonzero(shard_of == number)
         if not len(own):
-            raise ValueError(
-                f"dataset {number + 1} of {len(weights)} has no sample left to mix: lower val_size"
-            )
+            reason = f"dataset {number + 1} of {len(weights)} has no sample left to mix"
+            refuse("mix_weights", weights, reason, "a lower val_size")
         repeats, rest = divmod(count, len(own))
         extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
         rows += [np.tile(own, repeats), own[extra]]
@@ -271,18 +269,11 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is. Every
     rank may call it: one process of those that share cache_dir writes, the others wait; nothing
     collective happens. The split of val_size and the mixing depend on the seed and the files alone.
-    Raises: ValueError with file and line for input that cannot be used.
+    Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
-    if objective_of(stage).has_pairs and data_args.train_on_prompt:
-        raise ValueError(
-            f"train_on_prompt: true trains on prompts, which stage: {stage} compares answers to: "
-            "leave it out"
-        )
-    if not data_args.dataset and not data_args.eval_dataset:
-        raise ValueError(
-            "no data: set dataset to a file, several files, or names in "
-            "dataset_dir/dataset_info.json"
-        )
+    judge = Judge(data_args)
+    check_records(data_args, objective_of(stage), judge)
+    judge.close()
     loader = _Loader(data_args, stage, tokenizer)
     found: dict[str, TokenDataset | Packs] = {}
     if data_args.dataset:

@@ -267,8 +267,7 @@ class BatchPlan:
 
 
 def steps_of_run(args, steps_per_epoch: int) -> int:
-    """Optimizer steps of a run: max_steps where it is given, else num_train_epochs, a started step
-    counted whole."""
+    """Optimizer steps of a run: max_steps, or those of num_train_epochs, rounded up."""
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil(args.num_train_epochs * steps_per_epoch)

@@ -314,8 +314,7 @@ def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> f
 
 
 def peak_memory_gib() -> float:
-    """The most memory this process has held so far, in GiB: CUDA's allocator, or the resident set
-    on a CPU."""
+    """Peak memory of this process in GiB: CUDA's allocator, or the resident set on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

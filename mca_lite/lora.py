@@ -5,20 +5,17 @@ between them.
 """
 
 import contextlib
-import difflib
-import fnmatch
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .args_rules_lora import check_saved, check_single_experts, is_saved, resolve_targets
+from .args_values import Judge
 from .lora_layers import Adapter, LoraAdapter, LoraExperts, LoraSpec, Piece
 from .lora_sites import Candidate, Weight, host_of
 from .weights_sources import generator_of
-
-ALL_LINEAR, ALL_ROUTERS = ("all", "all-linear"), "all-router"
 
 # -- which modules ---------------------------------------------------------------------------------
 
@@ -28,116 +25,33 @@ def candidates(model) -> list[Candidate]:
     return host_of(model).candidates()
 
 
-def _is_meant(target: str, candidate: Candidate) -> bool:
-    if target in ALL_LINEAR:
-        return candidate.in_all
-    if target == ALL_ROUTERS:
-        return candidate.mca.endswith(".mlp.router")
-    for name in filter(None, (candidate.hf, candidate.mca)):
-        if name == target or name.endswith("." + target) or fnmatch.fnmatchcase(name, target):
-            return True
-        with contextlib.suppress(re.error):
-            if re.fullmatch(target, name):
-                return True
-    return False
+def saved_weights(model) -> list[Weight]:
+    """The weights of a model with adapters that modules_to_save means."""
+    return _saved(host_of(model), spec_of(model))
 
 
-def resolve_targets(targets: Iterable[str], found: list[Candidate]) -> tuple[str, ...]:
-    """The HF names of the modules that `targets` mean, in the model's order.
-
-    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern:
-    *.layers.[0-3].*.q_proj, or a regular expression that matches a whole name, of Hugging Face or
-    megatron. ValueError for a target that means no module.
-    """
-    chosen, names = set(), {c.hf for c in found}
-    for target in targets:
-        meant = {target} if target in names else {c.hf for c in found if _is_meant(target, c)}
-        if not meant:
-            ends = (name.rsplit(".", 1)[-1] for c in found for name in (c.hf, c.mca) if name)
-            known = list(dict.fromkeys(ends))
-            near = difflib.get_close_matches(target, known, n=1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            raise ValueError(
-                f"lora_target: {target!r} means no layer of this model{hint} Set all, some of "
-                f"{', '.join(known)}, or a pattern over names such as {found[-2].hf}"
-            )
-        chosen |= meant
-    return tuple(c.hf for c in found if c.hf in chosen)
-
-
-def is_saved(module: str, spec: LoraSpec) -> bool:
-    """Whether modules_to_save means the HF module, by PEFT's rule: the end of its name."""
-    return any(module.endswith(name) for name in spec.modules_to_save)
-
-
-def saved_weights(model, spec: LoraSpec) -> list[Weight]:
-    """The weights that modules_to_save means. ValueError where one cannot be trained by itself."""
+def _saved(host, spec: LoraSpec) -> list[Weight]:
     if not spec.modules_to_save:
         return []
-    found, unused = [], set(spec.modules_to_save)
-    for weight in host_of(model).weights():
-        meant = [module for module in weight.modules if is_saved(module, spec)]
-        unused -= {name for name in unused for module in meant if module.endswith(name)}
-        if meant:
-            _check_saved(weight, meant, spec)
-            found.append(weight)
-    if unused:
-        raise ValueError(
-            f"modules_to_save: {min(unused)!r} is the end of no module's name in this model: set "
-            "some of embed_tokens, lm_head, or leave it out"
-        )
-    return found
+    weights = host.weights()
+    return [w for w in weights if any(is_saved(module, spec) for module in w.modules)]
 
 
-def _check_saved(weight: Weight, meant: list[str], spec: LoraSpec) -> None:
-    if weight.is_expert:
-        raise ValueError(
-            f"modules_to_save: {meant[0]}: experts are not trained whole, add them to lora_target"
-        )
-    if weight.is_tied:
-        raise ValueError(
-            f"modules_to_save: {meant[0]} of a model whose embedding is its head: PEFT would train "
-            "a copy for one of the two; take it out, or add embed_tokens to lora_target"
-        )
-    if others := set(weight.modules) - set(meant):
-        raise ValueError(
-            f"modules_to_save: {', '.join(meant)} is one matrix with {', '.join(sorted(others))} "
-            "here: name all of them or none"
-        )
-    if set(meant) & set(spec.modules):
-        raise ValueError(
-            f"{meant[0]} is in lora_target and in modules_to_save: take it out of one of them"
-        )
-
-
-def _refuse_single_experts(spec: LoraSpec, found: list[Candidate]) -> None:
-    """ValueError where targets mean some experts of a layer and not the others."""
-    chosen, projections = set(spec.modules), {}
-    for candidate in found:
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", candidate.hf)
-        projections.setdefault(name, set()).add(candidate.hf)
-    for modules in projections.values():
-        meant = modules & chosen
-        if meant and meant != modules:
-            raise ValueError(
-                f"lora_target means {min(meant)} and not {min(modules - meant)}: name all experts "
-                "of a layer, or none"
-            )
-
-
-def plan(model, spec: LoraSpec) -> LoraSpec:
+def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     """The spec with the modules that its targets mean in a model.
 
-    model: also a McaModelConfig, or a model on the meta device. No collectives. ValueError for
-    targets that mean nothing, and for adapters that this model cannot have here.
+    model: also a McaModelConfig, or a model on the meta device. No collectives. What this model
+    cannot have here is refused: told to `judge`, or without one raised as ConfigError.
     """
-    host = host_of(model)
+    host, own = host_of(model), judge or Judge(None)
     found = host.candidates()
-    modules = resolve_targets(spec.targets, found)
-    spec = replace(spec, modules=modules, base_model=host.base_model)
-    host.check(spec)
-    _refuse_single_experts(spec, found)
-    saved_weights(model, spec)
+    modules = resolve_targets(spec.targets, found, own)
+    spec = replace(spec, modules=modules)
+    host.check(spec, found, own)
+    check_single_experts(spec, found, own)
+    check_saved(spec, host.weights(), own)
+    if judge is None:
+        own.close()
     return spec
 
 
@@ -148,14 +62,17 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     """Freeze a model and put adapters on it -> the model, whose `lora` is the complete spec.
 
     The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both
-    backends. Call it after the weights are loaded and before McaTrainer is made. dtype: of a
-    transformers model's frozen weights. No collectives. ValueError as plan() says, or if the model
-    has adapters already.
+    backends. Call it after the weights are loaded and before McaTrainer is made. A spec that plan()
+    gave is not planned again. dtype: of a transformers model's frozen weights. No collectives.
+    ConfigError as plan() says, ValueError if the model has adapters already.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")
-    spec, host = plan(model, spec), host_of(model)
-    host.freeze({weight.key for weight in saved_weights(model, spec)}, dtype)
+    host = host_of(model)
+    if not spec.modules:
+        spec = plan(model, spec)
+    spec = replace(spec, base_model=host.base_model)
+    host.freeze({weight.key for weight in _saved(host, spec)}, dtype)
     chosen = set(spec.modules)
     for site in host.sites():
         names = tuple(of_one if chosen.issuperset(of_one) else () for of_one in site.names)

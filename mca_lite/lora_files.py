@@ -6,7 +6,6 @@ for an embedding .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Modules 
 are stored in full.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +15,21 @@ import torch
 import torch.distributed as dist
 
 from . import lora, parallel
+from .args_rules_lora import (
+    EMBEDDING_AND_HEAD,
+    ONE_SIDED,
+    check_adapter_config,
+    check_mergeable,
+    check_other_model,
+    is_saved,
+)
+from .args_values import Judge, refuse
 from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from .files import read_json, write_json
 from .lora_layers import LoraSpec
-from .lora_sites import Candidate, host_of, module_of
+from .lora_sites import host_of, module_of
 from .weights_files import open_safetensors
 from .weights_sources import SafetensorsSource
-from .weights_vocabulary import EMBEDDING_AND_HEAD
 
 PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -31,27 +38,6 @@ _PARTNERS = {
     **dict(zip(_SUFFIXES[1::2], _SUFFIXES[::2], strict=True)),
 }
 _VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
-# Keys of adapter_config.json that ask for what is not built here -> their values without effect
-_PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "fan_in_fan_out": (False, None),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "use_bdlora": (None, False),
-    # other ways to start change the base weights
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
 
 # -- in --------------------------------------------------------------------------------------------
 
@@ -122,26 +108,19 @@ class AdapterSource:
             )
 
 
-def read_spec(folder: str | os.PathLike) -> LoraSpec:
-    """The spec of a PEFT adapter, targets from its file. ValueError for what is not built here."""
+def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, AdapterSource]:
+    """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for what is
+    not built here, ValueError for a damaged file."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
-        raise ValueError(
-            f"adapter_name_or_path: {folder} holds no {ADAPTER_CONFIG_NAME}: set the folder of an "
-            "adapter"
-        )
-    values = read_json(path)
-    _check_types(values, path)
-    for key, plain in _PLAIN.items():
-        if key in values and values[key] not in plain:
-            raise ValueError(
-                f"{path}: {key} is {json.dumps(values[key])}, which is not built here (expected "
-                f"{json.dumps(plain[0])}): merge that adapter into its base with PEFT and train a "
-                "new one"
-            )
+        reason = f"it holds no {ADAPTER_CONFIG_NAME}"
+        refuse("adapter_name_or_path", str(folder), reason, "the folder of an adapter")
+    values, judge = read_json(path), Judge(None)
+    check_adapter_config(values, path, judge)
+    judge.close()
     source = AdapterSource(folder)
     source.check_pairs()
-    return LoraSpec(
+    spec = LoraSpec(
         rank=values["r"],
         alpha=values["lora_alpha"],
         dropout=values.get("lora_dropout") or 0.0,
@@ -149,34 +128,17 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
         use_rslora=bool(values.get("use_rslora")),
         modules_to_save=tuple(values.get("modules_to_save") or ()),
     )
+    return spec, source
 
 
-def _check_types(values: dict, path: Path) -> None:
-    """ValueError where an adapter_config.json lacks what an adapter is made by, or has another
-    type there."""
-    wanted = {
-        "r": ("a whole number above 0", lambda r: type(r) is int and r > 0),
-        "lora_alpha": ("a number", lambda alpha: type(alpha) in (int, float)),
-        "lora_dropout": ("a number", lambda share: type(share) in (int, float, type(None))),
-        "modules_to_save": (
-            "a list of names",
-            lambda names: (
-                names is None
-                or (isinstance(names, list) and all(isinstance(name, str) for name in names))
-            ),
-        ),
-    }
-    for key, (what, fits) in wanted.items():
-        if not fits(values.get(key)):
-            raise ValueError(f"{path}: {key}: expected {what}, got {values.get(key)!r:.80}")
-
-
-def spec_of_keys(keys) -> LoraSpec:
-    """The spec of FinetuningArguments; lora_dropout, if given, is that of a loaded adapter too."""
+def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
+    """The spec of FinetuningArguments, and the tensors of adapter_name_or_path; lora_dropout, if
+    given, is that of a loaded adapter too."""
     if keys.adapter_name_or_path:
-        spec = read_spec(keys.adapter_name_or_path)
-        return spec if keys.lora_dropout is None else replace(spec, dropout=keys.lora_dropout)
-    return LoraSpec(
+        spec, source = read_adapter(keys.adapter_name_or_path)
+        dropout = spec.dropout if keys.lora_dropout is None else keys.lora_dropout
+        return replace(spec, dropout=dropout), source
+    spec = LoraSpec(
         rank=keys.lora_rank,
         alpha=keys.lora_alpha,
         dropout=keys.lora_dropout or 0.0,
@@ -184,18 +146,7 @@ def spec_of_keys(keys) -> LoraSpec:
         use_rslora=keys.use_rslora,
         modules_to_save=tuple(keys.modules_to_save or ()),
     )
-
-
-def check_modules(folder: str | os.PathLike, spec: LoraSpec, found: list[Candidate]) -> None:
-    """ValueError where an adapter's modules are not among those of the model."""
-    known = {candidate.hf for candidate in found}
-    unknown = [name for name in spec.targets if name not in known]
-    if unknown or not spec.targets:
-        example = f", such as {unknown[0]}" if unknown else ""
-        raise ValueError(
-            f"{folder} is an adapter of another model: it adapts {len(spec.targets)} modules, of "
-            f"which this model lacks {len(unknown)}{example}; set model_name_or_path to its base"
-        )
+    return spec, None
 
 
 def load_adapter(
@@ -209,10 +160,17 @@ def load_adapter(
     dropout: another one than the adapter's. dtype: of a transformers model's frozen weights. All
     ranks must call it. ValueError, on every rank, for an adapter of another model.
     """
-    spec, source = read_spec(folder), AdapterSource(folder)
+    spec, source = read_adapter(folder)
     if dropout is not None:
         spec = replace(spec, dropout=dropout)
-    check_modules(folder, spec, lora.candidates(model))
+    judge = Judge(None)
+    check_other_model(folder, spec, lora.candidates(model), judge)
+    judge.close()
+    return place_adapter(model, spec, source, dtype)
+
+
+def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype: torch.dtype):
+    """load_adapter() of an adapter that was read, and found to be of this model -> the model."""
     _refuse_other_weights(model, spec, source)
     lora.inject(model, spec, dtype=dtype)
     problem = None
@@ -227,7 +185,7 @@ def load_adapter(
 
 
 def _saved_keys(model) -> set:
-    return {weight.key for weight in lora.saved_weights(model, lora.spec_of(model))}
+    return {weight.key for weight in lora.saved_weights(model)}
 
 
 def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
@@ -238,7 +196,7 @@ def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
     """
     host = host_of(model)
     for name in sorted(source.whole_weights()):
-        if lora.is_saved(module_of(name), spec):
+        if is_saved(module_of(name), spec):
             continue
         own, theirs = host.base_weight(name), source.read(name).float()
         if own is None or not torch.equal(own.detach().cpu().float(), theirs):
@@ -354,32 +312,15 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
 # -- merged ----------------------------------------------------------------------------------------
 
 
-def check_mergeable(spec: LoraSpec, model) -> None:
-    """ValueError if merging is impossible: an adapter on one side of a tied embedding.
-
-    model: VirtualModels or their config, or a transformers model, which may be on the meta device.
-    """
-    one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
-    if one_sided and host_of(model).is_tied:
-        remedy = "take it out of lora_target, or set save_merged_model: false"
-        raise ValueError(f"save_merged_model: {_one_sided_text(one_sided[0], remedy)}")
-
-
-def _one_sided_text(name: str, remedy: str) -> str:
-    return (
-        f"{name} has an adapter, and the embedding is the head in this model: merged, both would "
-        f"change; {remedy}"
-    )
-
-
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """A function (HF name, CPU tensor W) -> W + scale * B A, in float32, then in W's dtype.
 
     The model's own weights stay as they are. All ranks must call merger(); the function works on
     global rank 0.
     """
-    spec = lora.spec_of(model)
-    check_mergeable(spec, model)
+    spec, judge = lora.spec_of(model), Judge(None)
+    check_mergeable(spec, host_of(model).is_tied, judge)
+    judge.close()
     return _merge_with(gather_adapters(model).get, spec.scale)
 
 
@@ -408,11 +349,11 @@ def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
     base's embedding is its head. ValueError for an adapter of another model, or one that cannot be
     merged.
     """
-    spec, source = read_spec(folder), AdapterSource(folder)
+    spec, source = read_adapter(folder)
     one_sided = [name for name in source.modules() if name.endswith(EMBEDDING_AND_HEAD)]
     if tied and one_sided:
         raise ValueError(
-            _one_sided_text(one_sided[0], "merge that adapter with PEFT, which cuts the tie")
+            f"{ONE_SIDED.format(one_sided[0])}; merge that adapter with PEFT, which cuts the tie"
         )
     whole = source.whole_weights()
     embedding, head = (

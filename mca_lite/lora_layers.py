@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from .args import FinetuningArguments
+from .args_values import ConfigError, check_keys
 from .lora_product import AdaptedProduct, normed, suit_transformer_engine
 from .parallel import sum_gradients
 
@@ -38,7 +40,10 @@ Names = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What adapters a model has. modules: the adapted HF modules, which lora.plan fills in."""
+    """What adapters a model has. modules: the adapted HF modules, which lora.plan fills in.
+
+    Raises ConfigError by the rules of its keys in FinetuningArguments.
+    """
 
     rank: int = 8
     alpha: float | None = None  # None: 2 * rank
@@ -50,8 +55,9 @@ class LoraSpec:
     base_model: str | None = None
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"lora_rank {self.rank}: expected at least 1: set lora_rank: 8")
+        keys = dict(lora_rank=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout)
+        if problems := check_keys(FinetuningArguments, **keys):
+            raise ConfigError(problems)
         if self.alpha is None:
             object.__setattr__(self, "alpha", 2 * self.rank)
 

@@ -7,7 +7,6 @@ methods.
 """
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import parallel
+from .args_rules_lora import check_on_megatron, check_on_torch
+from .args_values import Judge
 from .lora_layers import (
     PROJECTIONS,
     Adapter,
@@ -132,61 +133,9 @@ class MegatronHost:
             is_tied = self.is_tied and row.mca in VOCABULARY
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
-    def check(self, spec: LoraSpec) -> None:
-        """ValueError for adapters that are not built here."""
-        config = self.config
-        if config.mtp_num_layers:
-            raise ValueError(
-                "adapters beside layers for multi-token prediction are not built: set "
-                "mtp_num_layers: 0"
-            )
-        self._refuse_fused(spec)
-        self._refuse_shared_groups(spec)
-        if config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
-            self._refuse_overlapped(spec)
-        of_experts = (w for w in self.weights() if w.is_expert)
-        cut = (config.expert_tensor_parallel_size or 1) > 1
-        if spec.dropout and cut and any(set(spec.modules) & set(w.modules) for w in of_experts):
-            raise ValueError(
-                f"lora_dropout {spec.dropout}: ranks that share an expert's columns would drop "
-                "different inputs: set expert_tensor_parallel_size: 1 or lora_dropout: 0"
-            )
-
-    def _refuse_fused(self, spec: LoraSpec) -> None:
-        # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism
-        # cuts these one by one
-        fused = {
-            module_of(name).rsplit(".", 1)[-1] for row in self.rows if row.fused for name in row.hf
-        }
-        if meant := sorted(fused & {module.rsplit(".", 1)[-1] for module in spec.modules}):
-            others = {c.hf.rsplit(".", 1)[-1] for c in self.candidates() if c.in_all} - fused
-            raise ValueError(
-                f"lora_target: adapters on {', '.join(meant)} of {self.config.hf_model_type}, "
-                "which holds several projections in one tensor, are not built: set lora_target: "
-                f"{', '.join(sorted(others))}, or use_mca: false"
-            )
-
-    def _refuse_shared_groups(self, spec: LoraSpec) -> None:
-        # ranks that share a query group would hold unequal parts of q_proj, k_proj and v_proj
-        groups, tp = self.config.num_query_groups, self.config.tensor_model_parallel_size
-        attention = {c.hf for c in self.candidates() if c.mca.endswith("linear_qkv")}
-        if groups % tp and (meant := sorted(attention.intersection(spec.modules))):
-            raise ValueError(
-                f"lora_target: adapters on {meant[0]} of a model with {groups} query groups are "
-                f"not built for tensor_model_parallel_size {tp}: set it to "
-                f"{math.gcd(groups, tp)}, or lora_target without q_proj, k_proj and v_proj"
-            )
-
-    def _refuse_overlapped(self, spec: LoraSpec) -> None:
-        # beside the dispatch the linears of shared experts leave their communication to others,
-        # which adapters would miss
-        shared = {c.hf for c in self.candidates() if ".shared_experts." in c.mca}
-        if meant := sorted(shared.intersection(spec.modules)):
-            raise ValueError(
-                f"lora_target: adapters on shared experts ({meant[0]}) that run beside the "
-                "dispatch are not built under tensor parallelism: set moe_shared_expert_overlap: "
-                "false"
-            )
+    def check(self, spec: LoraSpec, found: list[Candidate], judge: Judge) -> None:
+        """The rules of adapters that are not built here."""
+        check_on_megatron(spec, self.config, self.rows, found, judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Leave only the weights with these keys trainable. dtype: has no effect here."""
@@ -344,13 +293,9 @@ class TorchHost:
             if not isinstance(module, Adapter) and any(True for _ in module.parameters(False)):
                 yield Weight(name, (name,), is_tied=module in tied)
 
-    def check(self, spec: LoraSpec) -> None:
-        """ValueError for adapters that are not built here."""
-        if spec.dropout and not self._linears().keys() >= set(spec.modules):
-            raise ValueError(
-                f"lora_dropout {spec.dropout}: adapters of experts and routers have none on plain "
-                "torch: set lora_dropout: 0 or use_mca: true"
-            )
+    def check(self, spec: LoraSpec, found: list[Candidate], judge: Judge) -> None:
+        """The rules of adapters that are not built here."""
+        check_on_torch(spec, self._linears(), judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Freeze the weights and make them `dtype`; those of `trained` are float32 and train."""

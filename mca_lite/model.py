@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from . import lora, parallel, weights_convert
+from .args_values import refuse
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_tokens import token_losses
@@ -377,10 +378,11 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
             set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, 1)
 
 
-NO_NEW_ROWS = (
-    "{} is a checkpoint of a model of {} tokens, and {} are asked for: make a Hugging Face folder "
-    "of it first, python -m mca_lite convert"
-)
+def refuse_new_rows(folder: Path, old: int, new: int) -> None:
+    """ConfigError: the rows of a checkpoint of ours cannot grow."""
+    reason = f"it is a checkpoint of a model of {old} tokens, and {new} are asked for"
+    remedy = "a Hugging Face folder of it, python -m mca_lite convert"
+    refuse("model_name_or_path", str(folder), reason, remedy)
 
 
 class AutoModel:
@@ -408,19 +410,17 @@ class AutoModel:
         """
         folder = Path(model_name_or_path)
         if (folder / DIST_NAME).is_dir() and (folder / ADAPTER_CONFIG_NAME).is_file():
-            raise ValueError(
-                f"{folder} is a checkpoint of adapters, without the model that they belong to: "
-                "load that one, and these by "
-                "adapter_name_or_path; or put them into its weights, python -m mca_lite convert "
-                "BASE DST --merge CHECKPOINT"
-            )
+            reason = "it is a checkpoint of adapters, without the model that they belong to"
+            remedy = "that model, with these as adapter_name_or_path, or in its weights: python -m "
+            remedy += "mca_lite convert BASE DST --merge CHECKPOINT"
+            refuse("model_name_or_path", str(folder), reason, remedy)
         parallel.initialize(args)
         if config is None:
             config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
         old = config.vocab_size
         grow(config, vocab_size or old)
         if config.vocab_size > old and (folder / DIST_NAME).is_dir():
-            raise ValueError(NO_NEW_ROWS.format(folder, old, config.vocab_size))
+            refuse_new_rows(folder, old, config.vocab_size)
         models = build_chunks(config)
         if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
             saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)

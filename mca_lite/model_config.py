@@ -23,13 +23,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from . import model_te
 from .args import TrainingArguments
-from .args_rules import DERIVED_FIELDS
-from .args_rules_model import ModelNumbers, check_model, check_virtual_stages
-from .args_values import Judge
+from .args_rules import DERIVED_FIELDS, check_virtual_stages
+from .args_rules_model import ModelNumbers, check_hf_config, check_model
+from .args_values import ConfigError, Judge, Problem, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import describe_error, read_json, why_no_model
-from .model_families import SAME_AS, Family, get_family
-from .model_rope import ROPE_TYPES, rope_frequencies, rope_parameters
+from .model_families import SAME_AS, get_family
+from .model_rope import rope_frequencies, rope_parameters
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -194,10 +194,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def __post_init__(self):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
-                known = ", ".join(ACTIVATIONS)
-                raise ValueError(
-                    f"activation_func {self.activation_func!r}: expected one of {known}"
-                )
+                known = f"activation_func: {', '.join(ACTIVATIONS)}"
+                refuse("activation_func", self.activation_func, "no such function", known)
             self.activation_func = ACTIVATIONS[self.activation_func]
         if self.activation_func not in (F.silu, F.gelu):
             self.bias_activation_fusion = False
@@ -313,20 +311,20 @@ class AutoConfig:
 
     @staticmethod
     def from_pretrained(
-        model_name_or_path: str, args=None, trust_remote_code: bool = False
+        model_name_or_path: str, args=None, trust_remote_code=False, values: dict | None = None
     ) -> McaModelConfig:
         """The config of a model, with the layout of `args` (TrainingArguments; None: one rank,
         float32).
 
-        An mca_config.json wins over a config.json. ValueError where config.json asks for what
+        An mca_config.json wins over a config.json. values: what the file holds, where it was read
+        before. ValueError where config.json asks for what
         cannot be honoured.
         """
         saved = Path(model_name_or_path) / MCA_CONFIG_NAME
         if saved.is_file():
             return McaModelConfig.from_json_file(saved, args)
-        return from_hf_config(
-            load_hf_config(model_name_or_path, trust_remote_code), args, model_name_or_path
-        )
+        hf = load_hf_config(model_name_or_path, trust_remote_code, values)
+        return from_hf_config(hf, args, model_name_or_path)
 
 
 def grow(config, vocab_size: int) -> None:
@@ -351,34 +349,40 @@ def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     return f"resharded from (tp, pp, vpp, ep) {tuple(degrees[0])} to {tuple(degrees[1])}"
 
 
-def load_hf_config(model_name_or_path: str, trust_remote_code: bool = False):
-    """transformers' config object of a folder or hub name. ValueError where there is none."""
+def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dict | None = None):
+    """transformers' config object of a folder or hub name. ConfigError where there is none.
+
+    values: what its config.json holds, where it was read before.
+    """
     import transformers
 
-    folder = Path(model_name_or_path)
+    folder, key = Path(model_name_or_path), "model_name_or_path"
+    remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
     if folder.is_dir() and not (folder / HF_CONFIG_NAME).is_file():
-        raise ValueError(f"{folder}: expected a {HF_CONFIG_NAME} in this folder, and there is none")
+        refuse(key, str(folder), f"there is no {HF_CONFIG_NAME} in this folder", remedy)
     if not folder.is_dir() and (missing := why_no_model(model_name_or_path)):
-        raise ValueError(f"model {model_name_or_path}: {missing}")
+        refuse(key, model_name_or_path, missing, remedy)
     try:
-        values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
+        if values is None:
+            values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
         if values.get("model_type") in SAME_AS:
-            kind = SAME_AS[values.pop("model_type")]
-            return transformers.AutoConfig.for_model(kind, **values)
+            kind = SAME_AS[values["model_type"]]
+            return transformers.AutoConfig.for_model(**{**values, "model_type": kind})
         return transformers.AutoConfig.from_pretrained(
             model_name_or_path, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever a made up file leads to in transformers
-        words = f"its {HF_CONFIG_NAME} cannot be used: {describe_error(error)}"
-        raise ValueError(f"{model_name_or_path}: {words}") from error
+        reason = f"its {HF_CONFIG_NAME} cannot be used: {describe_error(error)}"
+        raise ConfigError([Problem(key, model_name_or_path, reason, remedy)]) from error
 
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
-    family = get_family(hf.model_type)
-    _refuse_what_is_not_built(hf, family, name_or_path or hf.model_type)
+    ropes, judge = rope_parameters(hf), Judge(None)
+    check_hf_config(hf, name_or_path or hf.model_type, ropes, judge)
+    judge.close()
+    family, rope = get_family(hf.model_type), ropes[-1]
     values = family.values(hf)
-    rope = rope_parameters(hf)[-1]
     window, types = family.sliding_window(hf), getattr(hf, "layer_types", None)
     values.update(
         name_or_path=name_or_path,
@@ -393,37 +397,6 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     )
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
     return target._build(values, args, name_or_path or hf.model_type)
-
-
-def _refuse_what_is_not_built(hf, family: Family, origin: str) -> None:
-    problems = [
-        f"{key}: {getattr(hf, key)!r} in config.json cannot be honoured: {why}"
-        for key, in_use, why in family.refusals
-        if in_use(getattr(hf, key, None))
-    ]
-    if getattr(hf, "quantization_config", None):
-        problems.append(
-            "quantization_config in config.json cannot be honoured: save the model in bf16 or "
-            "fp32 first"
-        )
-    for rope in rope_parameters(hf):
-        if (kind := rope["rope_type"]) not in ROPE_TYPES:
-            problems.append(
-                f"rope scaling {kind!r} cannot be honoured: expected one of {', '.join(ROPE_TYPES)}"
-            )
-        # default rope in the other models of transformers passes it over, and the scaled ones
-        # cannot run with it
-        if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
-            problems.append(
-                f"partial_rotary_factor: {part} in config.json cannot be honoured: expected 1.0 or "
-                "none"
-            )
-    if problems:
-        raise ValueError(
-            f"{origin}:\n  "
-            + "\n  ".join(problems)
-            + "\nset use_mca: false to train it as plain torch"
-        )
 
 
 def _from_arguments(args) -> dict[str, Any]:

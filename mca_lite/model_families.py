@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .args_values import refuse
 from .model_family_rows import (
     GEMMA_NORMS,
     GLM4_NORMS,
@@ -29,8 +30,7 @@ from .model_family_rows import (
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type of transformers: its rows, config keys, and what of its config.json cannot be
-    honoured."""
+    """A model_type: its rows, config keys, and what of a config.json cannot be honoured."""
 
     rows: tuple[Row, ...]
     config: dict[str, str]  # HF config key -> McaModelConfig field
@@ -145,8 +145,7 @@ _LATENT_CONFIG = {
 
 
 def _latent_fields(hf):
-    """q_lora_rank may be none at all; yarn's mscale_all_dim changes the scale of attention's
-    scores."""
+    """q_lora_rank may be None; yarn's mscale_all_dim changes the scale of the scores."""
     rope, fields = (
         hf.rope_parameters,
         {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads},
@@ -188,8 +187,7 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 
 def sigmoid_router(hf) -> dict[str, Any]:
-    """Sigmoid scores, a bias that only chooses, groups of experts, shared experts, dense layers in
-    front."""
+    """Sigmoid scores, a bias that only chooses, groups, shared experts, dense layers first."""
     grouped = hf.n_group > 1
     return {
         "num_moe_experts": hf.n_routed_experts
@@ -417,20 +415,18 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str) -> Family:
-    """The family of a config.json's model_type. ValueError names those that there are."""
+    """The family of a config.json's model_type. ConfigError names those that there are."""
     if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} is not one that can be trained on megatron-core here: "
-            "expected one of "
-            f"{', '.join(sorted(FAMILIES))}; set use_mca: false to train it with the plain torch "
-            "backend"
+        reason = "it is not one that can be trained on megatron-core here: expected one of "
+        remedy = "use_mca: false, to train it as plain torch"
+        refuse(
+            "model_type in config.json", model_type, reason + ", ".join(sorted(FAMILIES)), remedy
         )
     return FAMILIES[model_type]
 
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
-    """The rows of a model, those of its experts one by one. config: McaModelConfig, or anything
-    with its fields."""
+    """The rows of a model, one of each expert. config: anything with McaModelConfig's fields."""
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):

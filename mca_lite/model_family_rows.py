@@ -44,8 +44,7 @@ class Row:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the tensor is the matrix of a linear layer or an embedding: what can have an
-        adapter."""
+        """Whether it is the matrix of a linear or an embedding, which can have an adapter."""
         if not self.mca.endswith(".weight"):
             return False
         if self.kind == "copy":
@@ -53,8 +52,7 @@ class Row:
         return "layernorm" not in self.mca
 
     def is_there(self, config) -> bool:
-        """Whether a model has the tensor in some layer. config: McaModelConfig, or anything with
-        its fields."""
+        """Whether a model has the tensor. config: anything with McaModelConfig's fields."""
         if self.when is None:
             return True
         field = self.when.removeprefix("not ")
@@ -66,8 +64,7 @@ class Row:
 
 
 def attention(bias=False, norm=False, norm_kind="copy", fused=False):
-    """bias, norm: whether they are there, or the config field that says it. norm_kind: column for a
-    norm over all heads."""
+    """bias, norm: True, or the config field that says so. norm_kind: column for all heads."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
     names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
     yield Row(
@@ -86,8 +83,7 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False):
 
 
 def latent_attention():
-    """Multi-latent attention; the projection of queries is one matrix, or two with a norm between
-    them."""
+    """Multi-latent attention; queries have one matrix, or two with a norm between them."""
     layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
 
     def row(ours, theirs, kind, **more):
@@ -117,8 +113,7 @@ def mlp_rows(hf="mlp.", layers="all", fused=False):
 
 
 def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
-    """The router and the experts of a layer, as Hugging Face's files hold them: two dimensions, a
-    tensor each."""
+    """The router and the experts of a layer, a tensor each, as Hugging Face's files hold them."""
     layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
     yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe", linear=True)
     bias = (hf + "gate.e_score_correction_bias",)
@@ -186,8 +181,7 @@ PREDICTION_LAYERS = "mtp.layers.{}."
 
 
 def prediction_rows(decoder_rows):
-    """The layers for multi-token prediction: a layer of the decoder each, and how it is joined to
-    the one before."""
+    """Layers for multi-token prediction: one of the decoder's each, and what joins them."""
     ours, hf = PREDICTION_LAYERS, "model.layers.{}."
     yield Row(ours + "enorm.weight", (hf + "enorm.weight",), "copy")
     yield Row(ours + "hnorm.weight", (hf + "hnorm.weight",), "copy")

@@ -10,13 +10,9 @@ import torch
 
 from .parallel import device
 
-# those whose frequencies do not depend on the length of the sequence
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 
 def rope_parameters(hf) -> list[dict[str, Any]]:
-    """The model's rope parameters: one dict, or one for layers with a window and one for those
-    without."""
+    """The model's rope parameters: one dict, or two for layers with a window and without."""
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from .args_values import Judge
+from .args_values import Judge, refuse
 
 # fields of a config whose other values only the local layers know ...
 ONLY_LOCAL = (
@@ -54,11 +54,9 @@ def resolve_transformer_impl(asked: str) -> str:
     if asked == "auto":
         return "transformer_engine" if transformer_engine_works() else "local"
     if asked == "transformer_engine" and not transformer_engine_works():
-        raise ValueError(
-            "transformer_impl: 'transformer_engine' was set, and Transformer Engine does not work "
-            "here (it needs a GPU and `pip install mca-lite[te]`): set transformer_impl: local or "
-            "auto"
-        )
+        reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
+        reason += "mca-lite[te]`)"
+        refuse("transformer_impl", asked, reason, "transformer_impl: local or auto")
     return asked
 
 

@@ -23,10 +23,6 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 
-def _asks_nothing(arguments: Any, judge: Judge) -> None:
-    """No rule."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """One row of OBJECTIVES.
@@ -45,8 +41,8 @@ class Objective:
     trainer: type | str = "trainer:McaTrainer"
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
-    check_keys: Callable[[Any, Judge], None] = _asks_nothing
-    check_run: Callable[[Any, Judge], None] = _asks_nothing
+    check_keys: Callable[[Any, Judge], None] | None = None
+    check_run: Callable[[Any, Judge], None] | None = None
     describe: Callable[[Any], str] = lambda keys: ""
     help: str = ""
 
@@ -57,9 +53,7 @@ class Objective:
 
     @property
     def joins_documents(self) -> bool:
-        """Whether packing means to join and cut documents, rather than to put whole samples into a
-        row.
-        """
+        """Whether packing joins and cuts documents, rather than putting whole samples in a row."""
         return self.records == TEXT
 
     @property
@@ -102,33 +96,6 @@ def objective_of(stage: str) -> Objective:
     return OBJECTIVES[stage]
 
 
-def all_metrics() -> set[str]:
-    """The metrics of all objectives."""
-    return {name for objective in OBJECTIVES.values() for name in objective.metrics}
-
-
-def check_objective_keys(a: Any, judge: Judge) -> None:
-    """FinetuningArguments against the row of their stage. `a.notes` names keys that belong to other
-    objectives.
-    """
-    own = OBJECTIVES[a.stage].keys
-    others = {key for objective in OBJECTIVES.values() for key in objective.keys} - set(own)
-    if given := [key for key in a.changed() if key in others]:
-        a.notes.append(f"{', '.join(given)}: no effect, since stage is {a.stage}")
-    OBJECTIVES[a.stage].check_keys(a, judge)
-
-
-def check_objective_run(a: Any, judge: Judge) -> None:
-    """The keys of all groups against the row of the stage."""
-    objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
-    # a metric of no objective at all is a problem of TrainingArguments
-    if metric in all_metrics() - set(objective.metrics):
-        reason = f"stage {a.stage} has no such metric"
-        remedy = f"metric_for_best_model: {objective.metrics[0]}"
-        judge.refuse("metric_for_best_model", reason, remedy, metric)
-    objective.check_run(a, judge)
-
-
 # -- preference training
 
 
@@ -140,9 +107,6 @@ def _check_preferences(a: Any, judge: Judge) -> None:
     if a.mtp_num_layers:
         reason = "layers for multi-token prediction have no part in a preference loss"
         judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
-    if a.train_on_prompt:
-        reason = "answers are compared, and both have the same prompt"
-        judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
     known = a.ref_model in (None, *REFERENCES, a.model_name_or_path)
     if not known and not os.path.isfile(os.path.join(a.ref_model, HF_CONFIG_NAME)):
         remedy = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"

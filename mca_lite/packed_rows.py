@@ -42,8 +42,7 @@ def get_ltor_masks_and_position_ids(
 
 
 def _document_lengths(row: torch.Tensor) -> torch.Tensor:
-    """Lengths of the documents of one row in order; its padding (0) is a document of its own at its
-    end."""
+    """Lengths of a row's documents in order; padding (0) is one of its own at the end."""
     counts = torch.bincount(row.long())
     counts = torch.cat([counts[1:], counts[:1]])
     return counts[counts > 0]
@@ -63,8 +62,7 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
-    """Whether every document of a packed batch, padding included, is a multiple of align_size
-    long."""
+    """Whether all documents, padding too, are a multiple of align_size long."""
     return all(bool((_document_lengths(row) % align_size == 0).all()) for row in attention_mask)
 
 
@@ -190,8 +188,7 @@ class RowLayout:
 
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Places in the whole row, int64 [t / cp], of the tokens that a context-parallel rank holds, in
-    its order."""
+    """int64 [t / cp]: places in the whole row of a rank's tokens, in its order."""
     if cp_size == 1:
         return torch.arange(cu[-1])
     parts = []
@@ -209,8 +206,7 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
 
 @functools.lru_cache(64)
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
-    """The layout of a row with borders `cu` on one context-parallel rank, its tensors on
-    `device`."""
+    """The layout of a row with borders `cu` on a context-parallel rank, on `device`."""
     segments = []
     for start, end in zip(cu, cu[1:], strict=False):
         if cp_size == 1:
@@ -241,8 +237,7 @@ class PackedRow(PackedSeqParams):
 
 
 def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
-    """The packed parameters of a row with borders `cu`; the same borders for queries and keys,
-    global under cp."""
+    """Packed parameters of a row with borders `cu`, of queries and keys, global under cp."""
     borders = torch.tensor(cu, dtype=torch.int32, device=device)
     layout = row_layout(cu, cp_size, cp_rank, device)
     return PackedRow(

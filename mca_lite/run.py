@@ -10,6 +10,7 @@ import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,18 +27,19 @@ from . import (
     weights_convert,
     weights_vocabulary,
 )
-from .args_parser import read_config_file
+from .args_rules_lora import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
 from .args_rules_model import check_torch_experts, check_torch_packing
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
-from .args_values import Judge
+from .args_values import Judge, read_config_file, refuse
 from .ckpt_megatron import DIST_NAME
 from .constants import HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import steps_of_run
 from .files import check_can_write, describe_error, read_json
+from .lora_sites import host_of
 from .model_families import FAMILIES
-from .objectives import Objective, objective_of
+from .objectives import OBJECTIVES, Objective
 from .trainer_callbacks import StopSignals, TrainerCallback
 from .weights_sources import SafetensorsSource, check_shapes, resolve_folder
 from .weights_vocabulary import GrownSource
@@ -56,6 +58,8 @@ class PlannedModel:
     source: SafetensorsSource | GrownSource | None = (
         None  # None: drawn from a seed, or a checkpoint of ours
     )
+    adapters: lora.LoraSpec | None = None  # with the modules that they are on
+    adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
 
 
 @dataclass
@@ -67,7 +71,6 @@ class Plan:
     model: PlannedModel
     tokenizer: Any
     data: DatasetBundle
-    adapters: lora.LoraSpec | None = None
     second_model: PlannedModel | None = None  # of the objective: a reference
 
 
@@ -79,18 +82,21 @@ def make_plan(arguments: RunArguments) -> Plan:
     them. No collectives: ranks that wait for the token cache poll for it."""
     transformers.utils.logging.disable_progress_bar()
     check_can_write(arguments.training.output_dir, "output_dir")
-    keys, objective = arguments.finetuning, objective_of(arguments.finetuning.stage)
+    keys, objective = arguments.finetuning, OBJECTIVES[arguments.finetuning.stage]
     folder = resolve_folder(arguments.model.model_name_or_path, arguments.model.model_revision)
-    planned = _plan_model(arguments, folder, arguments.model.train_from_scratch)
+    from_scratch, values = arguments.model.train_from_scratch, arguments.model_config
+    planned = _plan_model(arguments, folder, from_scratch, values)
     _open_source(planned)
     tokenizer = _load_tokenizer(folder, arguments.model.trust_remote_code)
-    num_new, report = _plan_new_tokens(arguments, tokenizer, planned)
-    adapters = None
+    judge = Judge(SimpleNamespace(**arguments.to_dict()))
+    num_new, report = _plan_new_tokens(arguments, tokenizer, planned, judge)
     if keys.finetuning_type == "lora":
-        adapters = lora_files.spec_of_keys(keys)
+        adapters, planned.adapter_source = lora_files.adapter_of_keys(keys)
         if num_new:
-            weights_vocabulary.check_trained(adapters.modules_to_save, num_new)
-        _check_adapters(arguments, planned.config, adapters)
+            saved, is_tied = adapters.modules_to_save, _is_tied(planned.config)
+            check_new_rows(saved, num_new, is_tied, judge)
+        planned.adapters = _plan_adapters(arguments, planned.config, adapters, judge)
+    judge.close()
     second_model = None
     second_folder = objective.trainer_class().second_model_folder(arguments, planned)
     if second_folder == folder:
@@ -105,18 +111,22 @@ def make_plan(arguments: RunArguments) -> Plan:
     args = arguments.training
     steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
     plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves nothing to decay
-    return Plan(arguments, objective, planned, tokenizer, data, adapters, second_model)
+    return Plan(arguments, objective, planned, tokenizer, data, second_model)
 
 
-def _plan_model(arguments: RunArguments, folder: Path, from_scratch: bool) -> PlannedModel:
+def _plan_model(
+    arguments: RunArguments, folder: Path, from_scratch=False, values: dict | None = None
+) -> PlannedModel:
     remote, judge = arguments.model.trust_remote_code, Judge(None)
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
         read_json(folder / HF_GENERATION_CONFIG_NAME)  # exports copy it
     if arguments.backend.use_mca:
-        config = model_config.AutoConfig.from_pretrained(str(folder), arguments.training, remote)
+        config = model_config.AutoConfig.from_pretrained(
+            str(folder), arguments.training, remote, values
+        )
         vocab_size = config.vocab_size
     else:
-        config = model_config.load_hf_config(str(folder), remote)
+        config = model_config.load_hf_config(str(folder), remote, values)
         vocab_size = config.get_text_config().vocab_size
         check_torch_experts(config, judge)
         if arguments.training.sequence_packing:
@@ -143,12 +153,11 @@ def _open_source(planned: PlannedModel) -> None:
 
 
 def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedModel) -> PlannedModel:
-    second = _plan_model(arguments, folder, from_scratch=False)
+    second = _plan_model(arguments, folder)
     if second.old_vocab_size != first.old_vocab_size:
-        raise ValueError(
-            f"ref_model {folder} has a vocabulary of {second.old_vocab_size} tokens, and the "
-            f"trained model {first.old_vocab_size}: the reference must read the same tokens"
-        )
+        reason = f"it has a vocabulary of {second.old_vocab_size} tokens, and the trained model "
+        remedy = "a model that reads the same tokens"
+        refuse("ref_model", str(folder), f"{reason}{first.old_vocab_size}", remedy)
     _open_source(second)
     _grow(second, first.vocab_size)
     return second
@@ -160,13 +169,12 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool):
             str(folder), trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever a damaged file leads to in transformers
-        raise ValueError(
-            f"{folder}: no tokenizer could be loaded from this folder: {describe_error(error)}"
-        ) from error
+        reason = f"no tokenizer could be loaded from this folder: {describe_error(error)}"
+        refuse("model_name_or_path", str(folder), reason, "a folder with the model's tokenizer")
 
 
 def _plan_new_tokens(
-    arguments: RunArguments, tokenizer, planned: PlannedModel
+    arguments: RunArguments, tokenizer, planned: PlannedModel, judge: Judge
 ) -> tuple[int, list[str]]:
     """Put the keys' new tokens into the tokenizer, and plan their rows -> (new tokens, lines for
     the report).
@@ -178,7 +186,7 @@ def _plan_new_tokens(
     asked = bool(keys.add_tokens or keys.add_special_tokens)
     added = weights_vocabulary.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
     old = planned.old_vocab_size
-    size = weights_vocabulary.grown_size(tokenizer, old, keys.resize_vocab or asked)
+    size = weights_vocabulary.grown_size(tokenizer, old, keys.resize_vocab or asked, judge)
     new = max(added, size - old)
     if not new:
         return 0, ["vocabulary: the tokenizer had all of the new tokens"] if asked else []
@@ -186,16 +194,10 @@ def _plan_new_tokens(
     if size > old:
         _grow(planned, size)
         line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
-    if finetuning.finetuning_type == "lora":
-        if _is_tied(planned.config):
-            raise ValueError(
-                f"the rows of {new} new tokens are trained through modules_to_save, which needs a "
-                "head of its own, and this model's embedding is its head: set finetuning_type: "
-                "full, or leave the new tokens out"
-            )
-        if not finetuning.modules_to_save and not finetuning.adapter_name_or_path:
-            finetuning.modules_to_save = list(weights_vocabulary.EMBEDDING_AND_HEAD)
-            line += "; modules_to_save is embed_tokens, lm_head, which trains them"
+    given = finetuning.modules_to_save or finetuning.adapter_name_or_path
+    if finetuning.finetuning_type == "lora" and not given:
+        finetuning.modules_to_save = list(EMBEDDING_AND_HEAD)
+        line += "; modules_to_save is embed_tokens, lm_head, which trains them"
     return new, [line]
 
 
@@ -214,15 +216,15 @@ def _grow(planned: PlannedModel, size: int) -> None:
     ):
         return
     if (planned.folder / DIST_NAME).is_dir() and not planned.from_scratch:
-        raise ValueError(model.NO_NEW_ROWS.format(planned.folder, planned.old_vocab_size, size))
+        model.refuse_new_rows(planned.folder, planned.old_vocab_size, size)
     model_config.grow(planned.config, size)
     if planned.source is not None:
         names = weights_convert.vocabulary_names(planned.config)
         planned.source = GrownSource(planned.source, names, size)
 
 
-def _check_adapters(arguments: RunArguments, config, spec: lora.LoraSpec) -> None:
-    """ValueError where the finetuning keys ask for adapters that this model cannot have."""
+def _plan_adapters(arguments: RunArguments, config, spec: lora.LoraSpec, judge: Judge):
+    """The spec with its modules in the model, by the rules between the finetuning keys and it."""
     keys, host = arguments.finetuning, config
     if not arguments.backend.use_mca:
         with torch.device("meta"):
@@ -230,10 +232,13 @@ def _check_adapters(arguments: RunArguments, config, spec: lora.LoraSpec) -> Non
                 config, trust_remote_code=arguments.model.trust_remote_code
             )
     if keys.adapter_name_or_path:
-        lora_files.check_modules(keys.adapter_name_or_path, spec, lora.candidates(host))
-    spec = lora.plan(host, spec)
+        check_other_model(keys.adapter_name_or_path, spec, lora.candidates(host), judge)
+        if judge.problems:
+            return spec
+    spec = lora.plan(host, spec, judge)
     if keys.save_merged_model:
-        lora_files.check_mergeable(spec, host)
+        check_mergeable(spec, host_of(host).is_tied, judge)
+    return spec
 
 
 # -- building and training
@@ -242,7 +247,7 @@ def _check_adapters(arguments: RunArguments, config, spec: lora.LoraSpec) -> Non
 def build_model(plan: Plan):
     """VirtualModels, or a transformers model with use_mca: false, on this rank, with adapters."""
     built = build_planned(plan.arguments, plan.model)
-    return built if plan.adapters is None else add_adapters(built, plan)
+    return built if plan.model.adapters is None else add_adapters(built, plan)
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel):
@@ -263,11 +268,11 @@ def build_planned(arguments: RunArguments, planned: PlannedModel):
 
 def add_adapters(built, plan: Plan):
     """The model with the planned adapters: fresh ones, or those of adapter_name_or_path."""
-    keys, args, spec = plan.arguments.finetuning, plan.arguments.training, plan.adapters
+    args, spec = plan.arguments.training, plan.model.adapters
     # of frozen weights; fp16 would lose too much of them
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    if keys.adapter_name_or_path:
-        return lora_files.load_adapter(built, keys.adapter_name_or_path, spec.dropout, dtype)
+    if plan.model.adapter_source is not None:
+        return lora_files.place_adapter(built, spec, plan.model.adapter_source, dtype)
     return lora.inject(built, spec, args.seed, dtype)
 
 
@@ -302,7 +307,7 @@ def _build_trainer(plan: Plan):
         train_dataset=data.train,
         eval_dataset=data.eval,
         shuffle=not arguments.data.disable_shuffling,
-        summary={"data": data_summary(plan, lora.spec_of(built))},
+        summary={"data": data_summary(plan)},
         callbacks=[_SaveConfig(arguments)],
         **make.own_keywords(arguments, second_model),
     )
@@ -312,7 +317,7 @@ def _export(plan: Plan, trainer, result) -> None:
     arguments, args = plan.arguments, plan.arguments.training
     if args.save_hf_model:
         trainer.save_model()
-    if arguments.finetuning.save_merged_model and plan.adapters is not None:
+    if arguments.finetuning.save_merged_model and plan.model.adapters is not None:
         trainer.save_merged_model()
     seconds, where = result.metrics["train_runtime"], ""
     if args.save_hf_model:
@@ -356,9 +361,10 @@ def _say_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
         print(f"note: other values than before, taken from here on: {', '.join(changed)}")
 
 
-def data_summary(plan: Plan, spec: lora.LoraSpec | None) -> dict[str, str]:
+def data_summary(plan: Plan) -> dict[str, str]:
     """What the start summary says of the objective and the data."""
     data, keys, datasets = plan.arguments.data, plan.arguments.finetuning, plan.data
+    spec = plan.model.adapters
     packed = plan.arguments.training.sequence_packing
     unit, packing = f"{plan.objective.unit}s", ""
     if packed:

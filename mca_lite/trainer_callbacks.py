@@ -19,8 +19,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 
 from .args import TrainingArguments
-from .args_parser import check_keys
-from .args_values import ConfigError
+from .args_values import ConfigError, check_keys
 from .files import read_json
 
 # TrainerState's names that Hugging Face's trainer_state.json spells differently.

@@ -20,14 +20,13 @@ import torch
 
 from . import lora, loss_preference, parallel
 from .args_run import check_together
-from .args_values import Judge
+from .args_values import Judge, refuse
 from .ckpt_folder import CheckpointError
-from .constants import ADAPTER_CONFIG_NAME, IGNORE_INDEX
+from .constants import IGNORE_INDEX
 from .data_batches import documents_of, split_documents
 from .data_cache import default_cache_dir
 from .data_files import SIDES
 from .data_packs import Packs, WithReference
-from .files import read_json
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
 from .objectives import OBJECTIVES
 from .packed_rows import pack_batch
@@ -92,12 +91,11 @@ class DPOTrainer(McaTrainer):
         # new tokens bring modules_to_save that the file does not name
         OBJECTIVES[keys.stage].check_keys(keys, judge)
         judge.close()
-        if keys.adapter_name_or_path and _saves_modules(keys.adapter_name_or_path):
-            raise ValueError(
-                f"{keys.adapter_name_or_path} has modules of its own (modules_to_save), and "
-                "without its adapters the model is not the one that it began with: set ref_model: "
-                "model"
-            )
+        adapter = keys.adapter_name_or_path
+        if adapter and planned.adapters.modules_to_save:
+            reason = "it has modules of its own (modules_to_save), and without its adapters the "
+            reason += "model is not the one that it began with"
+            refuse("adapter_name_or_path", adapter, reason, "ref_model: model")
         return None
 
     @classmethod
@@ -429,8 +427,3 @@ def _check_pairs(dataset, packs: bool) -> None:
         raise ValueError(
             "the data set has packs of pairs, and sequence_packing is false: set it to true"
         )
-
-
-def _saves_modules(adapter: str) -> bool:
-    path = Path(adapter) / ADAPTER_CONFIG_NAME
-    return path.is_file() and bool(read_json(path).get("modules_to_save"))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from . import lora
 from .args import FinetuningArguments
-from .args_values import Judge
+from .args_values import Judge, refuse
 from .loss_preference import LOSSES, REFERENCES
 
 
@@ -44,9 +44,7 @@ class DPOConfig:
         self.use_ref_model = needs
 
     def check_with(self, finetuning_type: str = "lora", modules_to_save=()) -> FinetuningArguments:
-        """The keys of a run that mean the same, on a model with such adapters. Raises ConfigError
-        by their rules.
-        """
+        """The keys that mean the same, for such adapters. ConfigError by their rules."""
         return FinetuningArguments(
             stage="dpo",
             finetuning_type=finetuning_type,
@@ -60,18 +58,18 @@ class DPOConfig:
 
 
 def choose_reference(config: DPOConfig, model, ref_model) -> str | None:
-    """The kind of reference, None for a loss without one. ValueError for one that cannot be."""
+    """The kind of reference, None for a loss without one. ConfigError for one that cannot be."""
     if not config.use_ref_model:
         if ref_model is not None:
-            raise ValueError(
-                f"pref_loss {config.pref_loss} has no reference model: leave ref_model out"
-            )
+            reason = f"pref_loss {config.pref_loss} has no reference model"
+            refuse("ref_model", "a model", reason, "leave ref_model out")
         return None
     spec = lora.spec_of(model)
     by_default = "adapter" if spec is not None and not spec.modules_to_save else "cached"
     kind = config.reference or ("model" if ref_model is not None else by_default)
     if (kind == "model") != (ref_model is not None):
-        raise ValueError(f"reference {kind}: expected {'a' if kind == 'model' else 'no'} ref_model")
+        reason = f"expected {'a' if kind == 'model' else 'no'} ref_model"
+        refuse("reference", kind, reason, "reference: model, with a ref_model, or neither")
     if spec is None:
         config.check_with("full")
     else:

@@ -218,8 +218,7 @@ def holds_fused_experts(names: Iterable[str]) -> bool:
 
 
 def named_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a transformers model saves: parameters, a tied one once, and
-    persistent buffers."""
+    """(name, tensor) that a model saves: parameters, tied once, and persistent buffers."""
     yield from model.named_parameters()
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from .args_values import Judge
+
 MEAN_ROWS = 4096  # of the matrix are in memory at a time
-EMBEDDING_AND_HEAD = ("embed_tokens", "lm_head")
 
 
 def add_tokens(tokenizer, tokens: list[str] | None, special_tokens: list[str] | None) -> int:
@@ -21,26 +22,14 @@ def add_tokens(tokenizer, tokens: list[str] | None, special_tokens: list[str] | 
     return len(tokenizer) - known
 
 
-def grown_size(tokenizer, vocab_size: int, resize: bool) -> int:
-    """The model's vocab_size after growing it for the tokenizer. ValueError if not resize."""
+def grown_size(tokenizer, vocab_size: int, resize: bool, judge: Judge) -> int:
+    """The model's vocab_size after growing it for the tokenizer, which is refused if not resize."""
     if len(tokenizer) > vocab_size and not resize:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is "
-            f"{vocab_size}: they do not belong together, or new tokens were added without growing "
-            "the embedding: set resize_vocab: true to grow it"
-        )
+        reason = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is "
+        reason += f"{vocab_size}: they do not belong together, or new tokens were added without "
+        reason += "growing the embedding"
+        judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it", False)
     return max(len(tokenizer), vocab_size)
-
-
-def check_trained(modules_to_save, num_new: int) -> None:
-    """ValueError if the new rows would not be trained: modules_to_save lacks embedding or head."""
-    saved = modules_to_save
-    lacking = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in saved)]
-    if lacking:
-        raise ValueError(
-            f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not "
-            f"in modules_to_save: set modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}"
-        )
 
 
 def mean_row(read: Callable[[slice], torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from mca_lite.args import DataArguments, Seq2SeqTrainingArguments, TrainingArguments
-from mca_lite.args_parser import ArgumentParser, read_config_file
 from mca_lite.args_rules_model import balanced_layout, check_model, numbers_of
-from mca_lite.args_run import GROUPS, parse_args
-from mca_lite.args_values import ConfigError, Judge, cast
+from mca_lite.args_run import GROUPS, own_keys, parse_args, read_words
+from mca_lite.args_values import ConfigError, Judge, cast, read_config_file
 from tests.shared.commands import keys_of
 
 NUMBERS = {
@@ -306,8 +305,8 @@ def test_packs_of_samples_reach_the_model_with_their_borders(base, words, packs)
 
 def test_both_names_of_a_key_are_an_error():
     values = {"eval_strategy": "no", "evaluation_strategy": "no"}
-    parsed = ArgumentParser([TrainingArguments]).build({"output_dir": "o", **values})
-    assert [problem.key for problem in parsed.problems] == ["evaluation_strategy"]
+    own_keys({"output_dir": "o", **values}, problems := [])
+    assert [problem.key for problem in problems] == ["evaluation_strategy"]
 
 
 def test_best_checkpoint_must_have_been_evaluated():
@@ -651,6 +650,9 @@ def test_an_mca_config_alone_is_checked_too(tmp_path, base):
     ids=lambda path: path.stem,
 )
 def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
-    parser = ArgumentParser(GROUPS)
-    values, problems = parser.read([str(path)])
-    assert problems + parser.build(values).problems == []
+    given, problems = read_words([str(path)])
+    own, _ = own_keys(given, problems)
+    for judge in [group.read(own) for group in GROUPS]:
+        judge.arguments.check(judge)
+        problems += judge.problems
+    assert problems == []

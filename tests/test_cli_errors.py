@@ -14,8 +14,7 @@ import torch
 
 import mca_lite
 from mca_lite import cli, cli_errors
-from mca_lite.args_parser import read_config_file
-from mca_lite.args_values import ConfigError
+from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.files import check_can_write, describe_error
 from tests.shared import tiny, world
 from tests.shared.commands import ROOT, SHORT

@@ -151,7 +151,7 @@ def test_bad_sets_of_files_are_errors(tokenizer, tmp_path):
         load(tokenizer, "sft", str(empty))
     nothing = DataArguments(dataset=["x"])
     nothing.dataset = []
-    with pytest.raises(ValueError, match="no data: set dataset"):
+    with pytest.raises(ValueError, match="it names no data"):
         load_datasets(nothing, "sft", tokenizer)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(open(write(tmp_path / "a.jsonl", "b")).read() + "{\n")

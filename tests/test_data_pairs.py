@@ -405,5 +405,5 @@ def test_a_bad_pair_is_an_error_with_its_place(record, message):
 
 def test_options_without_meaning_for_pairs_are_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
-    with pytest.raises(ValueError, match="train_on_prompt: true"):
+    with pytest.raises(ValueError, match="answers are compared"):
         load(tmp_path, file, train_on_prompt=True)

@@ -139,9 +139,9 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
 
 
 def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monkeypatch):
+    from mca_lite.lora_layers import LoraSpec
     from mca_lite.trainer_dpo import DPOTrainer
 
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"modules_to_save": ["lm_head"]}))
     monkeypatch.chdir(ROOT)
     words = [
         "configs/dpo.yaml",
@@ -149,8 +149,10 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
         "finetuning_type=lora",
         f"adapter_name_or_path={tmp_path}",
     ]
-    planned, folder_of = SimpleNamespace(folder=ROOT), DPOTrainer.second_model_folder
-    with pytest.raises(ValueError, match="set ref_model: model"):
+    adapters = LoraSpec(modules_to_save=("lm_head",))  # as the folder's file has it
+    planned = SimpleNamespace(folder=ROOT, adapters=adapters)
+    folder_of = DPOTrainer.second_model_folder
+    with pytest.raises(ConfigError, match="try: ref_model: model"):
         folder_of(parse_args(words), planned)
     assert folder_of(parse_args([*words, "ref_model=model"]), planned) == ROOT
     new_tokens = parse_args([*words[:-1], "ref_model=adapter"])

@@ -12,8 +12,7 @@ import pytest
 
 from mca_lite import cli, files, output_folder
 from mca_lite import world as launcher
-from mca_lite.args_parser import read_config_file
-from mca_lite.args_values import ConfigError
+from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.data_files import resolve
 from mca_lite.output_folder import OutputFolderError
 from mca_lite.weights_files import name_shards, write_shards

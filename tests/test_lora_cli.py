@@ -64,13 +64,13 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
         assert not (tmp_path / "out").exists()
 
 
-def pretrain(backend: str, out: str) -> int:
+def pretrain(backend: str, out: str, *more: str) -> int:
     from mca_lite import cli
 
     words = "configs/pt.yaml finetuning_type=lora lora_rank=4 max_steps=2 logging_steps=1 global_batch_size=2 cutoff_len=64"
     words += " warmup_steps=0 per_device_train_batch_size=1 eval_strategy=no val_size=0 save_strategy=no disable_tqdm=true"
     return cli.main(
-        [*words.split(), backend, f"output_dir={out}/{backend}", f"cache_dir={out}/cache"]
+        [*words.split(), backend, *more, f"output_dir={out}/{backend}", f"cache_dir={out}/cache"]
     )
 
 
@@ -84,3 +84,25 @@ def test_pretraining_takes_adapters_too_with_the_same_numbers_on_both_backends(t
         adapter_of(tmp_path / "use_mca=true").keys()
         == adapter_of(tmp_path / "use_mca=false").keys()
     )
+
+
+def adapters_read(backend: str, adapter: str, out: str) -> list[str]:
+    from mca_lite import lora_files
+
+    read, make = [], lora_files.AdapterSource.__init__
+
+    def count(self, folder):
+        read.append(str(folder))
+        make(self, folder)
+
+    lora_files.AdapterSource.__init__ = count
+    assert pretrain(backend, out, f"adapter_name_or_path={adapter}") == 0
+    return read
+
+
+@pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
+def test_a_run_reads_its_adapter_once(tmp_path, backend):
+    world.run(pretrain, 1, backend, str(tmp_path))
+    adapter = str(tmp_path / backend)
+    [read] = world.run(adapters_read, 1, backend, adapter, str(tmp_path / "further"))
+    assert read == [adapter]

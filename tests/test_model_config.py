@@ -349,7 +349,7 @@ def test_additional_configs_that_cannot_be_are_refused(more, message):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="activation_func 'snake': expected one of silu"):
+    with pytest.raises(ValueError, match="activation_func: 'snake'"):
         McaModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, activation_func="snake")
 
 
@@ -397,13 +397,13 @@ def test_configs_of_different_pipeline_layouts_do_not_match():
 @pytest.mark.parametrize(
     "family, values, message",
     [
-        ("llama", dict(hidden_act="gelu"), "hidden_act: 'gelu' in config.json cannot be honoured"),
-        ("mistral", dict(hidden_act="relu"), "hidden_act: 'relu'"),
-        ("qwen2", dict(hidden_act="gelu_new"), "hidden_act: 'gelu_new'"),
-        ("qwen3", dict(hidden_act="gelu"), "hidden_act: 'gelu'"),
-        ("llama", dict(attention_bias=True), "attention_bias: True"),
-        ("qwen3", dict(attention_bias=True), "attention_bias: True"),
-        ("llama", dict(mlp_bias=True), "mlp_bias: True"),
+        ("llama", dict(hidden_act="gelu"), "hidden_act in config.json of llama: 'gelu'"),
+        ("mistral", dict(hidden_act="relu"), "hidden_act .*: 'relu'"),
+        ("qwen2", dict(hidden_act="gelu_new"), "hidden_act .*: 'gelu_new'"),
+        ("qwen3", dict(hidden_act="gelu"), "hidden_act .*: 'gelu'"),
+        ("llama", dict(attention_bias=True), "attention_bias .*: true"),
+        ("qwen3", dict(attention_bias=True), "attention_bias .*: true"),
+        ("llama", dict(mlp_bias=True), "mlp_bias .*: true"),
         (
             "llama",
             dict(quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -412,7 +412,7 @@ def test_configs_of_different_pipeline_layouts_do_not_match():
         (
             "qwen3",
             dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
-            "scaling 'dynamic'",
+            "rope_type .*: 'dynamic'",
         ),
         # transformers' own default rope passes it over: half a rotation would be another model
         (
@@ -420,7 +420,7 @@ def test_configs_of_different_pipeline_layouts_do_not_match():
             dict(
                 rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
             ),
-            "partial_rotary_factor: 0.5",
+            "partial_rotary_factor .*: 0.5",
         ),
     ],
 )
@@ -436,7 +436,7 @@ def test_all_refusals_of_a_model_are_said_at_once():
             hf(hidden_act="gelu", attention_bias=True, mlp_bias=True), arguments(), "some/model"
         )
     text = str(caught.value)
-    assert text.startswith("some/model:") and all(
+    assert "of some/model" in text and all(
         key in text for key in ("hidden_act", "attention_bias", "mlp_bias")
     )
 
@@ -463,7 +463,7 @@ def test_sliding_window_is_kept_where_a_layer_uses_it(family, values, window):
 
 def test_unknown_model_type_names_those_that_there_are():
     with pytest.raises(
-        ValueError, match="'gpt2'.*expected one of .*llama, mistral, .*qwen3.*use_mca: false"
+        ValueError, match="(?s)'gpt2'.*expected one of .*llama, mistral, .*qwen3.*use_mca: false"
     ):
         from_hf_config(transformers.GPT2Config(), arguments())
 
@@ -513,7 +513,7 @@ def test_sequence_parallelism_follows_tensor_parallelism():
 
 
 def test_folders_without_a_config_and_files_of_no_known_class_are_named(tmp_path):
-    with pytest.raises(ValueError, match="expected a config.json in this folder"):
+    with pytest.raises(ValueError, match="there is no config.json in this folder"):
         load_hf_config(str(tmp_path))
     (tmp_path / "mca_config.json").write_text('{"model_class": "Other"}')
     with pytest.raises(ValueError, match="got model_class 'Other'"):

@@ -1,5 +1,8 @@
 """Each rule stands once: files and constructors refuse the same configurations with the same Problems."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from mca_lite import args_rules_model
@@ -40,6 +43,7 @@ def parsed(model, tmp_path, values):
     return refused(lambda: parse_args([str(file), *words[1::2]], needs_world=False))
 
 
+ROOT = Path(__file__).parents[1]
 PP2 = dict(pipeline_model_parallel_size=2)
 DPO = dict(stage="dpo")
 FP8 = dict(bf16=True, fp8="hybrid")
@@ -212,6 +216,7 @@ def test_a_rule_of_a_model_is_the_same_in_a_file_and_in_its_config(
         (dict(mtp_num_layers=1), dict(use_mca=False), "mtp_num_layers"),
         (dict(mtp_num_layers=1), LORA, "mtp_num_layers"),
         (dict(mtp_num_layers=1), DPO, "mtp_num_layers"),
+        (dict(moe_router_bias_update_rate=0.1), LORA, "moe_router_bias_update_rate"),
         (dict(calculate_per_token_loss=False), DPO, "calculate_per_token_loss"),
     ],
 )
@@ -232,3 +237,84 @@ def test_packed_rows_of_a_windowed_model_on_plain_torch_are_refused_from_its_con
     judge = Judge(None)
     args_rules_model.check_torch_packing(load_hf_config(str(tmp_path)), judge)
     assert judge.problems == []
+
+
+# the family, keys of the run, the spec of the same adapters, the key that is refused
+OF_ADAPTERS = [
+    ("qwen3", dict(lora_target="q_porj"), dict(targets=("q_porj",)), "lora_target"),
+    ("qwen3", dict(modules_to_save="lm_hed"), dict(modules_to_save=("lm_hed",)), "modules_to_save"),
+    ("qwen3", dict(lora_rank=0), dict(rank=0), "lora_rank"),
+    ("qwen3", dict(lora_dropout=1), dict(dropout=1.0), "lora_dropout"),
+    ("phi3", {}, {}, "lora_target"),
+    (
+        "mixtral",
+        dict(
+            lora_dropout=0.1, lora_target="w2", sequence_parallel=True, tensor_model_parallel_size=2
+        ),
+        dict(dropout=0.1, targets=("w2",)),
+        "lora_dropout",
+    ),
+]
+
+
+@pytest.mark.parametrize("family, values, spec, key", OF_ADAPTERS)
+def test_a_rule_of_adapters_is_the_same_for_a_run_and_for_lora_plan(
+    family, values, spec, key, tmp_path, monkeypatch
+):
+    """A run is refused while it is planned, before ranks meet and before data is read."""
+    from mca_lite import lora, run
+
+    module = tiny_moe if family == "mixtral" else tiny
+    module.hf_config(family, vocab_size=512).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "configs/tiny/model" / name, tmp_path / "model")
+    keys = {**values, **LORA, "train_from_scratch": True, "dataset": "none.jsonl"}
+    keys |= dict(model_name_or_path=tmp_path / "model", output_dir=tmp_path / "out")
+    words = [f"{name}={value}" for name, value in keys.items()]
+    told = refused(lambda: run.make_plan(parse_args(words, needs_world=False)))
+    layout = {name: values[name] for name in values if "parallel" in name}
+    config = AutoConfig.from_pretrained(
+        str(tmp_path / "model"), TrainingArguments(output_dir="out", **layout)
+    )
+    assert refused(lambda: lora.plan(config, lora.LoraSpec(**spec))) == told
+    assert [found for found, _ in told] == [key]
+
+
+def test_what_a_config_json_asks_for_is_refused_alike_for_a_run_and_for_auto_config(tmp_path):
+    from mca_lite import run
+
+    hf = tiny.hf_config("llama", hidden_act="gelu", mlp_bias=True)
+    hf.save_pretrained(tmp_path)
+    words = [f"model_name_or_path={tmp_path}", "dataset=none.jsonl", f"output_dir={tmp_path}/out"]
+    told = refused(lambda: run.make_plan(parse_args(words)))
+    assert told == refused(lambda: AutoConfig.from_pretrained(str(tmp_path)))
+    assert [key.split()[0] for key, _ in told] == ["hidden_act", "mlp_bias"]
+
+
+def test_a_backend_asks_the_rules_of_adapters_for_a_model_that_has_some():
+    from types import SimpleNamespace
+
+    from mca_lite.backend_torch import TorchBackend
+    from mca_lite.lora_layers import LoraSpec
+
+    args = TrainingArguments(output_dir="out", moe_router_bias_update_rate=0.1)
+    model = SimpleNamespace(lora=LoraSpec())
+    [(key, _)] = refused(lambda: TorchBackend(model, args))
+    assert key == "moe_router_bias_update_rate"
+
+
+def test_an_alias_of_megatrons_key_counts_as_the_key_on_plain_torch(models, tmp_path):
+    words = [f"model_name_or_path={models['dense']}", "dataset=a.jsonl", f"output_dir={tmp_path}"]
+    words += ["use_mca=false", "accumulate_allreduce_grads_in_fp32=false"]
+    run = parse_args(words)
+    assert run.training.grad_reduce_in_fp32 is True
+    assert any("does without grad_reduce_in_fp32" in line for line in run.warnings)
+
+
+def test_all_that_adapters_cannot_be_is_said_at_once(models):
+    from mca_lite import lora
+
+    config = AutoConfig.from_pretrained(str(models["dense"]))
+    spec = lora.LoraSpec(targets=("q_porj", "o_proj"), modules_to_save=("lm_hed",))
+    told = refused(lambda: lora.plan(config, spec))
+    assert [key for key, _ in told] == ["lora_target", "modules_to_save"]

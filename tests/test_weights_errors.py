@@ -211,7 +211,7 @@ ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_p
 def test_a_damaged_adapter_config_is_named(tmp_path, text):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
-        lora_files.read_spec(tmp_path)
+        lora_files.read_adapter(tmp_path)
 
 
 def test_an_adapter_that_is_damaged_or_lacks_a_matrix_is_named(tmp_path):
@@ -220,10 +220,10 @@ def test_an_adapter_that_is_damaged_or_lacks_a_matrix_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     save_file(values, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=f"lacks {module}.lora_B.weight"):
-        lora_files.read_spec(tmp_path)
+        lora_files.read_adapter(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="adapter_model.safetensors is damaged or cut"):
-        lora_files.read_spec(tmp_path)
+        lora_files.read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "mca_config.json"])

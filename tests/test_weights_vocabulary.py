@@ -376,7 +376,7 @@ def test_new_tokens_that_would_stay_untrained_or_unknown_are_refused(place, tmp_
         (
             "qwen3",
             f"{NEW} finetuning_type=lora",
-            "model's embedding is its head: set finetuning_type: full",
+            "model's embedding is its head\n    try: finetuning_type: full",
         ),
         (
             "mistral",
