@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 from tests.shared.toy_tokenizer import CHATML, word_tokenizer
+from tests.shared.training import NUMBERS
 
 DATA = {"pt": "chat", "sft": "chat", "dpo": "pairs"}  # {stage: its file of write_data}
-# of a line of the log: what a run that is repeated says again
-REPEATED = ("loss", "grad_norm", "rewards", "logps", "learning_rate", "consumed", "moe", "z_loss")
+# how numbers of the log begin that a run of the same keys repeats
+REPEATED = (
+    *("loss", "grad_norm", "learning_rate", "consumed", "rewards", "logps", "sft_loss", "mtp_loss"),
+    *("eval_loss", "eval_rewards/chosen", "eval_rewards/margins", "eval_mtp_loss", *NUMBERS),
+)
 
 
 def save_tokenizer(folder) -> None:

@@ -208,6 +208,9 @@ class Draw:
         layout["moe_token_dispatcher_type"] = one("alltoall", "alltoall", "allgather")
         layout["moe_shared_expert_overlap"] = chance(0.1)
         layout["moe_router_dtype"] = one("fp32", "fp32", "fp64")
+        if is_full and keys["stage"] != "dpo" and chance(0.15):
+            # tiny models' files hold no such layers; plain torch has none: one rank is the oracle
+            keys.update(train_from_scratch=True, mtp_num_layers=1)
 
 
 # -- running ------------------------------------------------------------------------------------------------------------
@@ -226,6 +229,12 @@ def attempt(keys: dict) -> str:
             return str(error)
         run.train(plan)
     return ""
+
+
+def save_model(case: Case, folder: Path) -> None:
+    sizes, module = dict(case.sizes), tiny_moe if case.has_experts else tiny
+    module.save_model(folder, case.model, seed=sizes.pop("weights_seed"), **sizes)
+    small_runs.save_tokenizer(folder)
 
 
 class Runs:
@@ -264,10 +273,7 @@ class Runs:
     def judge(self, case: Case) -> tuple[str, str]:
         """(REFUSED, SAME, ONE or FAILED, why)"""
         place = self.folder / case.name
-        save = (tiny_moe if case.has_experts else tiny).save_model
-        sizes = dict(case.sizes)
-        save(place / "model", case.model, seed=sizes.pop("weights_seed"), **sizes)
-        small_runs.save_tokenizer(place / "model")
+        save_model(case, place / "model")
         try:
             if words := self.refused(case, "megatron"):
                 return REFUSED, words
