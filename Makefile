@@ -16,7 +16,7 @@ endif
 OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
 
 .DEFAULT_GOAL := help
-.PHONY: gpu bench-gpu families help install train dpo orpo quick test test-all lint bench chaos clean
+.PHONY: gpu bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -45,7 +45,7 @@ quick: $(STAMP)  ## in seconds: the structure, the arguments, and the loss of on
 test: $(STAMP)  ## run the tests (CPU, no network): every capability and layout, products of both thinned
 	$(BIN)/python -m tests.tools.suite
 
-test-all: $(STAMP)  ## the same and more: every cell of the products that `make test` thins, and slow tests
+test-all: $(STAMP)  ## the same and more: every cell of the products that `make test` thins, slow tests, `make fuzz`
 	$(BIN)/python -m tests.tools.suite -m "full or not full"
 
 lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
@@ -56,6 +56,9 @@ bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/ben
 
 chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kills 200 --seed 1"
 	$(BIN)/python -m tests.tools.chaos $(ARGS)
+
+fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 300 --seed 7"
+	$(BIN)/python -m tests.tools.fuzz $(ARGS)
 
 bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

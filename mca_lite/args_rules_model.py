@@ -30,6 +30,7 @@ class ModelNumbers:
     head_channels: int | None = None
     num_attention_heads: int | None = None
     num_query_groups: int | None = None
+    norm_over_heads: bool | None = None  # whether keys are normed over all query groups together
     ffn_hidden_size: int | None = None
     num_experts: int | None = None
     expert_columns: int | None = None
@@ -56,6 +57,7 @@ def numbers_of(values: dict[str, Any]) -> ModelNumbers:
         head_channels=number("head_dim", "kv_channels") or (hidden and heads and hidden // heads),
         num_attention_heads=heads,
         num_query_groups=number("num_key_value_heads", "num_query_groups"),
+        norm_over_heads=None if family is None else family.constants.get("qk_norm_over_heads"),
         ffn_hidden_size=number("intermediate_size", "ffn_hidden_size"),
         num_experts=number(
             "num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"
@@ -94,7 +96,8 @@ def _check_tensor_parallel(m: ModelNumbers, a: Any, judge: Judge) -> None:
     key, tp = "tensor_model_parallel_size", a.tensor_model_parallel_size
     counts = {"attention heads": m.num_attention_heads, "MLP columns": m.ffn_hidden_size}
     groups = m.num_query_groups or m.num_attention_heads
-    if groups and tp % groups:  # several ranks may share a group, as long as each has as many
+    # several ranks may share a group, as long as each has as many, and norms see one group alone
+    if groups and (tp % groups or m.norm_over_heads):
         counts["query groups"] = groups
     shared = {what: count for what, count in counts.items() if count}
     uneven = [f"{count} {what}" for what, count in shared.items() if count % tp]

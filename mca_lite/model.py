@@ -491,6 +491,10 @@ def load_torch_model(
             for name, tensor in named_tensors(model):
                 for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape)):
                     tensor[index].copy_(source.read(file_name))
+    experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
+    if any(size % 8 for stacked in experts for size in stacked.shape[1:]):
+        # torch's grouped product wants rows of whole 16 bytes, in bf16 too
+        model.set_experts_implementation("eager")
     if Path(model_name_or_path).is_dir():
         model.name_or_path = str(model_name_or_path)
     return model.to(parallel.device())

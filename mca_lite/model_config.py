@@ -227,8 +227,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def validate(self) -> None:
         """Check the layout against the model, without a process group. Raises ConfigError."""
-        if self.tensor_model_parallel_size == 1:
-            self.sequence_parallel = False
+        self.sequence_parallel &= self.tensor_model_parallel_size > 1
         layout, more = self.pipeline_model_parallel_layout, "m" * (self.mtp_num_layers or 0)
         if isinstance(layout, str) and (more or "m" in layout):
             # m is a layer for multi-token prediction in megatron's syntax: before the loss
@@ -241,6 +240,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             head_channels=self.kv_channels or self.hidden_size // self.num_attention_heads,
             num_attention_heads=self.num_attention_heads,
             num_query_groups=self.num_query_groups,
+            norm_over_heads=self.qk_norm_over_heads,
             ffn_hidden_size=self.ffn_hidden_size,
             num_experts=self.num_moe_experts,
             expert_columns=self.moe_ffn_hidden_size,

@@ -550,6 +550,9 @@ def test_heads_and_query_groups_must_be_shared_evenly():
     )
     shared = {**NUMBERS, "num_key_value_heads": 2}  # each group on two ranks
     assert problems_with(shared, training(tensor_model_parallel_size=4)) == []
+    normed = {**shared, "model_type": "olmo2"}  # keys are normed over both groups together
+    (problem,) = problems_with(normed, training(tensor_model_parallel_size=4))
+    assert "2 query groups" in problem.reason
     assert problems_with(NUMBERS, training(tensor_model_parallel_size=4)) == []
 
 

@@ -8,32 +8,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import tiny, world
+from mca_lite import ckpt_folder
+from tests.shared import tiny, training, world
 from tests.shared.commands import TORCHRUN
+from tests.shared.files import flip_bit
 from tests.tools import chaos
+
+SHORT = ("tp2, saved in the background", "the token cache")
+PREFERENCES = ("DPO of LoRA, packed, saved in the background", "DPO's reference pass")
 
 
 @pytest.mark.full
-def test_ranks_killed_at_random_moments_lose_nothing():
-    short = {
-        name: chaos.LAYOUTS[name]
-        for name in ("dp2, distributed optimizer", "tp2, saved in the background")
-    }
-    assert chaos.run(6, seed=3, layouts=short) == 6
+@pytest.mark.parametrize("seed, names", [(3, SHORT), (4, PREFERENCES)])
+def test_ranks_killed_at_random_moments_lose_nothing(seed, names):
+    assert chaos.run(5, seed, names) == 5
+
+
+def test_a_checkpoint_that_is_damaged_or_missing_after_a_kill_is_noticed(tmp_path):
+    """The check of the tool itself."""
+    campaign = chaos.Campaign(tmp_path, tmp_path / "run", "pp2")
+    folder = ckpt_folder.checkpoint_folder(campaign.out, 2)
+    folder.mkdir(parents=True)
+    ckpt_folder.write_synced(folder / "weights", b"whole")
+    facts = {"backend": "megatron", "step": 2, "with_optimizer": True, "model": {}}
+    ckpt_folder.write_manifest(folder, facts, {"weights": ckpt_folder.measure(folder / "weights")})
+    log = campaign.out / "trainer_log.jsonl"
+    log.write_text('{"step": 4}\n{"step": 5')
+    campaign.check()
+    log.write_text('{"step": 4}\n{"step": 5}\n')
+    with pytest.raises(AssertionError, match="newest checkpoint is 2, and 4 was due"):
+        campaign.check()
+    flip_bit(folder / "weights")
+    with pytest.raises(AssertionError, match="unreadable"):
+        campaign.check()
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
     path, out = tiny.save_model(tmp_path / "model", "qwen3"), tmp_path / "run"
-    keys = (
-        path,
-        str(tmp_path / "calm"),
-        str(tmp_path / "progress"),
-        0,
-        None,
-        None,
-        dict(use_distributed_optimizer=True),
-    )
-    [(wanted, _), _] = world.run(chaos.victim, 2, *keys)
+    calm = world.run(training.train, 2, path, str(tmp_path / "calm"), **chaos.UNDER_TORCHRUN)
     command = [sys.executable, *TORCHRUN]
     command += [
         "--nproc_per_node",
@@ -53,4 +65,4 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
     assert f"resuming from {out}/checkpoint-4" in result.stdout, result.stdout
     assert result.stdout.count("resuming from") == 2
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    assert [(h["loss"], h["grad_norm"]) for h in history] == wanted
+    assert [(h["loss"], h["grad_norm"]) for h in history] == calm[0]

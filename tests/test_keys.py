@@ -19,7 +19,7 @@ import pytest
 from mca_lite import args as arguments
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import tensors
-from tests.shared.toy_tokenizer import CHATML, word_tokenizer
+from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import read_log
 
 HERE = Path(__file__).parent
@@ -164,29 +164,6 @@ def run_all(folder: str, runs: dict) -> dict:
     return curves
 
 
-def write_data(folder: Path) -> None:
-    def turn(role: str, *numbers: int) -> dict:
-        return {"role": role, "content": " " + " ".join(f"w{n % 56}" for n in numbers) + " "}
-
-    def chat(i: int) -> list:
-        first = [turn("user", i, i + 1), turn("assistant", *range(i, i + 2 + i % 5))]
-        return first + [turn("user", 2 * i), turn("assistant", 3 * i, 5, 4 * i)] * (i % 2)
-
-    for name, start in (("chat", 0), ("other", 30)):
-        text = " ".join(f"w{n}" for n in range(30))
-        lines = [json.dumps({"messages": chat(start + i), "text": text}) for i in range(12)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    pairs = [
-        {
-            "prompt": [turn("user", i)],
-            "chosen": turn("assistant", i, 7),
-            "rejected": turn("assistant", 9),
-        }
-        for i in range(12)
-    ]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Models with a tokenizer, an adapter, conversations and pairs, as CHANGES_A_RUN names them."""
@@ -199,10 +176,8 @@ def folder(tmp_path_factory) -> Path:
     tiny_moe.save_model(
         folder / "ahead", "deepseek_v3", num_hidden_layers=2, num_nextn_predict_layers=1
     )
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = CHATML.replace("<|im_", " <|im_").replace("|>", "|> ")
     for name in ("model", "other_model", "experts", "ahead"):
-        tokenizer.save_pretrained(folder / name)
+        save_tokenizer(folder / name)
     peft_model(str(folder / "model"), ["o_proj", "down_proj"]).save_pretrained(folder / "adapter")
     write_data(folder)
     return folder

@@ -137,6 +137,14 @@ def test_losses_and_packed_rows_train_as_on_torch(ranks, layout, torch_runs, pat
     check(torch_runs, paths, tmp_path, ranks, layout, {**runs, "skew": ("skewed", AUX, {})})
 
 
+def test_experts_of_odd_sizes_train_as_on_torch(torch_runs, paths, tmp_path):
+    """torch has no grouped product for rows that are no multiple of 16 bytes."""
+    paths["odd"] = tiny_moe.save_model(
+        tmp_path / "odd", "mixtral", num_hidden_layers=1, intermediate_size=18
+    )
+    check(torch_runs, paths, tmp_path, 1, {}, {"run": ("odd", {}, {})})
+
+
 def test_virtual_stages_and_fillers_train_as_on_torch(torch_runs, paths, tmp_path):
     """Four layers, every second of them dense, in four chunks. The last window of an epoch has three micro-batches on each
     rank, and the schedule fills them up to four with one that must not count."""

@@ -203,6 +203,13 @@ def moe() -> None:
     bench_moe.main()
 
 
+def trainers() -> None:
+    """Tokens a second of this project, on both backends, beside Hugging Face's Trainer, TRL with packing, and peft."""
+    from tests.tools import bench_trainers
+
+    bench_trainers.main()
+
+
 def checkpoints() -> None:
     """Saving and loading checkpoints against a plain write and read of the same bytes."""
     from tests.tools import bench_checkpoint
@@ -216,6 +223,7 @@ ALL = {
     "layouts": layouts,
     "lora": lora,
     "moe": moe,
+    "trainers": trainers,
     "checkpoints": checkpoints,
 }
 

@@ -62,6 +62,12 @@ _HEADS = {
     "8B": dict(num_attention_heads=32, num_key_value_heads=8),
     "experts": dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128),
 }
+# of `make bench` on a CPU (bench_trainers.py)
+SHAPES["8M"] = (
+    "qwen3",
+    dict(_QWEN2, hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=8192),
+)
+_HEADS["8M"] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 SHAPES["8B"][1].update(vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=32768)
 # mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for Trainer
 CASES = {
@@ -186,8 +192,9 @@ class Clock:
         self.times, self.start = [], None
 
     def now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if not torch.cuda.is_available():
+            return time.process_time()  # what else runs on the machine does not count
+        torch.cuda.synchronize()
         return time.perf_counter()
 
     def begin(self):
@@ -212,12 +219,22 @@ def fill(parameters) -> None:
 
 
 def run_ours(
-    shape, mbs, rows, s, steps, packed=False, lora=0, pairs=False, keys=None, folder=None
+    shape,
+    mbs,
+    rows,
+    s,
+    steps,
+    packed=False,
+    lora=0,
+    pairs=False,
+    keys=None,
+    folder=None,
+    use_mca=True,
 ) -> tuple[Clock, list, int, int]:
     """keys: further TrainingArguments; folder: of the run, the same on every rank."""
     from mca_lite import DPOConfig, DPOTrainer, McaTrainer, TrainingArguments, parallel
     from mca_lite.lora import LoraSpec, inject
-    from mca_lite.model import build_chunks
+    from mca_lite.model import build_chunks, load_torch_model
     from mca_lite.model_config import AutoConfig
     from mca_lite.trainer_callbacks import TrainerCallback
 
@@ -253,8 +270,11 @@ def run_ours(
             sequence_packing=packed,
         )
         args = TrainingArguments(**{**of_run, **(keys or {})})
-        parallel.initialize(args)
-        models = build_chunks(AutoConfig.from_pretrained(folder, args))
+        parallel.initialize(args, use_mca)
+        if use_mca:
+            models = build_chunks(AutoConfig.from_pretrained(folder, args))
+        else:
+            models = load_torch_model(folder, train_from_scratch=True)
         fill(models.named_parameters())
         if lora:
             inject(models, LoraSpec(rank=lora, alpha=2 * lora))

@@ -1,13 +1,18 @@
-"""Ranks are killed by SIGKILL at random moments of a run, in steps, saves, renames, deletions; the run starts again each time.
+"""Ranks are killed by SIGKILL at random moments of a run: of its caches, reference pass, steps, saves, renames, deletions,
+export; the run starts again each time.
 
     make chaos                          50 kills
+    make chaos ARGS="--kills 200 --seed 1"
     python -m tests.tools.chaos --kills 6     what `make test-all` runs
 
-After each kill every folder with a checkpoint's name must be whole, by its checksums, and none may be missing but the one
-that was being written. In the end the curve must be that of the run that nobody disturbed, to the last bit.
+The seed draws which runs are disturbed, and where. After each kill every folder with a checkpoint's name must be whole, by
+its checksums, and none may be missing but the one that was being written. In the end log and export must be those of the run
+that nobody disturbed, to the last bit.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -19,58 +24,69 @@ from pathlib import Path
 
 from mca_lite import ckpt_folder
 from mca_lite.trainer_callbacks import TrainerCallback
-from tests.shared import tiny, training, world
+from tests.shared import small_runs, tiny, training, world
+from tests.shared.files import tensors
+from tests.shared.layouts import DIST_OPT, PACKED, PP2, TP2
 
-STEPS, INTERVAL, RANKS = 9, 2, 2
+STEPS, INTERVAL, RANKS, LIMIT = 9, 2, 2, 2
 KEYS = dict(
     save_strategy="steps",
     save_steps=INTERVAL,
-    num_train_epochs=9,
-    save_total_limit=2,
-    attention_dropout=0.1,
+    save_total_limit=LIMIT,
+    resume_from_checkpoint="auto",
 )
-KEYS.update(resume_from_checkpoint="auto", steps=STEPS)
-LAYOUTS = {
-    "dp2, distributed optimizer": dict(use_distributed_optimizer=True),
-    "tp2, saved in the background": dict(tensor_model_parallel_size=2, async_save=True),
-    "pp2": dict(pipeline_model_parallel_size=2),
-    "torch": dict(backend="torch", attention_dropout=None),
+# of a whole run, besides
+RUN_KEYS = dict(
+    max_steps=STEPS,
+    logging_steps=1,
+    learning_rate=1e-2,
+    global_batch_size=4,
+    cutoff_len=64,
+    max_shard_size="20KB",
+    preprocessing_num_workers=1,
+    disable_tqdm=True,
+)
+DROPOUT = dict(attention_dropout=0.1)
+ASYNC = dict(async_save=True)
+DPO = dict(stage="dpo", ref_model="cached")
+LORA = dict(finetuning_type="lora", lora_rank=4)
+OUT, CACHE = "out", "cache"
+# {what is disturbed: (its keys, the folders where it dies)}
+RUNS = {
+    "dp2, distributed optimizer": ({**DIST_OPT, **DROPOUT}, [OUT]),
+    "tp2, saved in the background": ({**TP2, **ASYNC, **DROPOUT}, [OUT]),
+    "pp2": ({**PP2, **DROPOUT}, [OUT]),
+    "pp2, saved in the background": ({**PP2, **ASYNC, "save_hf_checkpoints": True}, [OUT]),
+    "torch": (dict(use_mca=False), [OUT]),
+    "LoRA, tp2": ({**LORA, **TP2, "lora_dropout": 0.1, "save_merged_model": True}, [OUT]),
+    "LoRA, pp2, saved in the background": ({**LORA, **PP2, **ASYNC}, [OUT]),
+    "DPO, pp2": ({**DPO, **PP2}, [OUT, CACHE]),
+    "DPO of LoRA, packed, saved in the background": (
+        {**DPO, **LORA, **PACKED, **ASYNC, "per_device_train_batch_size": 1},
+        [OUT, CACHE],
+    ),
+    "DPO's reference pass": (DPO, [CACHE]),
+    "the token cache": ({}, [CACHE]),
 }
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
-
-
-class Progress(TrainerCallback):
-    """Tells how far the run came: what was due before this step is saved."""
-
-    def __init__(self, path):
-        self.path = Path(path)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if os.environ["RANK"] == "0":
-            self.path.write_text(str(state.global_step))
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def victim(
-    path: str,
-    out: str,
-    progress: str,
-    rank: int,
-    event: int | None,
-    seconds: float | None,
-    keys: dict,
-):
-    """A run in which rank `rank` dies at its n-th touch of a file in `out`, or after so many seconds, or not at all.
+def victim(keys: dict, folders: list[str], rank: int, event: int | None, seconds: float | None):
+    """A run in which rank `rank` dies at its n-th touch of a file in `folders`, or after so many seconds, or not at all.
 
-    -> (curve, how often this rank touched a file)"""
+    -> how often this rank touched a file there"""
+    from mca_lite import trainer_reference
+
+    trainer_reference.PART_PAIRS = 4  # of this process: a pass of several parts
     count = 0
 
     def watch(name, args):
         nonlocal count
-        if name in FILE_EVENTS and args and str(out) in str(args[0]):
+        if name in FILE_EVENTS and args and any(folder in str(args[0]) for folder in folders):
             count += 1
             if count == event and int(os.environ["RANK"]) == rank:
                 die()
@@ -78,87 +94,102 @@ def victim(
     sys.addaudithook(watch)
     if seconds is not None and int(os.environ["RANK"]) == rank:
         threading.Timer(seconds, die).start()
-    curve = training.train(path, out, callbacks=[Progress(progress)], **{**KEYS, **keys})
-    return curve, count
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        small_runs.train(keys)
+    return count
 
 
-def check(out: Path, progress: Path, keys: dict) -> None:
-    """Every checkpoint that has its name is whole, and the last one that was due is there.
+class Campaign:
+    """One run, disturbed again and again until it is done. folder: with a model, data, and place for what it writes."""
 
-    In the background one may still be on its way, until the next is due: then the one before it must be there."""
-    step = int(progress.read_text()) if progress.exists() and progress.read_text() else 0
-    there = ckpt_folder.all_folders(out)
-    replaced = list(out.glob(".checkpoint-*.replaced"))
-    for folder in there:
-        wrong = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
-        assert not wrong, f"{folder} is unreadable: {wrong}"
-    due = (step - 1) // INTERVAL * INTERVAL - (INTERVAL if keys.get("async_save") else 0)
-    newest = ckpt_folder.step_of(there[-1]) if there else 0
-    assert newest >= due or replaced, (
-        f"killed in step {step}: the newest checkpoint is {newest}, and {due} was due"
-    )
+    def __init__(self, folder: Path, place: Path, name: str):
+        keys, watched = RUNS[name]
+        self.out, self.watched = place / OUT, [str(place / part) for part in watched]
+        data = folder / f"{small_runs.DATA[keys.get('stage', 'sft')]}.jsonl"
+        places = dict(output_dir=str(self.out), cache_dir=str(place / CACHE))
+        model = dict(model_name_or_path=str(folder / "model"), dataset=[str(data)])
+        if watched == [CACHE] and "stage" not in keys:
+            model["dataset"].append(str(folder / "other.jsonl"))  # a shard each
+        self.keys = {**KEYS, **RUN_KEYS, **model, **places, **keys}
 
+    def start(self, rank: int = 0, event: int | None = None, seconds: float | None = None):
+        return world.run(victim, RANKS, self.keys, self.watched, rank, event, seconds)
 
-def campaign(
-    path: str, folder: Path, kills: int, rng: random.Random, keys: dict, undisturbed, events
-) -> int:
-    """One run, started again after each of at most `kills` kills, to its end -> how many there were."""
-    out, progress, done = folder / "run", folder / "progress", 0
-    while True:
-        rank = rng.randrange(RANKS)
-        by_event = rng.random() < 0.7
-        event = rng.randint(1, events[rank]) if by_event and done < kills else None
-        seconds = None if by_event or done >= kills else rng.uniform(0.1, 2.0)
-        try:
-            answers = world.run(
-                victim, RANKS, path, str(out), str(progress), rank, event, seconds, keys
-            )
-        except (RuntimeError, AssertionError, TimeoutError) as error:
-            if (
-                not isinstance(error, RuntimeError)
-                and "Connection" not in str(error)
-                and "peer" not in str(error)
-            ):
-                raise  # the survivor must have lost its peer, and nothing else
-            done += 1
-            check(out, progress, keys)
-            continue
-        check(out, progress, keys)
-        for curve, _ in answers:
-            assert curve == undisturbed, (
-                f"after {done} kills the curve is another:\n{curve}\n{undisturbed}"
-            )
-        assert len(ckpt_folder.list_checkpoints(out)) <= KEYS["save_total_limit"]
-        assert not [p for p in out.iterdir() if p.name.startswith(".checkpoint")]
+    def what_is_left(self) -> tuple:
+        """What must be the same however often the run died: its log, and the tensors of its export."""
+        exported = {name: value.tolist() for name, value in tensors(self.out).items()}
+        return small_runs.curve(training.read_log(self.out)), exported
+
+    def check(self) -> None:
+        """Every checkpoint that has its name is whole, and the last one that was due is there.
+
+        In the background one may still be on its way, until the next is due: then the one before it must be there."""
+        there, step = ckpt_folder.all_folders(self.out), self._steps_made()
+        replaced = list(self.out.glob(".checkpoint-*.replaced"))
+        for folder in there:
+            wrong = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
+            assert not wrong, f"{folder} is unreadable: {wrong}"
+        due = (step - 1) // INTERVAL * INTERVAL
+        if self.keys.get("async_save"):
+            due -= INTERVAL
+        newest = ckpt_folder.step_of(there[-1]) if there else 0
+        assert newest >= due or replaced, (
+            f"killed after step {step}: the newest checkpoint is {newest}, and {due} was due"
+        )
+
+    def _steps_made(self) -> int:
+        """The last step of the log: what was due before it is saved."""
+        path = self.out / "trainer_log.jsonl"
+        # the last line may be cut
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+
+    def run(self, kills: int, rng: random.Random, undisturbed: tuple, events: list[int]) -> int:
+        """The run, started again after each of at most `kills` kills, to its end -> how many there were."""
+        done = 0
+        while True:
+            rank, event, seconds = rng.randrange(RANKS), None, None
+            if done < kills and rng.random() < 0.7:
+                event = rng.randint(1, max(1, events[rank]))
+            elif done < kills:
+                seconds = rng.uniform(0.1, 2.0)
+            try:
+                self.start(rank, event, seconds)
+            except (RuntimeError, AssertionError) as error:
+                lost_peer = "Connection" in str(error) or "peer" in str(error)
+                if not isinstance(error, RuntimeError) and not lost_peer:
+                    raise  # the survivor must have lost its peer, and nothing else
+                done += 1
+                self.check()
+                continue
+            break
+        self.check()
+        assert self.what_is_left() == undisturbed, f"after {done} kills the run is another"
+        assert len(ckpt_folder.list_checkpoints(self.out)) <= LIMIT
+        assert not [p for p in self.out.iterdir() if p.name.startswith(".checkpoint")]
         return done
 
 
-def run(kills: int, seed: int, layouts=LAYOUTS, say=print) -> int:
-    """Kill `kills` times, over the layouts in turn -> the kills. AssertionError for whatever was lost."""
-    rng, total, round_ = random.Random(seed), 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        path, known = tiny.save_model(Path(folder) / "model", "qwen3"), {}
+def run(kills: int, seed: int, names=tuple(RUNS), say=print) -> int:
+    """Kill `kills` times, over the runs in a drawn order -> the kills. AssertionError for whatever was lost."""
+    rng, total, known, order = random.Random(seed), 0, {}, []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tiny.save_model(folder / "model", "qwen3")
+        small_runs.save_tokenizer(folder / "model")
+        small_runs.write_data(folder, chats=22, pairs=18)
         while total < kills:
-            name = list(layouts)[round_ % len(layouts)]
-            round_ += 1
-            place = Path(folder) / str(round_)
-            place.mkdir()
+            order = order or rng.sample(names, len(names))
+            name = order.pop()
             if name not in known:
-                calm = place / "calm"
-                arguments = (
-                    path,
-                    str(calm),
-                    str(place / "calm_progress"),
-                    0,
-                    None,
-                    None,
-                    layouts[name],
-                )
-                answers = world.run(victim, RANKS, *arguments)
-                known[name] = answers[0][0], [count for _, count in answers]
-            done = campaign(path, place, min(5, kills - total), rng, layouts[name], *known[name])
+                calm = Campaign(folder, folder / "calm" / str(len(known)), name)
+                events = calm.start()
+                known[name] = calm.what_is_left(), events
+            place = folder / f"after-{total}-{len(order)}"
+            done = Campaign(folder, place, name).run(min(5, kills - total), rng, *known[name])
             total += done
-            say(f"{name}: {done} kills, the same curve; {total} in all", flush=True)
+            say(f"{name}: {done} kills, the same log and export; {total} in all", flush=True)
     return total
 
 
@@ -181,7 +212,10 @@ def under_torchrun(path: str, out: str) -> None:
             die()
 
     sys.addaudithook(watch)
-    training.train(path, out, callbacks=[Die()], **{**KEYS, "use_distributed_optimizer": True})
+    training.train(path, out, callbacks=[Die()], **UNDER_TORCHRUN)
+
+
+UNDER_TORCHRUN = {**KEYS, **DIST_OPT, **DROPOUT, "steps": STEPS}
 
 
 def main() -> None:
@@ -198,7 +232,7 @@ def main() -> None:
         under_torchrun(*options.under_torchrun)
         return
     total = run(options.kills, options.seed)
-    print(json.dumps({"kills": total, "unreadable": 0, "lost": 0, "curves": "identical"}))
+    print(json.dumps({"kills": total, "unreadable": 0, "lost": 0, "logs and exports": "identical"}))
 
 
 if __name__ == "__main__":

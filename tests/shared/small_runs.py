@@ -1,0 +1,64 @@
+"""Whole runs of tiny models in a test's world: data for every stage, a tokenizer, and the command line's own doors."""
+
+import json
+from pathlib import Path
+
+from tests.shared.toy_tokenizer import CHATML, word_tokenizer
+from tests.shared.training import NUMBERS
+
+DATA = {"pt": "chat", "sft": "chat", "dpo": "pairs"}  # {stage: its file of write_data}
+# how numbers of the log begin that a run of the same keys repeats
+REPEATED = (
+    *("loss", "grad_norm", "learning_rate", "consumed", "rewards", "logps", "sft_loss", "mtp_loss"),
+    *("eval_loss", "eval_rewards/chosen", "eval_rewards/margins", "eval_mtp_loss", *NUMBERS),
+)
+
+
+def save_tokenizer(folder) -> None:
+    """word_tokenizer with a chat template whose marks are words."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = CHATML.replace("<|im_", " <|im_").replace("|>", "|> ")
+    tokenizer.save_pretrained(folder)
+
+
+def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
+    """chat.jsonl and other.jsonl (conversations, with a text for stage pt) and pairs.jsonl, all of unequal length."""
+
+    def turn(role: str, *numbers: int) -> dict:
+        return {"role": role, "content": " " + " ".join(f"w{n % 56}" for n in numbers) + " "}
+
+    def chat(i: int) -> list:
+        first = [turn("user", i, i + 1), turn("assistant", *range(i, i + 2 + i % 5))]
+        return first + [turn("user", 2 * i), turn("assistant", 3 * i, 5, 4 * i)] * (i % 2)
+
+    for name, start in (("chat", 0), ("other", 30)):
+        text = " ".join(f"w{n}" for n in range(30))
+        lines = [json.dumps({"messages": chat(start + i), "text": text}) for i in range(chats)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    lines = [
+        {
+            "prompt": [turn("user", i)],
+            "chosen": turn("assistant", i, *[7] * (1 + i // 12)),
+            "rejected": turn("assistant", 9),
+        }
+        for i in range(pairs)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def words_of(keys: dict) -> list[str]:
+    """The words of a command line: JSON is YAML."""
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
+def train(keys: dict) -> None:
+    """Train as the command line does with `keys`, on this rank; what it would tell is raised."""
+    from mca_lite import run
+    from mca_lite.args_run import parse_args
+
+    run.train(run.make_plan(parse_args(words_of(keys))))
+
+
+def curve(lines: list[dict]) -> list[dict]:
+    """Of the lines of a log, what another run of the same keys has to repeat."""
+    return [{k: v for k, v in line.items() if k.startswith(REPEATED)} for line in lines]
