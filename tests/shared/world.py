@@ -7,6 +7,7 @@ nothing of either survives into the next test. Functions go by module and name, 
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import shutil
@@ -33,6 +34,12 @@ def _server():
             _context = multiprocessing.get_context("forkserver")
             _context.set_forkserver_preload(["tests.shared.preload"])
     return _context
+
+
+def start_server() -> None:
+    """Start the fork server, if worlds fork: it imports while its host goes on."""
+    if _server().get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
 
 
 def _rank(function, args, kwargs, rank, ranks, store, answers):
@@ -73,9 +80,7 @@ def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
     answers = context.Queue()
     processes = [
         context.Process(
-            target=_rank,
-            args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers),
-            daemon=True,
+            target=_rank, args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers)
         )
         for rank in range(ranks)
     ]
