@@ -49,7 +49,7 @@ EXPERT_LAYOUTS = {
 # what is most unlike a plain decoder: latent attention, and windows with scores and logits of its own
 EVERYWHERE = ["deepseek_v2", "deepseek_v3", "gemma2"]
 FEW = ["one", "tp2_sp", "pp2_packed", "cp2_packed"]
-SHORT = dict(steps=3, count=19, adam_epsilon=1e-4)
+SHORT = dict(steps=3, adam_epsilon=1e-4)
 
 
 def checkpoints(paths: dict, out: str, keys: dict) -> None:

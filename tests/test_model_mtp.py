@@ -19,7 +19,7 @@ from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, 
 from tests.shared.training import assert_same_curve, read_log, train
 
 COUNT, FACTOR = 2, 0.3
-KEYS = dict(steps=3, count=19, adam_epsilon=1e-4, export=True)
+KEYS = dict(steps=3, adam_epsilon=1e-4, export=True)
 MTP = dict(mtp_num_layers=COUNT, mtp_loss_scaling_factor=FACTOR)
 EP2 = dict(expert_model_parallel_size=2)
 MEAN = dict(calculate_per_token_loss=False)

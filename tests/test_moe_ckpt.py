@@ -24,7 +24,8 @@ LAYOUTS = {
     "cp2ep2_dist_opt": (2, {**CP2, **EP2, **DIST_OPT}),
     "torch": (1, dict(backend="torch")),
 }
-SHARED = dict(AUX, **BIAS, steps=4, count=12, per_device_train_batch_size=2, adam_epsilon=1e-5)
+WIDE = dict(global_batch_size=8, per_device_train_batch_size=2)  # two samples on each of four ranks
+SHARED = dict(AUX, **BIAS, **WIDE, steps=4, count=12, adam_epsilon=1e-5)
 SAVE = dict(save_strategy="steps", save_steps=2, num_train_epochs=5)
 PAIRS = {
     "ep2_dist_opt": "ep2_dist_opt ep4_dist_opt tp2 one ep2pp2vpp2",  # experts to fewer, to cut ones, to pipeline stages

@@ -32,6 +32,7 @@ LAYOUTS = {
     "torch": (1, dict(backend="torch")),
     "torch_dp2": (2, dict(backend="torch")),
 }
+WIDE = dict(global_batch_size=8, per_device_train_batch_size=2)  # two samples on each of four ranks
 TARGETS = {
     "qwen3_moe_dense_layers": ("all", "all-router"),
     "qwen2_moe": ("all",),
@@ -102,7 +103,7 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
         places.setdefault((module, parameter), []).append((index, a, b))
     for (module, parameter), parts in places.items():
         parametrize.register_parametrization(module, parameter, Merged(parts), unsafe=True)
-    keys = {**run_keys(f"{folder}/run"), "max_steps": 3, "per_device_train_batch_size": 2}
+    keys = {**run_keys(f"{folder}/run"), "max_steps": 3, **WIDE}
     trainer = whole_logits_trainer()(
         model, TrainingArguments(**keys), train_dataset=tiny.samples(12)
     )
@@ -132,9 +133,7 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
     curves = {}
     for name, (path, adapter) in models.items():
         own = LOOP if name == "qwen2_moe" and "backend" not in keys else {}
-        shared = dict(
-            steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-4, export=True
-        )
+        shared = dict(WIDE, steps=3, count=12, adam_epsilon=1e-4, export=True)
         curves[name] = train(
             path,
             f"{out}/{name}",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.shared import tiny, world
 from tests.shared.files import tensors
 from tests.shared.layouts import PP2, SP, TP2, VPP2
-from tests.shared.training import assert_same_curve, read_log, train
+from tests.shared.training import COUNT, GLOBAL_BATCH, assert_same_curve, read_log, train
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,11 @@ def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:
     import numpy as np
     from transformers import AutoModelForCausalLM
 
-    model, data = AutoModelForCausalLM.from_pretrained(path), tiny.samples()
+    model, data = AutoModelForCausalLM.from_pretrained(path), tiny.samples(COUNT)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-6)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-5)
     curve, order = [], []
     for step in range(steps):
         for group in optimizer.param_groups:  # warm-up of one step, then a cosine from 1e-2 to 1e-3
@@ -36,7 +36,7 @@ def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:
         if not order:
             epoch = step // 3
             order = np.random.default_rng([42, epoch]).permutation(len(data)).tolist()
-        chosen, order = order[:8], order[8:]
+        chosen, order = order[:GLOBAL_BATCH], order[GLOBAL_BATCH:]
         total, count = 0.0, 0
         for i in chosen:
             logits = model(data[i]["input_ids"][None]).logits[0].float()
@@ -57,26 +57,25 @@ def test_torch_backend_trains_as_a_plain_loop(model_path, tmp_path):
     assert_same_curve(got, world.run(plain_loop, 1, model_path, 4)[0])
 
 
-def lengths_of_steps() -> list[list[int]]:
-    """Lengths of the samples in each of the same steps."""
+def samples_of_steps() -> list[list[int]]:
+    """The first four steps of tests.shared.training.train: 4, 4 and 3 samples, then 4 of the next epoch."""
     import numpy as np
 
-    lengths = [len(sample["labels"]) for sample in tiny.samples()]
-    orders = [np.random.default_rng([42, epoch]).permutation(22) for epoch in range(2)]
-    windows = ((orders[0], 0), (orders[0], 8), (orders[0], 16), (orders[1], 0))
-    return [[lengths[i] for i in order[at : at + 8]] for order, at in windows]
+    orders = [np.random.default_rng([42, epoch]).permutation(COUNT) for epoch in range(2)]
+    windows = ((orders[0], 0), (orders[0], 4), (orders[0], 8), (orders[1], 0))
+    return [order[at : at + GLOBAL_BATCH].tolist() for order, at in windows]
+
+
+def lengths_of_steps() -> list[list[int]]:
+    """Lengths of the samples in each of the same steps."""
+    lengths = [len(sample["labels"]) for sample in tiny.samples(COUNT)]
+    return [[lengths[i] for i in step] for step in samples_of_steps()]
 
 
 def trained_tokens() -> list[int]:
-    """Labels in each of the first four steps of tests.shared.training.train: 8, 8 and 6 samples, then 8 of the next epoch."""
-    import numpy as np
-
-    counts = [int((sample["labels"] != -100).sum()) for sample in tiny.samples()]
-    orders = [np.random.default_rng([42, epoch]).permutation(22) for epoch in range(2)]
-    return [
-        sum(counts[i] for i in order[at : at + 8])
-        for order, at in ((orders[0], 0), (orders[0], 8), (orders[0], 16), (orders[1], 0))
-    ]
+    """Labels in each of the same steps."""
+    counts = [int((sample["labels"] != -100).sum()) for sample in tiny.samples(COUNT)]
+    return [sum(counts[i] for i in step) for step in samples_of_steps()]
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
@@ -133,7 +132,7 @@ def test_samples_and_work_are_counted_without_fillers_and_padding(tmp_path, pack
     keys = dict(per_device_train_batch_size=2, sequence_packing=packing)
     world.run(train, 1, path, str(tmp_path), **keys)
     log = read_log(tmp_path)
-    assert [line["consumed_samples"] for line in log] == [8, 16, 22, 30]
+    assert [line["consumed_samples"] for line in log] == [4, 8, 11, 15]
     shapes = {name: tensor.shape for name, tensor in tensors(path).items()}
     weights = sum(s.numel() for n, s in shapes.items() if len(s) == 2 and "embed" not in n)
     for line, lengths in zip(log, lengths_of_steps(), strict=True):
@@ -145,7 +144,7 @@ def test_samples_and_work_are_counted_without_fillers_and_padding(tmp_path, pack
         assert flops == pytest.approx(6 * weights + core, rel=1e-6)
 
 
-MEAN = dict(calculate_per_token_loss=False, count=21)
+MEAN = dict(calculate_per_token_loss=False)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +152,9 @@ MEAN = dict(calculate_per_token_loss=False, count=21)
     [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))],
 )
 def test_mean_of_micro_batches_agrees_with_the_torch_backend(model_path, tmp_path, ranks, keys):
-    """One sample a micro-batch: the mean of 8 means, and of 5 in the last step of the epoch, fillers left out."""
+    """One sample a micro-batch: the mean of 4 means, and of 3 in the last step of the epoch, fillers left out."""
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **MEAN)
-    [per_token] = world.run(
-        train, 1, model_path, str(tmp_path / "tokens"), backend="torch", count=21
-    )
+    [per_token] = world.run(train, 1, model_path, str(tmp_path / "tokens"), backend="torch")
     assert abs(wanted[2][1] - per_token[2][1]) > 1e-3, (
         "the two objectives do not differ on this data"
     )

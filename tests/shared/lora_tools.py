@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.shared import tiny
-from tests.shared.training import train
+from tests.shared.training import COUNT, GLOBAL_BATCH, train
 
 RANK, ALPHA = 4, 8
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
@@ -65,7 +65,7 @@ def train_with_peft(path: str, folder: str, changes: dict | None = None, **confi
     wrapped.save_pretrained(f"{folder}/start")
     keys = {**run_keys(f"{folder}/run"), **(changes or {})}
     trainer = whole_logits_trainer()(
-        wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples()
+        wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples(COUNT)
     )
     trainer.train()
     wrapped.save_pretrained(f"{folder}/end")
@@ -75,7 +75,7 @@ def train_with_peft(path: str, folder: str, changes: dict | None = None, **confi
 def run_keys(output_dir: str) -> dict:
     """The keys of tests.shared.training.train, where they differ from their defaults."""
     return dict(
-        output_dir=output_dir, global_batch_size=8, max_steps=5, logging_steps=1, learning_rate=1e-2,
+        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=5, logging_steps=1, learning_rate=1e-2,
         lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1e-3}, warmup_steps=1, weight_decay=0.1,
         max_grad_norm=0.5, adam_beta2=0.95, save_strategy="no", disable_tqdm=True, **KEYS,
     )  # fmt: skip
