@@ -1,4 +1,4 @@
-"""train.py as a user runs it: one real torchrun, the same file on one process and the torch backend, and its errors."""
+"""train.py as a user runs it: one real torchrun, a process without it, the same on test ranks, and its errors."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from tests.shared.commands import ROOT, SHORT, run
+from tests.shared.commands import ROOT, SHORT, run, run_process
 from tests.shared.training import read_log
 
 
@@ -15,7 +15,7 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layout = "tensor_model_parallel_size=2 sequence_parallel=true"
-    shown = run(
+    shown = run_process(
         f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2
     )
     run(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
@@ -91,7 +91,7 @@ def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp
 
 
 def test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run(tmp_path):
-    run(
+    run_process(
         f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true output_dir={tmp_path / 'one'}",
         tmp_path,
     )
@@ -99,7 +99,7 @@ def test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run(tmp_path):
 
 
 def test_help_lists_the_keys(tmp_path):
-    assert "tensor_model_parallel_size" in run("--help", tmp_path).stdout
+    assert "tensor_model_parallel_size" in run_process("--help", tmp_path).stdout
 
 
 def test_a_world_size_without_a_rank_is_refused(tmp_path, monkeypatch):
