@@ -1,4 +1,6 @@
-"""DPO and ORPO in every layout train as plain transformers and torch do: 8 metrics and gradient norm, for whole curves."""
+"""DPO and ORPO in every layout train as plain transformers and torch do: 8 metrics and gradient
+norm, for whole curves.
+"""
 
 import itertools
 
@@ -17,7 +19,8 @@ from tests.shared.dpo_tools import (
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PACKED, PP2, SP, TP2, VPP2
 
 PADDED = dict(per_device_train_batch_size=2)
-# objective, what is trained, rows; each objective in padded and packed rows, and both with and without adapters
+# objective, what is trained, rows; each objective in padded and packed rows, and both with and
+# without adapters
 HALF = [
     ("sigmoid", "full", "packed"),
     ("sigmoid", "lora", "padded"),
@@ -33,7 +36,7 @@ LAYOUTS = {
     "pp2": (2, PP2, FEW),
     "pp2_vpp2": (2, {**PP2, **VPP2}, HALF),
     "cp2": (2, CP2, FEW),
-    "tp2pp2": (4, {**TP2, **PP2}, HALF),
+    "tp2pp2": (4, {**TP2, **PP2}, FEW),
     "torch_on_two": (2, dict(backend="torch"), FEW),
     "dp2_overlap": (2, OVERLAP, FEW),
     "tp2sp_cp2": (4, {**TP2, **SP, **CP2}, FEW),
@@ -63,7 +66,8 @@ def cells_of(path, adapter, out, cells, keys) -> list:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             trainer = our_run(
-                path, f"{out}/{objective}-{kind}-{rows}", OBJECTIVES[objective], adapter if kind == "lora" else None,
+                path, f"{out}/{objective}-{kind}-{rows}", OBJECTIVES[objective],
+                adapter if kind == "lora" else None,
                 **{**(PACKED if rows == "packed" else PADDED), **keys},
             )  # fmt: skip
         found.append(((objective, kind, rows), curve_of(trainer), said.getvalue()))
