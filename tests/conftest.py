@@ -1,4 +1,6 @@
-"""The fork server of the test worlds starts with the session: it imports megatron while tests run."""
+"""The fork server of the test worlds starts with the session: it imports megatron while
+tests run.
+"""
 
 import sys
 

@@ -57,7 +57,9 @@ def test_saving_changes_no_number(model_path, tmp_path):
 
 
 def stopped(model_path, folder, ranks, keys) -> list:
-    """The curve of a whole run, whose later checkpoints are gone then: as if it had died after step 2."""
+    """The curve of a whole run, whose later checkpoints are gone then: as if it had died after step
+    2.
+    """
     keys = {**SAVE, **keys}
     curve, *_ = world.run(train, ranks, model_path, str(folder), steps=WHOLE, **keys)
     for path in Path(folder).glob("checkpoint-*"):
@@ -123,7 +125,9 @@ def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     "ranks, keys", [(1, dict(backend="torch")), (1, {}), (2, {**TP2, **DIST_OPT})]
 )
 def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path, ranks, keys):
-    """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in the midst of that."""
+    """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in
+    the midst of that.
+    """
     keys = dict(
         keys,
         fp16=True,

@@ -1,4 +1,6 @@
-"""What an import of the package does to its host: when megatron comes, which warnings stay, under which name it works."""
+"""What an import of the package does to its host: when megatron comes, which warnings stay, under
+which name it works.
+"""
 
 import shutil
 import subprocess
@@ -82,12 +84,14 @@ VENDORED = """
 import sys
 sys.path.insert(0, {here!r})
 from third_party.our_trainer import AutoModel, McaTrainer, TrainingArguments
-args = TrainingArguments(output_dir={out!r}, max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2)
+keys = dict(max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2)
+args = TrainingArguments(output_dir={out!r}, **keys)
 model = AutoModel.from_pretrained({model!r}, args)
 data = [{{"input_ids": list(range(8)), "labels": list(range(1, 9))}}] * 4
 result = McaTrainer(model=model, args=args, train_dataset=data).train()
 assert result.global_step == 2
-assert not [m for m in sys.modules if m.split(".")[0] == "mca_lite"], "the copy imports the original"
+original = [m for m in sys.modules if m.split(".")[0] == "mca_lite"]
+assert not original, "the copy imports the original"
 """
 
 

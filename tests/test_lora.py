@@ -1,4 +1,6 @@
-"""LoRA is PEFT's LoRA in every layout: loss, gradient norm and adapters of a peft-wrapped model in plain torch."""
+"""LoRA is PEFT's LoRA in every layout: loss, gradient norm and adapters of a peft-wrapped model in
+plain torch.
+"""
 
 import pytest
 
@@ -62,7 +64,9 @@ def train_all_with_peft(paths: dict, folder: str, cases: list) -> dict:
 
 @pytest.fixture(scope="module")
 def references(request, tmp_path_factory):
-    """{case: (model folder, folder of peft's adapters, curve of peft)} of the cases that are asked for."""
+    """{case: (model folder, folder of peft's adapters, curve of peft)} of the cases that are asked
+    for.
+    """
     folder, cases = tmp_path_factory.mktemp("references"), asked_for(request)
     paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
     [curves] = world.run(train_all_with_peft, 1, paths, str(folder), cases)
@@ -118,14 +122,18 @@ def test_adapters_train_as_with_peft(case, layout, check):
     ],
 )
 def test_some_modules_alone_train_as_with_peft(case, layout, check):
-    """A part of a fused matrix; the embedding and the head, whose vocabulary is padded by tensor parallelism."""
+    """A part of a fused matrix; the embedding and the head, whose vocabulary is padded by tensor
+    parallelism.
+    """
     check(case, layout)
 
 
 @pytest.mark.parametrize("case", ["first_mlp"])
 @pytest.mark.parametrize("layout", ["selective_recompute", "full_recompute"])
 def test_recomputation_finds_gradients_behind_frozen_modules(case, layout, check):
-    """Nothing in front of the first layer's MLP needs a gradient, and what is recomputed there has to."""
+    """Nothing in front of the first layer's MLP needs a gradient, and what is recomputed there has
+    to.
+    """
     check(case, layout)
 
 

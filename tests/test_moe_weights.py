@@ -1,4 +1,6 @@
-"""Experts from Hugging Face's files and back: the same bytes and logits in every layout, fused or drawn from a seed."""
+"""Experts from Hugging Face's files and back: the same bytes and logits in every layout, fused or
+drawn from a seed.
+"""
 
 import json
 import shutil
@@ -24,7 +26,9 @@ SHARDED = ("mixtral", "glm4_moe", "glm4_moe-bf16")  # what is cut into files has
 
 
 def through_every_family(sources: dict, out: str, keys: dict) -> dict:
-    """Export each model as it came, in one file and some in several, and one drawn from a seed -> logits on one stage."""
+    """Export each model as it came, in one file and some in several, and one drawn from a seed ->
+    logits on one stage.
+    """
     from mca_lite.model import AutoModel
     from mca_lite.model_config import AutoConfig
 

@@ -1,4 +1,6 @@
-"""What keeps the package readable: imports point down, only cpu.py changes other libraries, pages name what is there."""
+"""What keeps the package readable: imports point down, only cpu.py changes other libraries, pages
+name what is there.
+"""
 
 import ast
 import functools

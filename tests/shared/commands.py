@@ -1,4 +1,6 @@
-"""The command line in tests: train.py on ranks and as a process, `convert`, and the keys that a ConfigError names."""
+"""The command line in tests: train.py on ranks and as a process, `convert`, and the keys that a
+ConfigError names.
+"""
 
 import contextlib
 import io
@@ -14,7 +16,10 @@ from mca_lite.args_values import ConfigError
 from tests.shared import world
 
 ROOT = Path(__file__).parents[2]
-SHORT = "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
+SHORT = (
+    "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 "
+    "per_device_train_batch_size=2"
+)
 
 TORCHRUN = "-m torch.distributed.run --standalone --local_addr 127.0.0.1".split()
 
@@ -35,7 +40,9 @@ def run_train(words: list[str]) -> tuple[int, str, str]:
 
 
 def run(words: str, tmp_path, nproc: int = 1, code: int = 0) -> SimpleNamespace:
-    """`train.py words` on `nproc` ranks of a test world, which have imported everything -> stdout, stderr of all."""
+    """`train.py words` on `nproc` ranks of a test world, which have imported everything -> stdout,
+    stderr of all.
+    """
     argv = [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
     codes, out, error = zip(*world.run(run_train, nproc, argv, timeout_s=240), strict=True)
     assert codes == (code,) * nproc, "".join(out + error)

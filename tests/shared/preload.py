@@ -19,8 +19,8 @@ import mca_lite.cli  # noqa: E402
 import mca_lite.run  # noqa: E402
 import mca_lite.trainer_dpo  # noqa: E402, F401
 
-FAMILIES = """deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 glm4_moe granite llama mistral mixtral olmo2 olmoe
-phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss"""
+FAMILIES = """deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 glm4_moe granite llama mistral mixtral
+olmo2 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss"""
 for name in FAMILIES.split():
     __import__(f"transformers.models.{name}.modeling_{name}")
 transformers.utils.logging.disable_progress_bar()

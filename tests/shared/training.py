@@ -1,4 +1,6 @@
-"""One short training run on this rank, in any layout and on either backend: what the parity tests compare."""
+"""One short training run on this rank, in any layout and on either backend: what the parity tests
+compare.
+"""
 
 import contextlib
 import functools
@@ -31,10 +33,11 @@ def train(
     trainer_class=None,
     **changes,
 ) -> list:
-    """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and uneven masks.
+    """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and
+    uneven masks.
 
-    adapt: what is done to the model before the trainer gets it. vocab_size: new tokens, which the samples hold too.
-    The last step of an epoch of `count` samples is a partial window with fillers.
+    adapt: what is done to the model before the trainer gets it. vocab_size: new tokens, which the
+    samples hold too. The last step of an epoch of `count` samples is a partial window with fillers.
     """
     from mca_lite.args import TrainingArguments
     from mca_lite.model import AutoModel, load_torch_model
