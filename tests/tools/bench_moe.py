@@ -76,6 +76,7 @@ def step_run(path: str, folder: str, backend: str, grouped: bool, **keys) -> flo
             backend=backend,
             steps=4,
             count=40,
+            global_batch_size=8,
             per_device_train_batch_size=4,
             **own,
             **keys,
