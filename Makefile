@@ -38,7 +38,7 @@ dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the em
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/$@.yaml $(ARGS)
 	$(BIN)/python configs/tiny/preference.py $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/$@) output/sft
 
-quick: $(STAMP)  ## in seconds: the structure, the arguments, and the loss of one family at tp2 pp2
+quick: $(STAMP)  ## in seconds: structure, arguments, and the loss of one family at tp2 pp2
 	$(BIN)/python -m pytest -q tests/test_structure.py tests/test_args.py \
 		"tests/test_parity.py::test_layout_trains_as_torch_on_one_rank[qwen3-tp2pp2]"
 

@@ -201,7 +201,7 @@ def _check_layout(a: Any, judge: Judge) -> None:
         remedy = "use_distributed_optimizer: false, or optim: adam"
         judge.refuse("optim use_distributed_optimizer", reason, remedy)
     halves = [key for key in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(a, key) == "bf16"]
-    if halves and (OPTIMIZERS[a.optim].megatron != "adam" or a.optimizer_cpu_offload):
+    if halves and (not OPTIMIZERS[a.optim].halves or a.optimizer_cpu_offload):
         reason = "only Adam's moments on the GPU can be in bf16"
         remedy = "fp32, or optim: adam and optimizer_cpu_offload: false"
         judge.refuse(" ".join([*halves, "optim optimizer_cpu_offload"]), reason, remedy)

@@ -122,8 +122,8 @@ def splits_masters(args, params_dtype: torch.dtype) -> bool:
     """Whether SplitMasterOptimizer updates a model of this dtype: what megatron's distributed or
     offloaded optimizer keeps is elsewhere anyway."""
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
-    is_adam = OPTIMIZERS[args.optim].megatron == "adam"
-    return params_dtype == torch.bfloat16 and is_adam and not elsewhere
+    halves = OPTIMIZERS[args.optim].halves
+    return params_dtype == torch.bfloat16 and halves and not elsewhere
 
 
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:

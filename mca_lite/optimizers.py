@@ -19,6 +19,7 @@ class Optimizer(NamedTuple):
     checkpoints keep. counts_steps: whether it keeps the number of updates as a tensor "step" beside
     them. megatron: its name in megatron-core, which then makes it on that backend; None: make()
     does there too. distributed: whether megatron-core's distributed optimizer can cut its states.
+    halves: whether make() takes bf16 weights, which are half of their masters, and bf16 moments.
     """
 
     make: Callable[[list[dict], Any], Any]
@@ -26,6 +27,7 @@ class Optimizer(NamedTuple):
     counts_steps: bool = False
     megatron: str | None = None
     distributed: bool = False
+    halves: bool = False
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
@@ -86,6 +88,7 @@ _add(
         counts_steps=True,
         megatron="adam",
         distributed=True,
+        halves=True,
     ),
     "adamw_torch",
     "adamw_torch_fused",

@@ -35,8 +35,7 @@ WHOLE = 5  # steps: an epoch has 3, so the run goes through a partial window and
 def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
     ranks, keys = LAYOUTS[layout]
     keys = dict(keys, attention_dropout=0.1, hidden_dropout=0.1)
-    whole = world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=WHOLE, **keys)[0]
-    stopped(model_path, tmp_path / "parts", ranks, keys)
+    whole = stopped(model_path, tmp_path / "parts", ranks, keys)
     parts = world.run(
         train,
         ranks,
@@ -51,12 +50,22 @@ def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
     assert steps == [1, 2, 3, 4, 5]
 
 
-def stopped(model_path, folder, ranks, keys) -> None:
-    """The same run, whose later checkpoints are gone: as if it had died after step 2."""
-    world.run(train, ranks, model_path, str(folder), steps=WHOLE, **{**SAVE, **keys})
+def test_saving_changes_no_number(model_path, tmp_path):
+    keys = dict(DIST_OPT, attention_dropout=0.1, hidden_dropout=0.1)
+    [plain, _] = world.run(train, 2, model_path, str(tmp_path / "plain"), steps=WHOLE, **keys)
+    assert stopped(model_path, tmp_path / "saved", 2, keys) == plain
+
+
+def stopped(model_path, folder, ranks, keys) -> list:
+    """The curve of a whole run, whose later checkpoints are gone then: as if it had died after step
+    2.
+    """
+    keys = {**SAVE, **keys}
+    curve, *_ = world.run(train, ranks, model_path, str(folder), steps=WHOLE, **keys)
     for path in Path(folder).glob("checkpoint-*"):
         if path.name != "checkpoint-2":
             shutil.rmtree(path)
+    return curve
 
 
 @pytest.mark.parametrize(
@@ -73,10 +82,7 @@ def test_resume_in_another_layout(model_path, tmp_path, before, after):
 
 
 def test_the_torch_backend_resumes_bit_for_bit(model_path, tmp_path):
-    whole = world.run(train, 2, model_path, str(tmp_path / "whole"), backend="torch", steps=WHOLE)[
-        0
-    ]
-    stopped(model_path, tmp_path / "parts", 2, dict(backend="torch"))
+    whole = stopped(model_path, tmp_path / "parts", 2, dict(backend="torch"))
     keys = {**SAVE, "resume_from_checkpoint": "auto", "backend": "torch"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 
@@ -110,8 +116,7 @@ def test_random_numbers_of_python_and_numpy_go_on_where_they_stopped(model_path,
 
 def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     keys = dict(bf16=True, **DIST_OPT)
-    whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=WHOLE, **keys)[0]
-    stopped(model_path, tmp_path / "parts", 2, keys)
+    whole = stopped(model_path, tmp_path / "parts", 2, keys)
     keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 
@@ -120,7 +125,9 @@ def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     "ranks, keys", [(1, dict(backend="torch")), (1, {}), (2, {**TP2, **DIST_OPT})]
 )
 def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path, ranks, keys):
-    """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in the midst of that."""
+    """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in
+    the midst of that.
+    """
     keys = dict(
         keys,
         fp16=True,
@@ -129,7 +136,7 @@ def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path,
         initial_loss_scale=2.0**16,
         num_train_epochs=20,
     )
-    keys |= dict(save_strategy="steps", save_steps=16)
+    keys |= dict(save_strategy="steps", save_steps=16, global_batch_size=8, count=22)
     runs, again = {}, str(tmp_path / "parts")
     world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=24, **keys)
     shutil.copytree(tmp_path / "whole" / "checkpoint-16", tmp_path / "parts" / "checkpoint-16")
@@ -170,8 +177,8 @@ def test_what_cannot_be_resumed_is_refused(model_path, tmp_path):
     [old_run] = world.run(refusal, 1, model_path, out, steps=2, **SAVE)
     assert "overwrite_output_dir" in old_run and "resume_from_checkpoint: auto" in old_run
     auto = dict(SAVE, resume_from_checkpoint="auto")
-    [batch] = world.run(refusal, 1, model_path, out, steps=4, global_batch_size=4, **auto)
-    assert "global_batch_size 8" in batch
+    [batch] = world.run(refusal, 1, model_path, out, steps=4, global_batch_size=2, **auto)
+    assert "global_batch_size 4" in batch
     [missing] = world.run(
         refusal, 1, model_path, out, resume_from_checkpoint=str(tmp_path / "nowhere")
     )

@@ -1,4 +1,6 @@
-"""A checkpoint of one layout loads in any other, and the run goes on as the one that never stopped."""
+"""A checkpoint of one layout loads in any other, and the run goes on as the one that
+never stopped.
+"""
 
 import shutil
 from pathlib import Path
@@ -50,7 +52,9 @@ def undisturbed(model_path, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(model_path, tmp_path_factory):
-    """layout -> the output directory of a run that ended after SAVED_AT steps; each layout runs once."""
+    """layout -> the output directory of a run that ended after SAVED_AT steps; each layout runs
+    once.
+    """
     folders = {}
 
     def of(layout: str) -> Path:

@@ -1,4 +1,6 @@
-"""train.py as a user runs it: one real torchrun, the same file on one process and the torch backend, and its errors."""
+"""train.py as a user runs it: one real torchrun, a process without it, the same on test ranks, and
+its errors.
+"""
 
 import json
 import subprocess
@@ -7,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from tests.shared.commands import ROOT, SHORT, run
+from tests.shared.commands import ROOT, SHORT, run, run_process
 from tests.shared.training import read_log
 
 
@@ -15,7 +17,7 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layout = "tensor_model_parallel_size=2 sequence_parallel=true"
-    shown = run(
+    shown = run_process(
         f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2
     )
     run(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
@@ -24,8 +26,14 @@ def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tm
     for a, b in zip(ours, theirs, strict=True):
         for key in ("loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens"):
             assert a[key] == pytest.approx(b[key], rel=1e-5), key
-    needed = "step epoch loss grad_norm learning_rate consumed_samples consumed_tokens tokens_per_second skipped_iter"
-    needed += " tokens_per_second_per_device padding_fraction tflops_per_device step_time_s peak_memory_gib"
+    needed = (
+        "step epoch loss grad_norm learning_rate consumed_samples consumed_tokens "
+        "tokens_per_second skipped_iter"
+    )
+    needed += (
+        " tokens_per_second_per_device padding_fraction tflops_per_device step_time_s "
+        "peak_memory_gib"
+    )
     assert set(needed.split()) <= ours[0].keys()
     layout = "tensor x pipeline x context x data  2 x 1 x 1 x 1"
     for words in ("trained tokens in «»", layout, "parameters on this rank", "step 3/3"):
@@ -49,7 +57,8 @@ def test_the_saved_config_reproduces_the_run(tmp_path):
 
 def test_all_errors_are_shown_at_once_without_a_traceback(tmp_path):
     result = run(
-        "configs/sft.yaml learning_rat=1 bf16=maybe tensor_model_parallel_size=3 eval_strategy=never",
+        "configs/sft.yaml learning_rat=1 bf16=maybe tensor_model_parallel_size=3 "
+        "eval_strategy=never",
         tmp_path,
         code=2,
     )
@@ -91,15 +100,16 @@ def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp
 
 
 def test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run(tmp_path):
-    run(
-        f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true output_dir={tmp_path / 'one'}",
+    run_process(
+        f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true "
+        f"output_dir={tmp_path / 'one'}",
         tmp_path,
     )
     assert len(read_log(tmp_path / "one")) == 1
 
 
 def test_help_lists_the_keys(tmp_path):
-    assert "tensor_model_parallel_size" in run("--help", tmp_path).stdout
+    assert "tensor_model_parallel_size" in run_process("--help", tmp_path).stdout
 
 
 def test_a_world_size_without_a_rank_is_refused(tmp_path, monkeypatch):
@@ -172,7 +182,10 @@ def test_a_llama_factory_mca_file_runs_after_its_paths_are_changed(tmp_path):
     )
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     (tmp_path / "mca.yaml").write_text(LLAMA_FACTORY.format(folder=tmp_path))
-    words = f"{tmp_path / 'mca.yaml'} train_from_scratch=true max_samples=40 max_steps=2 output_dir={tmp_path / 'out'}"
+    words = (
+        f"{tmp_path / 'mca.yaml'} train_from_scratch=true max_samples=40 max_steps=2 "
+        f"output_dir={tmp_path / 'out'}"
+    )
     result = run(words, tmp_path, nproc=2)
     assert len(read_log(tmp_path / "out")) == 2
     assert "template" in result.stdout and "do_train" in result.stdout, (

@@ -1,4 +1,6 @@
-"""The table of patches: each has a reason, none is in force where CUDA is there, and none harms other libraries."""
+"""The table of patches: each has a reason, none is in force where CUDA is there, and none harms
+other libraries.
+"""
 
 import importlib.util
 import sys

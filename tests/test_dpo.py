@@ -1,4 +1,8 @@
-"""DPO and ORPO in every layout train as plain transformers and torch do: 8 metrics and gradient norm, for whole curves."""
+"""DPO and ORPO in every layout train as plain transformers and torch do: 8 metrics and gradient
+norm, for whole curves.
+"""
+
+import itertools
 
 import pytest
 
@@ -15,7 +19,8 @@ from tests.shared.dpo_tools import (
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PACKED, PP2, SP, TP2, VPP2
 
 PADDED = dict(per_device_train_batch_size=2)
-# objective, what is trained, rows; each objective in padded and packed rows, and both with and without adapters
+# objective, what is trained, rows; each objective in padded and packed rows, and both with and
+# without adapters
 HALF = [
     ("sigmoid", "full", "packed"),
     ("sigmoid", "lora", "padded"),
@@ -24,23 +29,22 @@ HALF = [
     ("orpo", "full", "padded"),
     ("orpo", "lora", "packed"),
 ]
-OTHER_HALF = [
-    (objective, {"full": "lora", "lora": "full"}[kind], rows) for objective, kind, rows in HALF
-]
 FEW = [("sigmoid", "full", "packed"), ("smoothed", "lora", "padded"), ("orpo", "lora", "packed")]
 LAYOUTS = {
-    "dp2": (2, {}, HALF),
-    "tp2": (2, TP2, HALF),
-    "pp2": (2, PP2, HALF),
+    "dp2": (2, {}, FEW),
+    "tp2": (2, TP2, FEW),
+    "pp2": (2, PP2, FEW),
     "pp2_vpp2": (2, {**PP2, **VPP2}, HALF),
-    "cp2": (2, CP2, HALF),
-    "tp2pp2": (4, {**TP2, **PP2}, HALF),
+    "cp2": (2, CP2, FEW),
+    "tp2pp2": (4, {**TP2, **PP2}, FEW),
     "torch_on_two": (2, dict(backend="torch"), FEW),
     "dp2_overlap": (2, OVERLAP, FEW),
     "tp2sp_cp2": (4, {**TP2, **SP, **CP2}, FEW),
     "cp2pp2_dist_opt": (4, {**CP2, **PP2, **DIST_OPT}, FEW),
     "pp2_vpp2_variable": (2, {**PP2, **VPP2, "variable_seq_lengths": True}, FEW),
 }
+WHOLE_PRODUCT = ("dp2", "tp2", "pp2", "pp2_vpp2", "cp2", "tp2pp2")
+ALL = [*itertools.product(OBJECTIVES, ("full", "lora"), ("padded", "packed"))]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,8 @@ def cells_of(path, adapter, out, cells, keys) -> list:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             trainer = our_run(
-                path, f"{out}/{objective}-{kind}-{rows}", OBJECTIVES[objective], adapter if kind == "lora" else None,
+                path, f"{out}/{objective}-{kind}-{rows}", OBJECTIVES[objective],
+                adapter if kind == "lora" else None,
                 **{**(PACKED if rows == "packed" else PADDED), **keys},
             )  # fmt: skip
         found.append(((objective, kind, rows), curve_of(trainer), said.getvalue()))
@@ -73,9 +78,10 @@ def cells_of(path, adapter, out, cells, keys) -> list:
     "layout, cells",
     [(layout, cells) for layout, (_, _, cells) in LAYOUTS.items()]
     + [
-        pytest.param(layout, OTHER_HALF, marks=pytest.mark.full)
-        for layout, (_, _, cells) in LAYOUTS.items()
-        if cells is HALF
+        pytest.param(
+            layout, [c for c in ALL if c not in LAYOUTS[layout][2]], marks=pytest.mark.full
+        )
+        for layout in WHOLE_PRODUCT
     ],
 )
 def test_every_objective_trains_as_plain_torch(layout, cells, oracle, tmp_path):

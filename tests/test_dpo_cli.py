@@ -1,4 +1,6 @@
-"""Stage dpo as a user runs it: train.py on the embedded pairs, and what is refused before anything starts."""
+"""Stage dpo as a user runs it: train.py on the embedded pairs, and what is refused before anything
+starts.
+"""
 
 import json
 import math
@@ -13,11 +15,17 @@ from tests.shared.commands import ROOT, run
 from tests.shared.training import read_log
 
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
-SHORT = f"{MODEL} max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 per_device_train_batch_size=2 max_samples=40"
+SHORT = (
+    f"{MODEL} max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 "
+    "per_device_train_batch_size=2 max_samples=40"
+)
 
 
 def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(tmp_path):
-    layout = "pipeline_model_parallel_size=2 metric_for_best_model=rewards/accuracies save_strategy=steps save_steps=3"
+    layout = (
+        "pipeline_model_parallel_size=2 metric_for_best_model=rewards/accuracies "
+        "save_strategy=steps save_steps=3"
+    )
     layout += " load_best_model_at_end=true"
     shown = run(
         f"configs/dpo.yaml {SHORT} {layout} output_dir={tmp_path / 'pp2'}", tmp_path, nproc=2
@@ -53,7 +61,10 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
 
 
 def test_packs_and_adapters_train_from_the_command_line(tmp_path):
-    lora = "finetuning_type=lora lora_rank=4 packing=true cutoff_len=100 per_device_train_batch_size=1 global_batch_size=2"
+    lora = (
+        "finetuning_type=lora lora_rank=4 packing=true cutoff_len=100 "
+        "per_device_train_batch_size=1 global_batch_size=2"
+    )
     shown = run(
         f"configs/dpo.yaml {SHORT} {lora} ref_model=adapter output_dir={tmp_path}",
         tmp_path,

@@ -1,4 +1,6 @@
-"""DPO of a mixture of experts in expert-parallel layouts trains as plain transformers and torch do."""
+"""DPO of a mixture of experts in expert-parallel layouts trains as plain transformers and
+torch do.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The log, the progress line, the callbacks, the embedded example and the shipped configurations."""
+"""The log, the progress line, the callbacks, the embedded example and the
+shipped configurations.
+"""
 
 import importlib.util
 import json
@@ -52,8 +54,10 @@ def lines(tmp_path):
 
 def test_state_survives_a_round_trip_and_bears_hugging_face_names(tmp_path):
     state = TrainerState(
-        global_step=7, epoch=0.7, max_steps=10, num_train_epochs=1.0, consumed_samples=56, consumed_tokens=900,
-        log_history=[{"step": 5, "loss": 1 / 3}], best_metric=0.1, best_step=5, best_model_checkpoint="checkpoint-5",
+        global_step=7, epoch=0.7, max_steps=10, num_train_epochs=1.0, consumed_samples=56,
+        consumed_tokens=900,
+        log_history=[{"step": 5, "loss": 1 / 3}], best_metric=0.1, best_step=5,
+        best_model_checkpoint="checkpoint-5",
     )  # fmt: skip
     path = tmp_path / "trainer_state.json"
     state.save(str(path))
@@ -229,7 +233,8 @@ def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
     begin(report, global_step=10, max_steps=30)
     clock.now = 40.0  # 10 steps in 40 s: 10 more take 40 s
     report.log({
-        "step": 20, "epoch": 0.128, "loss": 2.34564, "grad_norm": 1.2345, "learning_rate": 1e-4, "skipped_iter": 0,
+        "step": 20, "epoch": 0.128, "loss": 2.34564, "grad_norm": 1.2345, "learning_rate": 1e-4,
+        "skipped_iter": 0,
         "tokens_per_second": 12345.6, "consumed_samples": 640, "peak_memory_gib": 0.4,
     })  # fmt: skip
     expected = (
@@ -263,7 +268,8 @@ def test_durations_read_well():
 
 
 def test_summary_lists_sections_in_one_column():
-    text = format_summary({"model": {"layers": 4, "parameters": 1234567, "name": None}, "empty": {"x": None},
+    text = format_summary({"model": {"layers": 4, "parameters": 1234567, "name": None},
+                           "empty": {"x": None},
                            "batch": {"sizes": [1, 2], "packing": False, "rate": 1e-4}})  # fmt: skip
     assert text.splitlines() == [
         "model",
@@ -422,14 +428,19 @@ def test_example_tokenizer_gives_any_text_back():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# The published sizes of the models that the real configurations name, and the world that their first lines start.
+# The published sizes of the models that the real configurations name, and the world that their
+# first lines start.
 REAL = {
     "qwen3_0.6b_pt": (8, dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16)),
-    "qwen3_4b_sft_one_gpu": (1, dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32)),
+    "qwen3_4b_sft_one_gpu": (1, dict(hidden_size=2560, num_hidden_layers=36,
+                                     num_attention_heads=32)),
     "qwen3_8b_sft": (8, dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32)),
-    "llama3_70b_sft_multinode": (64, dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64)),
-    "qwen3_30b_a3b_sft": (16, dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, model_type="qwen3_moe",
-                                   num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)),
+    "llama3_70b_sft_multinode": (64, dict(hidden_size=8192, num_hidden_layers=80,
+                                          num_attention_heads=64)),
+    "qwen3_30b_a3b_sft": (16, dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+                                   model_type="qwen3_moe",
+                                   num_experts=128, num_experts_per_tok=8,
+                                   moe_intermediate_size=768)),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from mca_lite.log_speed import ModelWork, Throughput, model_sizes, peak_flops, peak_memory_gib
 from tests.shared import tiny, world
-from tests.shared.training import Clock, read_log, train
+from tests.shared.training import GLOBAL_BATCH, Clock, read_log, train
 
 
 def test_throughput_is_tokens_over_time_since_the_last_line():
@@ -107,8 +107,8 @@ def adapted_with_head(model):
 
 
 def flops_of_one_step(path: str, out: str, **keys) -> float:
-    """FLOPs of a step over 8 samples, as the log has them; on rank 0."""
-    train(path, out, steps=2, count=8, **keys)
+    """FLOPs of one step, as the log has them; on rank 0."""
+    train(path, out, steps=2, count=GLOBAL_BATCH, **keys)
     record = read_log(out)[0]
     world_size = torch.distributed.get_world_size()
     return record["tflops_per_device"] * 1e12 * record["step_time_s"] * world_size
@@ -135,7 +135,7 @@ CASES = {
 def test_the_log_counts_real_tokens_documents_and_what_is_trained(tmp_path, case):
     ranks, keys, per_token = CASES[case]
     path = tiny.save_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
-    lengths = [len(sample["input_ids"]) for sample in tiny.samples(8)]
+    lengths = [len(sample["input_ids"]) for sample in tiny.samples(GLOBAL_BATCH)]
     got = world.run(flops_of_one_step, ranks, path, str(tmp_path / "out"), **keys)[0]
     squares = sum(length**2 for length in lengths)
     assert got == pytest.approx(per_token * sum(lengths) + 6 * CORE * squares, rel=1e-9)

@@ -11,7 +11,7 @@ from tests.shared.training import read_log
 LORA = f"configs/sft_lora.yaml {SHORT}"
 
 
-def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tmp_path):
+def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,6 @@
-"""Adapters in files: PEFT loads ours, we load PEFT's; merging; checkpoints that hold only what trains."""
+"""Adapters in files: PEFT loads ours, we load PEFT's; merging; checkpoints that hold only what
+trains.
+"""
 
 import json
 import shutil
@@ -76,7 +78,9 @@ def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout, tmp_
 
 
 def test_a_rank_stabilised_adapter_stays_one_in_files(base, tmp_path):
-    """Scaled by alpha / sqrt(rank): a file that forgot it would be scaled by half of that where it is loaded."""
+    """Scaled by alpha / sqrt(rank): a file that forgot it would be scaled by half of that where it
+    is loaded.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +153,7 @@ def test_logits_are_pefts_and_the_bases_without_adapters(base, ranks, keys, tmp_
             torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-5)
 
 
-# -- the start ----------------------------------------------------------------------------------------------------------
+# -- the start -------------------------------------------------------------------------------------
 
 
 def fresh(path: str, output_dir: str, targets, **changes) -> None:
@@ -183,31 +187,34 @@ def test_fresh_adapters_start_as_pefts_do(base, tmp_path):
             assert tensor.abs().max() <= bound and abs(tensor.std() - bound / 3**0.5) < 0.2 * bound
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 WHOLE = 5
 CHECKPOINTS = ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2", "torch"]
 
 
-def stopped(path, folder, adapter, ranks, keys) -> None:
-    world.run(train_from_adapter, ranks, path, str(folder), adapter, **{**SAVE, **keys})
+def stopped(path, folder, adapter, ranks, keys) -> list:
+    """The curve of a whole run, of whose checkpoints only that of step 2 is left."""
+    keys = {**SAVE, **keys}
+    curve, *_ = world.run(train_from_adapter, ranks, path, str(folder), adapter, **keys)
     for checkpoint in Path(folder).glob("checkpoint-*"):
         if checkpoint.name != "checkpoint-2":
             shutil.rmtree(checkpoint)
+    return curve
 
 
 @pytest.mark.parametrize("layout", CHECKPOINTS)
 def test_resume_in_the_same_layout_is_bit_for_bit(base, layout, tmp_path):
     path, adapter = base
     ranks, keys = LAYOUTS[layout]
-    whole = world.run(train_from_adapter, ranks, path, str(tmp_path / "whole"), adapter, **keys)[0]
-    stopped(path, tmp_path / "parts", adapter, ranks, keys)
+    whole = stopped(path, tmp_path / "parts", adapter, ranks, keys)
+    theirs = adapter_of(tmp_path / "parts")
     again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     assert (
         world.run(train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again)[0]
         == whole
     )
-    ours, theirs = adapter_of(tmp_path / "parts"), adapter_of(tmp_path / "whole")
+    ours = adapter_of(tmp_path / "parts")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -256,11 +263,13 @@ def test_the_torch_backends_checkpoint_holds_only_what_trains(base, tmp_path):
     )
 
 
-# -- precision and memory --------------------------------------------------------------------------------------------
+# -- precision and memory --------------------------------------------------------------------------
 
 
 def buffers(path: str, adapter: str, output_dir: str, **changes):
-    """(dtypes of gradient buffers, elements in them, elements of optimizer state, trained, all parameters) of this rank."""
+    """(dtypes of gradient buffers, elements in them, elements of optimizer state, trained, all
+    parameters) of this rank.
+    """
     from mca_lite.trainer import McaTrainer
 
     keys = dict(max_steps=1, logging_steps=1, **changes)
@@ -299,7 +308,9 @@ def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(base, layo
 
 @pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2"])
 def test_bf16_trains_float32_adapters_and_keeps_the_base(base, layout, tmp_path):
-    """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is bf16."""
+    """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is
+    bf16.
+    """
     path, adapter = base
     wanted = world.run(
         train_from_adapter, 1, path, str(tmp_path / "t"), adapter, backend="torch", bf16=True
@@ -327,11 +338,13 @@ def test_fp16_trains_float32_adapters(base, layout, tmp_path):
     )
 
 
-# -- dropout ---------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 
 def replicas(path: str, output_dir: str, **changes):
-    """The matrices that tensor parallelism does not cut, after training with dropout; and the curve."""
+    """The matrices that tensor parallelism does not cut, after training with dropout; and the
+    curve.
+    """
     from mca_lite import lora
 
     kept = []

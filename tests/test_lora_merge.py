@@ -1,4 +1,6 @@
-"""`python -m mca_lite convert SRC DST --merge ADAPTER`: what peft's own merge gives, from files alone."""
+"""`python -m mca_lite convert SRC DST --merge ADAPTER`: what peft's own merge gives, from files
+alone.
+"""
 
 import json
 import shutil

@@ -13,7 +13,8 @@ def t(*values):
 
 
 def test_dpo_by_hand():
-    # pair 1: D = (-10 + 12) - (-11 + 11) = 2, beta D = 1: -log(1 / (1 + 1/e)) = log(1 + e^-1) = 0.31326169
+    # pair 1: D = (-10 + 12) - (-11 + 11) = 2, beta D = 1: -log(1 / (1 + 1/e)) = log(1 + e^-1) =
+    # 0.31326169
     # pair 2: D = (-5 + 4) - (-4 + 6) = -3, beta D = -1.5: log(1 + e^1.5) = 1.70141328
     losses, chosen, rejected = dpo_loss(t(-10, -5), t(-12, -4), t(-11, -4), t(-11, -6), beta=0.5)
     assert losses.tolist() == pytest.approx([0.31326169, 1.70141328], abs=1e-8)

@@ -1,4 +1,6 @@
-"""The vocab-parallel loss on 2 and 4 ranks against cross entropy on one, and what recomputation saves."""
+"""The vocab-parallel loss on 2 and 4 ranks against cross entropy on one, and what recomputation
+saves.
+"""
 
 import pytest
 import torch

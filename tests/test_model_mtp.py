@@ -1,4 +1,6 @@
-"""Layers for multi-token prediction, against a reference of transformers' own MtpLayer in plain torch."""
+"""Layers for multi-token prediction, against a reference of transformers' own MtpLayer in plain
+torch.
+"""
 
 import functools
 import json
@@ -19,7 +21,7 @@ from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, 
 from tests.shared.training import assert_same_curve, read_log, train
 
 COUNT, FACTOR = 2, 0.3
-KEYS = dict(steps=3, count=19, adam_epsilon=1e-4, export=True)
+KEYS = dict(steps=3, adam_epsilon=1e-4, export=True)
 MTP = dict(mtp_num_layers=COUNT, mtp_loss_scaling_factor=FACTOR)
 EP2 = dict(expert_model_parallel_size=2)
 MEAN = dict(calculate_per_token_loss=False)
@@ -57,7 +59,9 @@ def extra_layers(model):
 
 
 def in_files(layers, first: int) -> dict[str, torch.Tensor]:
-    """The layers' tensors as checkpoints have them: behind the others, an expert's projections by themselves."""
+    """The layers' tensors as checkpoints have them: behind the others, an expert's projections by
+    themselves.
+    """
     out = {}
     for k, layer in enumerate(layers):
         for name, value in layer.state_dict().items():
@@ -105,7 +109,9 @@ def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
 
 
 def reference(path: str, out: str, **changes) -> list:
-    """(loss, grad norm, loss of the extra layers) of each step, in plain torch; out/end holds the weights."""
+    """(loss, grad norm, loss of the extra layers) of each step, in plain torch; out/end holds the
+    weights.
+    """
     from mca_lite.constants import IGNORE_INDEX
     from mca_lite.trainer import McaTrainer
 
@@ -244,7 +250,9 @@ def test_balancing_losses_of_extra_layers_are_the_same_in_every_layout(path, wan
 
 
 def round_trips(path: str, out: str, **keys) -> list:
-    """The model exported with none, one and both layers trained, by the torch backend, and drawn from a seed with both."""
+    """The model exported with none, one and both layers trained, by the torch backend, and drawn
+    from a seed with both.
+    """
     from mca_lite import AutoConfig, AutoModel, TrainingArguments
     from mca_lite.backend_torch import TorchBackend
     from mca_lite.model import load_torch_model
@@ -300,7 +308,9 @@ def test_fresh_layers_are_the_same_in_every_layout(path, exports):
 
 
 def drawn_with_more_layers(path: str, out: str) -> list:
-    """Names of the tensors of a model whose config.json speaks of no extra layers, drawn with two and read again without."""
+    """Names of the tensors of a model whose config.json speaks of no extra layers, drawn with two
+    and read again without.
+    """
     from mca_lite import AutoConfig, AutoModel, TrainingArguments
 
     args = TrainingArguments(output_dir="unused", mtp_num_layers=2)

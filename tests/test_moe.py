@@ -39,7 +39,8 @@ def variants_of(name: str) -> dict[str, tuple[dict, dict]]:
     return {"aux": (aux, {}), "plain": ({}, LOOP)}
 
 
-SHORT = dict(steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-5)
+WIDE = dict(global_batch_size=8, per_device_train_batch_size=2)  # two samples on each of four ranks
+SHORT = dict(WIDE, steps=3, count=12, adam_epsilon=1e-5)
 
 
 @pytest.fixture(scope="module")

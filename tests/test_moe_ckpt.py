@@ -1,4 +1,6 @@
-"""Checkpoints of mixtures of experts: bit for bit in the same layout, and experts spread or cut anew in another."""
+"""Checkpoints of mixtures of experts: bit for bit in the same layout, and experts spread or cut
+anew in another.
+"""
 
 import shutil
 from pathlib import Path
@@ -24,10 +26,12 @@ LAYOUTS = {
     "cp2ep2_dist_opt": (2, {**CP2, **EP2, **DIST_OPT}),
     "torch": (1, dict(backend="torch")),
 }
-SHARED = dict(AUX, **BIAS, steps=4, count=12, per_device_train_batch_size=2, adam_epsilon=1e-5)
+WIDE = dict(global_batch_size=8, per_device_train_batch_size=2)  # two samples on each of four ranks
+SHARED = dict(AUX, **BIAS, **WIDE, steps=4, count=12, adam_epsilon=1e-5)
 SAVE = dict(save_strategy="steps", save_steps=2, num_train_epochs=5)
 PAIRS = {
-    "ep2_dist_opt": "ep2_dist_opt ep4_dist_opt tp2 one ep2pp2vpp2",  # experts to fewer, to cut ones, to pipeline stages
+    # experts to fewer, to cut ones, to pipeline stages
+    "ep2_dist_opt": "ep2_dist_opt ep4_dist_opt tp2 one ep2pp2vpp2",
     "ep2tp2_dist_opt": "ep2 ep2tp2_etp1 cp2ep2_dist_opt",
     "ep2pp2vpp2": "ep2pp2vpp2 ep2tp2_dist_opt dp2_dist_opt",
     "torch": "torch",
@@ -41,7 +45,9 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(path, tmp_path_factory):
-    """layout -> (curve of the whole run, its weights, the folder in which only the checkpoint of step 2 is left)."""
+    """layout -> (curve of the whole run, its weights, the folder in which only the checkpoint of
+    step 2 is left).
+    """
     done = {}
 
     def of(layout: str):

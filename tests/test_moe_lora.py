@@ -1,4 +1,6 @@
-"""Adapters of experts, routers and shared experts: the mathematics of PEFT's for single experts, in every layout."""
+"""Adapters of experts, routers and shared experts: the mathematics of PEFT's for single experts, in
+every layout.
+"""
 
 import functools
 
@@ -32,6 +34,7 @@ LAYOUTS = {
     "torch": (1, dict(backend="torch")),
     "torch_dp2": (2, dict(backend="torch")),
 }
+WIDE = dict(global_batch_size=8, per_device_train_batch_size=2)  # two samples on each of four ranks
 TARGETS = {
     "qwen3_moe_dense_layers": ("all", "all-router"),
     "qwen2_moe": ("all",),
@@ -45,9 +48,15 @@ TARGETS = {
     "deepseek_v3": ("all",),
 }
 
+# routers and groups of experts with adapters in every layout; the other models in some
+EVERYWHERE = ("qwen3_moe_dense_layers", "glm4_moe")
+FEW = ("one", "tp2", "ep2tp2_etp1", "torch")
+
 
 class Merged(torch.nn.Module):
-    """A weight of transformers' model as a parametrization: W + scale * B A, for each part of W that has an adapter."""
+    """A weight of transformers' model as a parametrization: W + scale * B A, for each part of W
+    that has an adapter.
+    """
 
     def __init__(self, parts):
         super().__init__()
@@ -63,7 +72,9 @@ class Merged(torch.nn.Module):
 
 
 def where(model, name: str, key: str) -> tuple[torch.nn.Module, str, tuple]:
-    """(module, parameter, index) that a module's name in a file means in transformers' model; written down by hand."""
+    """(module, parameter, index) that a module's name in a file means in transformers' model;
+    written down by hand.
+    """
     for theirs, ours in (
         ("block_sparse_moe", "mlp"),
         (".w1", ".gate_proj"),
@@ -84,7 +95,9 @@ def where(model, name: str, key: str) -> tuple[torch.nn.Module, str, tuple]:
 
 
 def oracle(path: str, folder: str, name: str, start: str) -> list:
-    """The curve of transformers' model whose weights are parametrized by the adapter of `start`; the end is in `folder`."""
+    """The curve of transformers' model whose weights are parametrized by the adapter of `start`;
+    the end is in `folder`.
+    """
     from torch.nn.utils import parametrize
     from transformers import AutoModelForCausalLM
 
@@ -102,7 +115,7 @@ def oracle(path: str, folder: str, name: str, start: str) -> list:
         places.setdefault((module, parameter), []).append((index, a, b))
     for (module, parameter), parts in places.items():
         parametrize.register_parametrization(module, parameter, Merged(parts), unsafe=True)
-    keys = {**run_keys(f"{folder}/run"), "max_steps": 3, "per_device_train_batch_size": 2}
+    keys = {**run_keys(f"{folder}/run"), "max_steps": 3, **WIDE}
     trainer = whole_logits_trainer()(
         model, TrainingArguments(**keys), train_dataset=tiny.samples(12)
     )
@@ -132,9 +145,7 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
     curves = {}
     for name, (path, adapter) in models.items():
         own = LOOP if name == "qwen2_moe" and "backend" not in keys else {}
-        shared = dict(
-            steps=3, count=12, per_device_train_batch_size=2, adam_epsilon=1e-4, export=True
-        )
+        shared = dict(WIDE, steps=3, count=12, adam_epsilon=1e-4, export=True)
         curves[name] = train(
             path,
             f"{out}/{name}",
@@ -144,14 +155,14 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
     return curves
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_path):
+def check(layout, names, made, tmp_path):
     ranks, keys = LAYOUTS[layout]
-    models = {name: (path, str(adapter)) for name, (path, adapter, _, _) in made.items()}
+    models = {name: (made[name][0], str(made[name][1])) for name in names}
     for curves in world.run(train_all, ranks, models, str(tmp_path), keys):
         for name, curve in curves.items():
             assert_same_curve(curve, made[name][2])
-    for name, (*_, end) in made.items():
+    for name in names:
+        end = made[name][3]
         ours = adapter_of(tmp_path / name)
         assert ours.keys() == end.keys()
         for key, value in end.items():
@@ -160,8 +171,21 @@ def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_pat
             )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_path):
+    check(layout, TARGETS if layout in FEW else EVERYWHERE, made, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in FEW])
+def test_adapters_of_more_models_train_as_parametrized_weights(layout, made, tmp_path):
+    check(layout, [name for name in TARGETS if name not in EVERYWHERE], made, tmp_path)
+
+
 def merged_and_logits(models: dict, out: str, keys: dict) -> dict:
-    """Write each model with its adapter in its weights -> the logits with the adapter beside them, on one stage."""
+    """Write each model with its adapter in its weights -> the logits with the adapter beside them,
+    on one stage.
+    """
     from mca_lite import lora_files, weights_convert
     from mca_lite.model import AutoModel
     from tests.shared.files import TOKENS, make_args
@@ -206,7 +230,8 @@ def test_peft_loads_adapters_of_experts_with_the_same_logits(name, made, tmp_pat
 
     path, adapter, _, _ = made[name]
     folder = str(tmp_path / "adapter")
-    # beside experts PEFT's conversion to transformers 5 passes adapters of dense MLPs and of shared experts over; it has none
+    # beside experts PEFT's conversion to transformers 5 passes adapters of dense MLPs and of shared
+    # experts over; it has none
     # for qwen2_moe
     targets = ("all",) if name == "mixtral" else ("*.mlp.experts.*", "q_proj", "o_proj")
     world.run(save_start, 1, path, folder, targets)
@@ -253,8 +278,6 @@ def beside_the_dispatch(path: str) -> list:
     return answers
 
 
-def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_tensor_parallelism_cuts_them(
-    made,
-):
+def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_they_are_cut(made):
     for refused, taken in world.run(beside_the_dispatch, 2, made["qwen2_moe"][0]):
         assert "try: moe_shared_expert_overlap: false" in refused and taken == "taken"

@@ -1,4 +1,6 @@
-"""The schedule against its formulas written out again, and the optimizer against AdamW written out by hand."""
+"""The schedule against its formulas written out again, and the optimizer against AdamW written out
+by hand.
+"""
 
 import math
 from types import SimpleNamespace
@@ -24,7 +26,9 @@ def arguments(**values):
 
 
 def unchecked(name="linear", warmup=0, **kwargs):
-    """What the scheduler reads of the arguments, without the checks that TrainingArguments makes before it."""
+    """What the scheduler reads of the arguments, without the checks that TrainingArguments makes
+    before it.
+    """
     return SimpleNamespace(
         lr_scheduler_type=name,
         lr_scheduler_kwargs=kwargs,

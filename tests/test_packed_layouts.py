@@ -1,4 +1,6 @@
-"""Packed rows and context parallelism train as every sample alone does on plain torch, in every layout."""
+"""Packed rows and context parallelism train as every sample alone does on plain torch, in every
+layout.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def references(request, tmp_path_factory):
-    """{family: (model folder, curve of the torch backend on one rank with one sample a row, its weights)}"""
+    """{family: (model folder, curve of the torch backend on one rank with one sample a row, its
+    weights)}
+    """
     folder = tmp_path_factory.mktemp("references")
     paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
     runs = {family: ((paths[family],), {}) for family in {*asked_for(request), "qwen3"}}
@@ -52,7 +56,9 @@ def assert_same_run(references, family, curves, folder):
 
 @pytest.mark.parametrize("case, layout", thinned(tiny.FAMILY_KEYS, PACKED_LAYOUTS, EVERYWHERE, FEW))
 def test_packed_rows_train_as_single_samples(case, layout, references, trained):
-    """Two samples a row, other rows in each micro-batch, the last step of the epoch partly filled."""
+    """Two samples a row, other rows in each micro-batch, the last step of the epoch
+    partly filled.
+    """
     curves, folder = trained(layout)
     assert_same_run(references, case, [got[case] for got in curves], folder / case)
 
@@ -91,7 +97,9 @@ MEAN = dict(PACKED, calculate_per_token_loss=False)
     [(1, {}), (2, CP2), (4, {**CP2, **PP2}), (2, {**PP2, **VPP2}), (4, {**CP2, **DIST_OPT})],
 )
 def test_mean_of_packed_micro_batches_agrees_with_torch(references, tmp_path, ranks, keys):
-    """The other loss mode: rows are means of their own, so the same rows are packed on both sides."""
+    """The other loss mode: rows are means of their own, so the same rows are packed on
+    both sides.
+    """
     path = references["qwen3"][0]
     [wanted] = world.run(train, 1, path, str(tmp_path / "torch"), backend="torch", **MEAN)
     assert abs(wanted[1][1] - references["qwen3"][1][1][1]) > 1e-3, (
@@ -109,7 +117,9 @@ def documents() -> list[dict]:
 
 
 def token_losses(path: str, cp: int = 1) -> dict:
-    """Losses of five documents in one packed row, alone, and in a row in which the third document was changed."""
+    """Losses of five documents in one packed row, alone, and in a row in which the third document
+    was changed.
+    """
     import torch.distributed as dist
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
@@ -199,7 +209,8 @@ def packs_of(path: str, out: str, **keys) -> list:
 
     backend = keys.pop("backend", "megatron")
     args = TrainingArguments(
-        output_dir=out, max_steps=3, logging_steps=1, learning_rate=1e-3, global_batch_size=4, sequence_packing=True,
+        output_dir=out, max_steps=3, logging_steps=1, learning_rate=1e-3, global_batch_size=4,
+        sequence_packing=True,
         save_strategy="no", disable_tqdm=True, **keys,
     )  # fmt: skip
     model = (

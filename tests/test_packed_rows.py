@@ -1,4 +1,6 @@
-"""Masks, positions and lengths of packed rows: the documented examples, and what follows from them by hand."""
+"""Masks, positions and lengths of packed rows: the documented examples, and what follows from them
+by hand.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Every layout trains as plain torch does: the same loss, gradient norm and weights, for whole curves."""
+"""Every layout trains as plain torch does: the same loss, gradient norm and weights, for whole
+curves.
+"""
 
 import pytest
 
@@ -8,7 +10,8 @@ from tests.shared.files import assert_same_tensors, tensors
 from tests.shared.layouts import DENSE
 from tests.shared.training import assert_same_curve, train
 
-# qwen3 has the most of a dense decoder: a head size of its own, norms of queries and keys, and the embedding as its head
+# qwen3 has the most of a dense decoder: a head size of its own, norms of queries and keys, and the
+# embedding as its head
 CELLS = thinned(tiny.FAMILY_KEYS, DENSE, everywhere=["qwen3"], few=["one", "tp2_sp", "pp2_vpp2"])
 
 

@@ -1,11 +1,10 @@
-"""What keeps the package readable: imports point down, only cpu.py changes other libraries, and the folder can be copied."""
+"""What keeps the package readable: imports point down, only cpu.py changes other libraries, pages
+name what is there.
+"""
 
 import ast
 import functools
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,65 +100,6 @@ def check_lengths(name: str) -> None:
             )
 
 
-def test_public_names_of_the_seeds_are_importable():
-    import mca_lite
-
-    for name in mca_lite.__all__:
-        assert getattr(mca_lite, name).__name__ == name
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        mca_lite.Nothing  # noqa: B018
-
-
-FIRST_MEGATRON = """
-import importlib, os, sys, warnings
-import torch
-filters = list(warnings.filters)
-import mca_lite
-assert warnings.filters == filters, "the host program's warning filters have changed"
-
-class Stopped(BaseException):
-    pass
-
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megatron":
-            early = "mca_lite.before_megatron" not in sys.modules
-            unset = not torch.cuda.is_available() and "TORCHDYNAMO_DISABLE" not in os.environ
-            raise Stopped("before the CPU settings" if early or unset else "after them")
-
-sys.meta_path.insert(0, Watch())
-
-def first(action):
-    os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    for name in [name for name in sys.modules if name.startswith("mca_lite.")]:
-        del sys.modules[name]
-        vars(mca_lite).pop(name.removeprefix("mca_lite."), None)
-    try:
-        action()
-    except Stopped as stopped:
-        return str(stopped)
-    return "never"
-
-for name in mca_lite.__all__:
-    print(name, first(lambda: getattr(mca_lite, name)), sep=": ")
-for name in {modules!r}:
-    print(name, first(lambda: importlib.import_module("mca_lite." + name)), sep=": ")
-"""
-
-
-def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first():
-    names = [name for name in ORDER if name not in ("__init__", "__main__")]
-    script = FIRST_MEGATRON.replace("{modules!r}", repr(names))
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    answers = dict(line.split(": ") for line in result.stdout.splitlines())
-    assert [name for name, answer in answers.items() if answer == "before the CPU settings"] == []
-    assert answers["AutoModel"] == answers["model_config"] == answers["optim"] == "after them"
-    assert answers["args"] == answers["constants"] == "never"
-
-
 def test_a_module_becomes_another_class_in_one_place_alone():
     texts = {name: (PACKAGE / f"{name}.py").read_text() for name in ORDER}
     counts = {name: text.count(".__class__ = ") for name, text in texts.items()}
@@ -171,45 +111,6 @@ def test_only_the_import_of_megatron_filters_warnings():
     words = ("filterwarnings", "simplefilter")
     filtering = [name for name, text in texts.items() if any(word in text for word in words)]
     assert filtering == ["before_megatron"]  # under warnings.catch_warnings()
-
-
-def test_importing_the_package_warns_of_nothing_that_megatron_lacks():
-    script = "import mca_lite.trainer; from mca_lite import AutoModel"
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert result.returncode == 0 and "Apex" not in result.stderr, result.stderr
-
-
-VENDORED = """
-import sys
-sys.path.insert(0, {here!r})
-from third_party.our_trainer import AutoModel, McaTrainer, TrainingArguments
-args = TrainingArguments(output_dir={out!r}, max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2)
-model = AutoModel.from_pretrained({model!r}, args)
-data = [{{"input_ids": list(range(8)), "labels": list(range(1, 9))}}] * 4
-result = McaTrainer(model=model, args=args, train_dataset=data).train()
-assert result.global_step == 2
-assert not [m for m in sys.modules if m.split(".")[0] == "mca_lite"], "the copy imports the original"
-"""
-
-
-def test_the_folder_works_under_another_name(tmp_path):
-    from tests.shared import tiny
-
-    model = tiny.save_model(tmp_path / "model", "llama")
-    shutil.copytree(
-        PACKAGE,
-        tmp_path / "third_party" / "our_trainer",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    script = tmp_path / "use.py"
-    script.write_text(VENDORED.format(here=str(tmp_path), out=str(tmp_path / "out"), model=model))
-    result = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert "step 2/2" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Hugging Face weights in and out: the same bytes after a round trip in any layout, and errors that name the tensor."""
+"""Hugging Face weights in and out: the same bytes after a round trip in any layout, and errors that
+name the tensor.
+"""
 
 import ctypes
 import filecmp
@@ -53,16 +55,19 @@ BF16 = [
     ("qwen3", "pp2"),
     ("qwen3", "dp2"),
 ]
-LIMIT = 7000  # bytes of a shard: less than the embedding's 61 * 32 * 4, more than any two other tensors but norms
+# bytes of a shard: less than the embedding's 61 * 32 * 4, more than any two other tensors but norms
+LIMIT = 7000
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
+# -- on the ranks ----------------------------------------------------------------------------------
 
 
 def through_every_family(sources: dict, bf16_sources: dict, out: str, keys: dict) -> dict:
-    """Export each model as it came, in one file and in several, and one drawn from a seed. One world for all of them.
+    """Export each model as it came, in one file and in several, and one drawn from a seed. One
+    world for all of them.
 
-    Returns per family the bytes that this rank read, those of its parameters, and on one stage the logits.
+    Returns per family the bytes that this rank read, those of its parameters, and on one stage the
+    logits.
     """
     from mca_lite.model import AutoModel
     from mca_lite.model_config import AutoConfig
@@ -120,13 +125,16 @@ def export_at_tp4(path: str, out: str) -> list:
 
 
 def memory_of_a_round_trip(path: str, out: str, keys: dict, max_shard_size: int) -> dict:
-    """Bytes of this rank's parameters, and by how much private memory rose while they were read and written."""
+    """Bytes of this rank's parameters, and by how much private memory rose while they were read and
+    written.
+    """
     from mca_lite import parallel
     from mca_lite.model import AutoModel
 
     args = make_args(**keys)
     parallel.initialize(args)
-    # blocks above 64 KiB go back to the system when they are freed: the rise is what is held, not what malloc keeps
+    # blocks above 64 KiB go back to the system when they are freed: the rise is what is held, not
+    # what malloc keeps
     ctypes.CDLL(None).mallopt(-3, 65536)
     with PeakMemory() as reading:
         models = AutoModel.from_pretrained(path, args)
@@ -139,7 +147,8 @@ def memory_of_a_round_trip(path: str, out: str, keys: dict, max_shard_size: int)
 class PeakMemory(TorchDispatchMode):
     """The rise of this process's private memory, in bytes, looked at after each operation of torch.
 
-    Pages of the weight file do not count: they are the kernel's cache, which it drops when memory is short.
+    Pages of the weight file do not count: they are the kernel's cache, which it drops when memory
+    is short.
     """
 
     def __enter__(self):
@@ -157,7 +166,7 @@ class PeakMemory(TorchDispatchMode):
         return (resident - shared) * 4096
 
 
-# -- round trips -------------------------------------------------------------------------------------------------------
+# -- round trips -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +283,7 @@ def test_rank_may_hold_nothing_but_padding_of_the_vocabulary(tmp_path):
         torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-5, atol=1e-5)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2pp2"])
@@ -389,7 +398,7 @@ def test_what_is_no_size_is_refused_with_its_key(text):
         parse_size(text)
 
 
-# -- what a rank reads and holds ---------------------------------------------------------------------------------------
+# -- what a rank reads and holds -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -433,7 +442,7 @@ def test_memory_holds_the_local_shard_and_little_else(keys, large, tmp_path):
     shutil.rmtree(tmp_path)
 
 
-# -- weights drawn from a seed -----------------------------------------------------------------------------------------
+# -- weights drawn from a seed ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -480,7 +489,7 @@ def test_weights_from_scratch_have_the_distribution_that_the_config_asks_for():
     assert torch.equal(source.read(EMBEDDING, columns=slice(3, 9)), source.read(EMBEDDING)[:, 3:9])
 
 
-# -- query groups ------------------------------------------------------------------------------------------------------
+# -- query groups ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

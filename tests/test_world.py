@@ -1,4 +1,6 @@
-"""The worlds that tests run in: a rank that fails or hangs fails its test by name, and the next test is not touched."""
+"""The worlds that tests run in: a rank that fails or hangs fails its test by name, and the next
+test is not touched.
+"""
 
 import os
 import threading

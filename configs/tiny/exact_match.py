@@ -1,8 +1,10 @@
-"""Asks a trained model the held-out prompts of the embedded example and counts the answers that are exactly right.
+"""Asks a trained model the held-out prompts of the embedded example and counts the answers that are
+exactly right.
 
     python configs/tiny/exact_match.py MODEL_DIR [heldout.jsonl]
 
-MODEL_DIR is a Hugging Face export; decoding is greedy. The same prompts go to the architecture with random weights too.
+MODEL_DIR is a Hugging Face export; decoding is greedy. The same prompts go to the architecture with
+random weights too.
 """
 
 import argparse
@@ -18,7 +20,9 @@ BATCH_SIZE, MAX_NEW_TOKENS = 100, 16
 
 @torch.inference_mode()
 def count_matches(model, tokenizer, records: list[dict]) -> int:
-    """Returns for how many of `records` (messages) the model's answer to the first prompt is the record's own."""
+    """Returns for how many of `records` (messages) the model's answer to the first prompt is the
+    record's own.
+    """
     matches = 0
     for start in range(0, len(records), BATCH_SIZE):
         batch = [record["messages"] for record in records[start : start + BATCH_SIZE]]
@@ -68,7 +72,8 @@ def main() -> None:
 
     after, before = (count_matches(model, tokenizer, records) for model in (trained, untrained))
     print(
-        f"exact match: {100 * after / len(records):.1f} % ({after} of {len(records)} held-out prompts), "
+        f"exact match: {100 * after / len(records):.1f} % ({after} of {len(records)} "
+        "held-out prompts), "
         f"before training: {100 * before / len(records):.1f} %"
     )
 

@@ -1,12 +1,15 @@
-"""Writes the embedded example beside this file: a tiny Qwen3-style model directory and a few small data sets.
+"""Writes the embedded example beside this file: a tiny Qwen3-style model directory and a few small
+data sets.
 
     python configs/tiny/make.py [directory]
 
-The task is to rewrite dates: "Write 7 March 1999 as an ISO date." -> "1999-03-07". The model starts from random weights
-(train_from_scratch: true), so no weights are written. Everything is seeded: a second run writes the same bytes.
+The task is to rewrite dates: "Write 7 March 1999 as an ISO date." -> "1999-03-07". The model starts
+from random weights (train_from_scratch: true), so no weights are written. Everything is seeded: a
+second run writes the same bytes.
 
-The preference pairs are about dates that can be read in two ways: of 03 04 1999, 1999-04-03 is chosen (the day comes first)
-and 1999-03-04 rejected. Nothing in the other data says which one is meant.
+The preference pairs are about dates that can be read in two ways: of 03 04 1999, 1999-04-03 is
+chosen (the day comes first) and 1999-03-04 rejected. Nothing in the other data says which one is
+meant.
 """
 
 import calendar
@@ -49,7 +52,8 @@ CONFIG = {
     "use_cache": True,
 }
 
-# What stands between the generation marks is what the assistant says: the text that carries the loss.
+# What stands between the generation marks is what the assistant says: the text that carries the
+# loss.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
@@ -98,9 +102,12 @@ def document(date: datetime.date, rng: random.Random) -> str:
     rng.shuffle(names)
     tomorrow = date + ONE_DAY
     return (
-        f"{names[0]} was a {calendar.day_name[date.weekday()]}. As an ISO date it is {date.isoformat()}. "
-        f"The day after {names[1]} was {tomorrow.isoformat()}, a {calendar.day_name[tomorrow.weekday()]}. "
-        f"{calendar.month_name[date.month]} {date.year} had {calendar.monthrange(date.year, date.month)[1]} days."
+        f"{names[0]} was a {calendar.day_name[date.weekday()]}. As an ISO date it is "
+        f"{date.isoformat()}. "
+        f"The day after {names[1]} was {tomorrow.isoformat()}, a "
+        f"{calendar.day_name[tomorrow.weekday()]}. "
+        f"{calendar.month_name[date.month]} {date.year} had "
+        f"{calendar.monthrange(date.year, date.month)[1]} days."
     )
 
 
@@ -141,7 +148,9 @@ def make_pairs() -> tuple[list[dict], list[dict]]:
 
 
 def make_tokenizer(texts: list[str]) -> Tokenizer:
-    """Returns a byte-level BPE tokenizer like Qwen's: any text can be encoded, and each digit is one token."""
+    """Returns a byte-level BPE tokenizer like Qwen's: any text can be encoded, and each digit is
+    one token.
+    """
     tokenizer = Tokenizer(models.BPE())
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,8 +1,10 @@
-"""Counts the held-out pairs of the embedded example in which a model gives the chosen answer more than the rejected one.
+"""Counts the held-out pairs of the embedded example in which a model gives the chosen answer more
+than the rejected one.
 
     python configs/tiny/preference.py MODEL_DIR BEFORE_DIR [heldout_pairs.jsonl]
 
-Both are Hugging Face exports: the model after preference training, and the one that it started from.
+Both are Hugging Face exports: the model after preference training, and the one that it started
+from.
 """
 
 import argparse
@@ -74,7 +76,8 @@ def main() -> None:
         count_preferred(folder, records) for folder in (args.model_dir, args.before_dir)
     )
     print(
-        f"preference accuracy: {100 * after / len(records):.1f} % ({after} of {len(records)} held-out pairs), "
+        f"preference accuracy: {100 * after / len(records):.1f} % ({after} of "
+        f"{len(records)} held-out pairs), "
         f"before training: {100 * before / len(records):.1f} %"
     )
 

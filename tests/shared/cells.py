@@ -1,6 +1,8 @@
-"""Products of cases and layouts: which cells `make test` runs, and one world for all cells of a layout.
+"""Products of cases and layouts: which cells `make test` runs, and one world for all cells of a
+layout.
 
-A cell is a test with the parameters `case` and `layout`. Cells that only `make test-all` runs carry the mark `full`.
+A cell is a test with the parameters `case` and `layout`. Cells that only `make test-all` runs carry
+the mark `full`.
 """
 
 import functools
@@ -16,7 +18,9 @@ def cell(case, layout, full: bool = False):
 
 
 def thinned(cases, layouts, everywhere, few) -> list:
-    """Every case in the `few` layouts, the cases `everywhere` in all of them; the rest of the product is marked full."""
+    """Every case in the `few` layouts, the cases `everywhere` in all of them; the rest of the
+    product is marked full.
+    """
     return [
         cell(case, layout, full=case not in everywhere and layout not in few)
         for case in cases
@@ -36,7 +40,9 @@ def asked_for(request, layout: str | None = None) -> list:
 
 
 def train_all(runs: dict, out: str, run=train, **keys) -> dict:
-    """{name: curve} of the runs {name: (arguments, keys)}, one after another on this rank; each is exported to out/name."""
+    """{name: curve} of the runs {name: (arguments, keys)}, one after another on this rank; each is
+    exported to out/name.
+    """
     return {
         name: run(args[0], f"{out}/{name}", *args[1:], **{"export": True, **keys, **own})
         for name, (args, own) in runs.items()
@@ -44,7 +50,8 @@ def train_all(runs: dict, out: str, run=train, **keys) -> dict:
 
 
 def shared_worlds(request, tmp_path_factory, layouts: dict, runs_of, timeout_s=120, **keys):
-    """run(layout) -> ([{case: curve} of each rank], folder of the exports): the world of a layout runs once, when it is asked for.
+    """run(layout) -> ([{case: curve} of each rank], folder of the exports): the world of a layout
+    runs once, when it is asked for.
 
     runs_of(case) -> (arguments, keys) of train_all.
     """

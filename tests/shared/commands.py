@@ -1,9 +1,14 @@
-"""The command line in tests: train.py with and without torchrun, `convert`, and the keys that a ConfigError names."""
+"""The command line in tests: train.py on ranks and as a process, `convert`, and the keys that a
+ConfigError names.
+"""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,14 +16,43 @@ from mca_lite.args_values import ConfigError
 from tests.shared import world
 
 ROOT = Path(__file__).parents[2]
-SHORT = "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 per_device_train_batch_size=2"
+SHORT = (
+    "max_steps=3 logging_steps=1 eval_strategy=no save_strategy=no global_batch_size=8 "
+    "per_device_train_batch_size=2"
+)
 
 TORCHRUN = "-m torch.distributed.run --standalone --local_addr 127.0.0.1".split()
 
 
-def run(
+def ended(main, words: list[str]) -> tuple[int, str, str]:
+    """(exit code, what was printed, what was printed as an error) of a command's main()."""
+    os.chdir(ROOT)
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(words)
+    return code, out.getvalue(), error.getvalue()
+
+
+def run_train(words: list[str]) -> tuple[int, str, str]:
+    from mca_lite import cli
+
+    return ended(cli.main, words)
+
+
+def run(words: str, tmp_path, nproc: int = 1, code: int = 0) -> SimpleNamespace:
+    """`train.py words` on `nproc` ranks of a test world, which have imported everything -> stdout,
+    stderr of all.
+    """
+    argv = [*words.split(), f"cache_dir={tmp_path / 'cache'}"]
+    codes, out, error = zip(*world.run(run_train, nproc, argv, timeout_s=240), strict=True)
+    assert codes == (code,) * nproc, "".join(out + error)
+    return SimpleNamespace(stdout="".join(out), stderr="".join(error))
+
+
+def run_process(
     words: str, tmp_path, nproc: int | None = None, code: int = 0
 ) -> subprocess.CompletedProcess:
+    """`train.py words` in a shell: seconds of imports for each process; nproc: under torchrun."""
     command = [sys.executable]
     if nproc:
         command += [*TORCHRUN, "--nproc_per_node", str(nproc)]
@@ -37,16 +71,9 @@ def keys_of(call, *args, **kwargs):
 
 
 def run_convert(*words: str) -> tuple[int, str, str]:
-    """(exit code, what was printed, what was printed as an error)"""
-    import contextlib
-    import io
-
     from mca_lite.cli_convert import main
 
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        code = main(["convert", *words])
-    return code, out.getvalue(), error.getvalue()
+    return ended(main, ["convert", *words])
 
 
 def convert(*words) -> tuple[int, str, str]:

@@ -1,4 +1,6 @@
-"""Preference training in tests: tiny pairs, a run of ours in any layout, and plain transformers and torch as the oracle."""
+"""Preference training in tests: tiny pairs, a run of ours in any layout, and plain transformers and
+torch as the oracle.
+"""
 
 import json
 import math
@@ -19,7 +21,9 @@ RATE, DECAY, CLIP, EPS, BETAS = 1e-2, 0.1, 0.5, 1e-4, (0.9, 0.95)
 
 
 class Pairs:
-    """Pairs of a shared prompt and two responses, all of unequal length, as the data side gives them."""
+    """Pairs of a shared prompt and two responses, all of unequal length, as the data side gives
+    them.
+    """
 
     def __init__(self, count: int = COUNT, seed: int = 1):
         generator = torch.Generator().manual_seed(seed)
@@ -72,8 +76,8 @@ def our_run(
 ):
     """The trainer after a run of DPOTrainer.
 
-    adapter: a folder in PEFT's format to start from. pack: tokens of a pack, 0 for none. ref: give it a second model.
-    before: what is done with the trainer first.
+    adapter: a folder in PEFT's format to start from. pack: tokens of a pack, 0 for none. ref: give
+    it a second model. before: what is done with the trainer first.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.data_packs import Packs
@@ -81,8 +85,10 @@ def our_run(
     from mca_lite.model import load_torch_model
 
     keys = dict(
-        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=STEPS, logging_steps=1, learning_rate=RATE,
-        lr_scheduler_type="constant", weight_decay=DECAY, max_grad_norm=CLIP, adam_epsilon=EPS, adam_beta1=BETAS[0],
+        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=STEPS, logging_steps=1,
+        learning_rate=RATE,
+        lr_scheduler_type="constant", weight_decay=DECAY, max_grad_norm=CLIP, adam_epsilon=EPS,
+        adam_beta1=BETAS[0],
         adam_beta2=BETAS[1], save_strategy="no", disable_tqdm=True, seed=7,
     )  # fmt: skip
     data = {
@@ -118,7 +124,7 @@ def curve_of(trainer) -> list[dict]:
     ]
 
 
-# -- the oracle ---------------------------------------------------------------------------------------------------------
+# -- the oracle ------------------------------------------------------------------------------------
 
 
 def logp_and_length(model, side: dict) -> tuple[torch.Tensor, int]:
@@ -176,7 +182,8 @@ def references_of(model, pairs) -> list:
 
 
 def oracle_curve(model, objective: dict, steps: int = STEPS, packs=None) -> list[dict]:
-    """What our_run should give: one pair after another through transformers, torch's AdamW, the trainer's permutation.
+    """What our_run should give: one pair after another through transformers, torch's AdamW, the
+    trainer's permutation.
 
     packs: the numbers of the pairs of each pack, which is a sample then (None: each pair is one).
     """
@@ -224,9 +231,11 @@ def make_oracles(path: str, folder: str) -> dict:
 
 
 def differences(got: list[dict], wanted: list[dict], tolerance: float = 1e-5) -> list[str]:
-    """What differs between two curves by more than the tolerance, relative where numbers are above 1.
+    """What differs between two curves by more than the tolerance, relative where numbers are above
+    1.
 
-    Where policy and reference are still one model, rounding decides which of two equal rewards is larger.
+    Where policy and reference are still one model, rounding decides which of two equal rewards is
+    larger.
     """
     if len(got) != len(wanted):
         return [f"{len(got)} steps instead of {len(wanted)}"]

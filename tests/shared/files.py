@@ -1,4 +1,6 @@
-"""Files of models in tests: what they hold, how they are changed, and when two of them are alike."""
+"""Files of models in tests: what they hold, how they are changed, and when two of them
+are alike.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,6 @@
-"""The parallel layouts that tests train in: keys to be joined, and named layouts as (ranks, keys)."""
+"""The parallel layouts that tests train in: keys to be joined, and named layouts as
+(ranks, keys).
+"""
 
 TP2 = dict(tensor_model_parallel_size=2)
 SP = dict(sequence_parallel=True)
@@ -21,7 +23,8 @@ OVERLAP = dict(
 FULL = dict(recompute_granularity="full")
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
 
-# balancing of experts, and how they are computed and reached: a run on plain torch does not know of the last
+# balancing of experts, and how they are computed and reached: a run on plain torch does not know of
+# the last
 AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01)
 BIAS = dict(moe_router_bias_update_rate=0.01)
 LOOP = dict(moe_grouped_gemm=False, moe_token_dispatcher_type="allgather")

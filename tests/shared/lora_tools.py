@@ -1,4 +1,6 @@
-"""Adapters in tests: a peft-wrapped Hugging Face model in plain torch as the oracle, and ours on top of the same start."""
+"""Adapters in tests: a peft-wrapped Hugging Face model in plain torch as the oracle, and ours on
+top of the same start.
+"""
 
 import functools
 from pathlib import Path
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.shared import tiny
-from tests.shared.training import train
+from tests.shared.training import COUNT, GLOBAL_BATCH, train
 
 RANK, ALPHA = 4, 8
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
@@ -19,7 +21,8 @@ KEYS = dict(
 
 
 def peft_model(path: str, targets=TARGETS, seed: int = 3, **config):
-    """The model of a folder, wrapped by peft; no matrix of the adapters is zero: a start of B = 0 would hide errors in A.
+    """The model of a folder, wrapped by peft; no matrix of the adapters is zero: a start of B = 0
+    would hide errors in A.
 
     They are small enough for peft's own curve in float32 to be within 2e-7 of that in float64.
     """
@@ -58,14 +61,16 @@ def whole_logits_trainer():
 
 
 def train_with_peft(path: str, folder: str, changes: dict | None = None, **config) -> list:
-    """The curve of a peft-wrapped model on plain torch; folder/start and folder/end are its adapters, as peft saves them."""
+    """The curve of a peft-wrapped model on plain torch; folder/start and folder/end are its
+    adapters, as peft saves them.
+    """
     from mca_lite.args import TrainingArguments
 
     wrapped = peft_model(path, **config)
     wrapped.save_pretrained(f"{folder}/start")
     keys = {**run_keys(f"{folder}/run"), **(changes or {})}
     trainer = whole_logits_trainer()(
-        wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples()
+        wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples(COUNT)
     )
     trainer.train()
     wrapped.save_pretrained(f"{folder}/end")
@@ -75,8 +80,10 @@ def train_with_peft(path: str, folder: str, changes: dict | None = None, **confi
 def run_keys(output_dir: str) -> dict:
     """The keys of tests.shared.training.train, where they differ from their defaults."""
     return dict(
-        output_dir=output_dir, global_batch_size=8, max_steps=5, logging_steps=1, learning_rate=1e-2,
-        lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1e-3}, warmup_steps=1, weight_decay=0.1,
+        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=5, logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1e-3}, warmup_steps=1,
+        weight_decay=0.1,
         max_grad_norm=0.5, adam_beta2=0.95, save_strategy="no", disable_tqdm=True, **KEYS,
     )  # fmt: skip
 
@@ -88,7 +95,9 @@ def load(folder: str, model):
 
 
 def train_from_adapter(path: str, output_dir: str, adapter: str, **changes) -> list:
-    """tests.shared.training.train from an adapter in PEFT's format; the trained one is in output_dir."""
+    """tests.shared.training.train from an adapter in PEFT's format; the trained one is in
+    output_dir.
+    """
     keys = {**KEYS, "export": True, "steps": 5, **changes}
     return train(path, output_dir, adapt=functools.partial(load, adapter), **keys)
 
@@ -127,7 +136,9 @@ def logits(model) -> torch.Tensor:
 
 
 def save_start(path: str, folder: str, targets: tuple) -> None:
-    """An adapter of ours whose matrices are all not zero: a start of B = 0 would hide errors in A."""
+    """An adapter of ours whose matrices are all not zero: a start of B = 0 would hide errors
+    in A.
+    """
     from mca_lite import lora, lora_files
     from mca_lite.lora_layers import LoraSpec
     from mca_lite.model import load_torch_model

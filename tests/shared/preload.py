@@ -10,12 +10,17 @@ import megatron.core.dist_checkpointing  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
+import peft  # noqa: E402, F401
+import pytest  # noqa: E402, F401  # the module of a test imports it, and each rank imports that module
 import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
 
 import mca_lite.cli  # noqa: E402
-import mca_lite.trainer  # noqa: E402, F401
+import mca_lite.run  # noqa: E402
+import mca_lite.trainer_dpo  # noqa: E402, F401
 
-for name in "llama mistral qwen2 qwen3 deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 granite olmo2 phi3 seed_oss".split():
+FAMILIES = """deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 glm4_moe granite llama mistral mixtral
+olmo2 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss"""
+for name in FAMILIES.split():
     __import__(f"transformers.models.{name}.modeling_{name}")
 transformers.utils.logging.disable_progress_bar()

@@ -5,8 +5,10 @@ import torch
 VOCAB = 61  # odd: tensor parallelism has to pad it
 
 FAMILY_KEYS = {
-    "llama": dict(rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
-                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+    "llama": dict(rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0,
+                                   "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 32}),
     "mistral": dict(head_dim=12, sliding_window=None),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(head_dim=8, tie_word_embeddings=True),
@@ -31,23 +33,31 @@ YARN = dict(
     mscale_all_dim=1.0,
     original_max_position_embeddings=32,
 )
-# Families whose layouts are all run in one world each (test_model_families.py), some of them twice. `model_type` where
+# Families whose layouts are all run in one world each (test_model_families.py), some of them twice.
+# `model_type` where
 # it is not the name.
 MORE_KEYS = {
     "mistral_window": dict(model_type="mistral", head_dim=12, sliding_window=6),
-    "qwen3_window": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    "gemma2": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12, final_logit_softcapping=2.0,
+    "qwen3_window": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5,
+                         max_window_layers=1),
+    "gemma2": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12,
+                   final_logit_softcapping=2.0,
                    attn_logit_softcapping=3.0, tie_word_embeddings=True),
-    "gemma3_text": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12, tie_word_embeddings=True,
+    "gemma3_text": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12,
+                        tie_word_embeddings=True,
                         layer_types=["sliding_attention", "full_attention"],
-                        rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-                                         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}),
+                        rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0,
+                                                            "rope_theta": 1e4},
+                                         "sliding_attention": {"rope_type": "default",
+                                             "rope_theta": 100.0}}),
     "deepseek_v2": dict(LATENT, q_lora_rank=None),
     "deepseek_v3": dict(LATENT, rms_norm_eps=1e-3),
-    "deepseek_v3_yarn": dict(LATENT, model_type="deepseek_v3", q_lora_rank=None, rope_interleave=False, rope_parameters=YARN),
+    "deepseek_v3_yarn": dict(LATENT, model_type="deepseek_v3", q_lora_rank=None,
+                             rope_interleave=False, rope_parameters=YARN),
     "glm4": dict(head_dim=8),
     "glm4_no_bias": dict(model_type="glm4", head_dim=8, attention_bias=False),
-    "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.5),
+    "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
+                    logits_scaling=2.5),
     "olmo2": dict(),
     "phi3": dict(sliding_window=7, rope_parameters={"rope_type": "default", "rope_theta": 100.0,
                                                     "partial_rotary_factor": 0.5}),
@@ -70,8 +80,9 @@ SIZES = dict(
 
 
 def hf_config(family: str, **changes):
-    """A transformers config of 4 layers (2 of MORE_KEYS), 4 heads in 2 query groups, hidden 32, with what is special about the
-    family."""
+    """A transformers config of 4 layers (2 of MORE_KEYS), 4 heads in 2 query groups, hidden 32,
+    with what is special about the family.
+    """
     from transformers import AutoConfig
 
     layers = 4 if family in FAMILY_KEYS else 2

@@ -9,24 +9,37 @@ SHARED = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 MODELS = {
     "qwen3_moe": ("qwen3_moe", dict(SHARED, num_experts=EXPERTS, norm_topk_prob=True, head_dim=8)),
     "qwen3_moe_dense_layers": ("qwen3_moe", dict(
-        SHARED, num_experts=EXPERTS, norm_topk_prob=False, head_dim=8, mlp_only_layers=[0], tie_word_embeddings=True)),
-    "qwen3_moe_sparse_step": ("qwen3_moe", dict(SHARED, num_experts=EXPERTS, norm_topk_prob=False, decoder_sparse_step=2)),
-    "mixtral": ("mixtral", dict(num_local_experts=EXPERTS, num_experts_per_tok=2, intermediate_size=16, sliding_window=None)),
-    "qwen2_moe": ("qwen2_moe", dict(SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24, norm_topk_prob=False)),
+        SHARED, num_experts=EXPERTS, norm_topk_prob=False, head_dim=8, mlp_only_layers=[0],
+        tie_word_embeddings=True)),
+    "qwen3_moe_sparse_step": ("qwen3_moe", dict(SHARED, num_experts=EXPERTS, norm_topk_prob=False,
+                                                decoder_sparse_step=2)),
+    "mixtral": ("mixtral", dict(num_local_experts=EXPERTS, num_experts_per_tok=2,
+                                intermediate_size=16, sliding_window=None)),
+    "qwen2_moe": ("qwen2_moe", dict(SHARED, num_experts=EXPERTS,
+                                    shared_expert_intermediate_size=24, norm_topk_prob=False)),
     "olmoe": ("olmoe", dict(num_experts=EXPERTS, num_experts_per_tok=2, intermediate_size=16)),
     "glm4_moe": ("glm4_moe", dict(
-        SHARED, head_dim=8, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2, num_experts_per_tok=3,
-        routed_scaling_factor=1.7, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True, norm_topk_prob=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}, num_mtp_layers=0)),
+        SHARED, head_dim=8, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.7, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
+        norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0,
+                         "partial_rotary_factor": 0.5}, num_mtp_layers=0)),
     "glm4_moe_plain": ("glm4_moe", dict(
-        SHARED, head_dim=8, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0,
-        first_k_dense_replace=2, use_qk_norm=False, attention_bias=False, norm_topk_prob=False, num_mtp_layers=0)),
+        SHARED, head_dim=8, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
+        routed_scaling_factor=1.0,
+        first_k_dense_replace=2, use_qk_norm=False, attention_bias=False, norm_topk_prob=False,
+        num_mtp_layers=0)),
     "deepseek_v3": ("deepseek_v3", dict(
-        tiny.LATENT, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
-        num_experts_per_tok=3, first_k_dense_replace=1, rope_parameters=tiny.YARN, num_nextn_predict_layers=0)),
+        tiny.LATENT, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=2, n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3, first_k_dense_replace=1, rope_parameters=tiny.YARN,
+        num_nextn_predict_layers=0)),
     "deepseek_v2": ("deepseek_v2", dict(
-        tiny.LATENT, q_lora_rank=None, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1, n_group=4,
-        topk_group=2, num_experts_per_tok=3, first_k_dense_replace=0, topk_method="group_limited_greedy",
+        tiny.LATENT, q_lora_rank=None, moe_intermediate_size=16, n_routed_experts=8,
+        n_shared_experts=1, n_group=4,
+        topk_group=2, num_experts_per_tok=3, first_k_dense_replace=0,
+        topk_method="group_limited_greedy",
         routed_scaling_factor=2.0)),
 }  # fmt: skip
 
@@ -49,7 +62,9 @@ def save_model(
     skew=False,
     **changes,
 ) -> str:
-    """As tiny.save_model. skew: no token goes to the last half of the experts (where a bias chooses), or to few of them."""
+    """As tiny.save_model. skew: no token goes to the last half of the experts (where a bias
+    chooses), or to few of them.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)

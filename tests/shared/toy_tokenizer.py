@@ -7,12 +7,15 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# thinking is written for the last turn alone, as an empty block where there is none; tool calls as JSON
+# thinking is written for the last turn alone, as an empty block where there is none; tool calls as
+# JSON
 QWEN3 = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor "
+    "%}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% set text = m['content'] %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' %}{% set answer = text.split('</think>')[-1].lstrip('\n') %}"
-    "{% if loop.last %}<think>\n{{ text.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in text }}"
+    "{% if loop.last %}<think>\n{{ "
+    "text.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in text }}"
     "\n</think>\n\n{% endif %}{{ answer }}"
     "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
     "{% else %}{{ text }}{% endif %}<|im_end|>\n{% endfor %}"

@@ -8,6 +8,7 @@ nothing of either survives into the next test. Functions go by module and name, 
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import shutil
@@ -34,6 +35,12 @@ def _server():
             _context = multiprocessing.get_context("forkserver")
             _context.set_forkserver_preload(["tests.shared.preload"])
     return _context
+
+
+def start_server() -> None:
+    """Start the fork server, if worlds fork: it imports while its host goes on."""
+    if _server().get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
 
 
 def _rank(function, args, kwargs, rank, ranks, store, answers):
@@ -75,9 +82,7 @@ def _started(function, ranks: int, args, kwargs):
     answers = context.Queue()
     processes = [
         context.Process(
-            target=_rank,
-            args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers),
-            daemon=True,
+            target=_rank, args=(function, args, kwargs, rank, ranks, f"{folder}/store", answers)
         )
         for rank in range(ranks)
     ]

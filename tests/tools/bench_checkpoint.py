@@ -1,10 +1,12 @@
-"""Speed of saving and loading a checkpoint against a plain write of the same bytes, and the memory that it takes.
+"""Speed of saving and loading a checkpoint against a plain write of the same bytes, and the memory
+that it takes.
 
     python -m tests.tools.bench_checkpoint [--hidden 1024] [--ranks 2]
 
-Ranks on this machine. A plain write is each rank's share of the same bytes, in blocks of 4 MiB, flushed; the median of
-five, each, measured in turn. Every data parallel rank reads all it needs: megatron's fully parallel load, in which each
-reads a share and sends it to the others, took 1.5 to 2 times as long over gloo with the file in the page cache.
+Ranks on this machine. A plain write is each rank's share of the same bytes, in blocks of 4 MiB,
+flushed; the median of five, each, measured in turn. Every data parallel rank reads all it needs:
+megatron's fully parallel load, in which each reads a share and sends it to the others, took 1.5 to
+2 times as long over gloo with the file in the page cache.
 """
 
 import argparse
@@ -137,23 +139,29 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     options, _ = parser.parse_known_args()
     print(
-        f"checkpoints of 4 layers, hidden {options.hidden}, float32 with Adam's state, on {options.ranks} ranks"
+        f"checkpoints of 4 layers, hidden {options.hidden}, float32 with Adam's state, "
+        f"on {options.ranks} ranks"
     )
     print(
-        f"{'layout':28} {'MB':>6} {'save GB/s':>9} {'of plain':>8} {'load GB/s':>9} {'of plain':>8}  blocked s  memory MB"
+        f"{'layout':28} {'MB':>6} {'save GB/s':>9} {'of plain':>8} {'load GB/s':>9} "
+        f"{'of plain':>8}  blocked s  memory MB"
     )
     print(
-        "of plain: against a plain write; loading includes the check of all sums; blocked: how long training stands still"
+        "of plain: against a plain write; loading includes the check of all sums; "
+        "blocked: how long training stands still"
     )
     for name, m in checkpoint_speed(options.hidden, options.ranks).items():
         speed = {key: m["bytes"] / 1e9 / m[key] for key in ("save", "load", "plain write")}
         print(
-            f"{name:28} {m['bytes'] / 1e6:6.0f} {speed['save']:9.2f} {speed['save'] / speed['plain write']:8.2f} "
-            f"{speed['load']:9.2f} {speed['load'] / speed['plain write']:8.2f}  {m['blocked']:9.2f}  "
+            f"{name:28} {m['bytes'] / 1e6:6.0f} {speed['save']:9.2f} "
+            f"{speed['save'] / speed['plain write']:8.2f} "
+            f"{speed['load']:9.2f} {speed['load'] / speed['plain write']:8.2f}  "
+            f"{m['blocked']:9.2f}  "
             f"save {m['save memory'] / 1e6:.0f}, load {m['load memory'] / 1e6:.0f}"
         )
     print(
-        "memory: host memory above what training holds, on rank 0; its share of the checkpoint is half of the bytes"
+        "memory: host memory above what training holds, on rank 0; its share of the "
+        "checkpoint is half of the bytes"
     )
 
 

@@ -1,4 +1,6 @@
-"""Gradient and optimizer memory of full fine-tuning against LoRA, counted on the tensors themselves."""
+"""Gradient and optimizer memory of full fine-tuning against LoRA, counted on the tensors
+themselves.
+"""
 
 import contextlib
 import io
@@ -14,7 +16,9 @@ MIB = 2**20
 
 
 def held(path: str, output_dir: str, rank: int | None, **changes) -> dict[str, float]:
-    """MiB on this rank after two steps in bf16: weights, gradient buffers, optimizer state with master weights."""
+    """MiB on this rank after two steps in bf16: weights, gradient buffers, optimizer state with
+    master weights.
+    """
     from mca_lite import lora
     from mca_lite.args import TrainingArguments
     from mca_lite.model import AutoModel
@@ -59,10 +63,12 @@ def main() -> None:
         with contextlib.redirect_stderr(io.StringIO()):
             path = tiny.save_model(f"{folder}/model", "llama", **SIZES)
         print(
-            f"memory of a rank in bf16, MiB: llama of {SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}"
+            f"memory of a rank in bf16, MiB: llama of {SIZES['num_hidden_layers']} "
+            f"layers, hidden {SIZES['hidden_size']}"
         )
         print(
-            f"{'layout':<14} {'':<10} {'trained':>12} {'weights':>9} {'gradients':>10} {'optimizer':>10}"
+            f"{'layout':<14} {'':<10} {'trained':>12} {'weights':>9} {'gradients':>10} "
+            f"{'optimizer':>10}"
         )
         layouts = {"one rank": (1, {}), "dp2 dist opt": (2, dict(use_distributed_optimizer=True))}
         for name, (ranks, keys) in layouts.items():

@@ -1,4 +1,6 @@
-"""Experts side by side in one grouped matrix product against one after another, and whole training steps of a mixture."""
+"""Experts side by side in one grouped matrix product against one after another, and whole training
+steps of a mixture.
+"""
 
 import contextlib
 import io
@@ -14,7 +16,9 @@ HIDDEN, COLUMNS = 512, 256
 
 
 def experts_run(num_experts: int, tokens: int, topk: int, repeats: int = 5) -> dict[str, float]:
-    """Seconds of forward and backward of a layer's experts, for each way; the tokens are spread unevenly."""
+    """Seconds of forward and backward of a layer's experts, for each way; the tokens are spread
+    unevenly.
+    """
     from mca_lite import parallel
     from mca_lite.args import TrainingArguments
     from mca_lite.model_config import from_hf_config
@@ -72,6 +76,7 @@ def step_run(path: str, folder: str, backend: str, grouped: bool, **keys) -> flo
             backend=backend,
             steps=4,
             count=40,
+            global_batch_size=8,
             per_device_train_batch_size=4,
             **own,
             **keys,
@@ -89,7 +94,8 @@ def main() -> None:
         times = world.run(experts_run, 1, num_experts, tokens, topk, timeout_s=300)[0]
         what = f"{num_experts} experts, {topk} of them for {tokens:,} tokens"
         print(
-            f"  {what:44} {times['loop']:8.3f} {times['grouped']:8.3f} {times['loop'] / times['grouped']:6.2f}"
+            f"  {what:44} {times['loop']:8.3f} {times['grouped']:8.3f} "
+            f"{times['loop'] / times['grouped']:6.2f}"
         )
     print("a step of 8 rows, 4 layers of 32 experts, hidden 128; seconds")
     sizes = dict(

@@ -1,7 +1,9 @@
-"""`make families`: measures every family against transformers and writes the table in tests/README.md.
+"""`make families`: measures every family against transformers and writes the table in
+tests/README.md.
 
-Each family's tiny models (tiny.py, tiny_moe.py) are trained for three steps in each layout and compared with the torch backend
-on one rank, read and written, and asked for logits. A number in the table is the worst of all its models and layouts.
+Each family's tiny models (tiny.py, tiny_moe.py) are trained for three steps in each layout and
+compared with the torch backend on one rank, read and written, and asked for logits. A number in the
+table is the worst of all its models and layouts.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ NOT_BUILT = {
     "cohere, cohere2": "attention and MLP side by side on one LayerNorm",
     "deepseek_v32": "sparse attention with an indexer",
     "falcon_h1, jamba, bamba, nemotron_h, zamba2": "state-space layers",
-    "gemma3, llama4, qwen2_vl, qwen3_vl and others with images": "text models only (gemma3_text is there)",
+    "gemma3, llama4, qwen2_vl, qwen3_vl and others with "
+    "images": "text models only (gemma3_text is there)",
     "gemma3n": "embeddings of their own in each layer, layers that share keys and values",
     "gpt2, gpt_neox, starcoder2, phi": "LayerNorm, biases and an MLP without a gate",
     "gpt_oss": "attention sinks, biased experts with a clamped activation, MXFP4 weights",
@@ -63,7 +66,9 @@ def save_models(folder: Path) -> dict[str, dict[str, str]]:
 
 
 class Worst(dict):
-    """The largest difference of each kind of a family, and the number of layouts that were compared."""
+    """The largest difference of each kind of a family, and the number of layouts that were
+    compared.
+    """
 
     def __init__(self):
         super().__init__(logits=0.0, loss=0.0, norm=0.0, weights=0.0, bytes=True, layouts=set())
@@ -120,7 +125,8 @@ def difference_of_logits(path: str, ours: list) -> float:
 
 def table(worst: dict[str, Worst]) -> str:
     lines = [
-        f"Layouts: {'; '.join(LAYOUTS)}; of models with experts {'; '.join(EXPERT_LAYOUTS)} as well.",
+        f"Layouts: {'; '.join(LAYOUTS)}; of models with experts "
+        f"{'; '.join(EXPERT_LAYOUTS)} as well.",
         "",
         "| family | logits | loss | grad norm | weights | read and written | layouts |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,5 @@
-"""`make test`: the suite as two processes, each with half of the files, since most worlds of ranks leave a core idle.
+"""`make test`: the suite as two processes, each with half of the files, since most worlds of ranks
+leave a core idle.
 
 python -m tests.tools.suite [words for pytest]
 """
@@ -11,11 +12,13 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 PROCESSES = 2
-# CPU seconds of the slow files, roughly: only the balance hangs on them; a file that is not named counts SHORT
+# CPU seconds of the slow files, roughly: only the balance hangs on them; a file that is not named
+# counts SHORT
 SECONDS = dict(
-    lora=100, packed_layouts=80, model_families=80, cli=70, moe=65, dpo=55, ckpt=50, lora_files=50, keys=50,
-    parity=45, ckpt_safety=40, model_mtp=40, trainer=40, moe_lora=35, dpo_reference=35, dpo_cli=30, moe_weights=28,
-    weights_vocabulary=25, chaos=20, lora_cli=20, weights=20, ckpt_layouts=15, dpo_moe=15, moe_ckpt=13, cli_convert=12,
+    moe=74, lora=74, model_families=70, lora_files=68, moe_lora=57, ckpt_safety=57,
+    packed_layouts=55, dpo=55, ckpt=53, dpo_reference=43, moe_weights=39, model_mtp=37,
+    trainer=35, chaos=34, cli=28, weights_vocabulary=26, weights=24, parity=23, keys=23,
+    moe_ckpt=15, lora_errors=13, imports=13,
 )  # fmt: skip
 SHORT = 5
 
@@ -33,7 +36,9 @@ def parts(files: list[Path], count: int = PROCESSES) -> list[list[Path]]:
 
 
 def main(words: list[str]) -> int:
-    """Run all parts at once; the first shows its progress, the others follow as a whole -> 0, or the first exit code."""
+    """Run all parts at once; the first shows its progress, the others follow as a whole -> 0, or
+    the first exit code.
+    """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     running = []
     for number, files in enumerate(parts(sorted(TESTS.glob("test_*.py")))):
