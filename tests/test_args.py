@@ -53,7 +53,10 @@ def training(**values):
 
 
 def test_importing_the_arguments_loads_no_heavy_library():
-    code = "import sys, mca_lite.args; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, mca_lite.args; print([m for m in ('torch', 'megatron', 'transformers') "
+        "if m in sys.modules])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -63,8 +66,10 @@ def test_importing_the_arguments_loads_no_heavy_library():
 def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "learning_rate: 1e-5\nmax_steps: 10.0\nbf16: 'true'\neval_strategy: no\nrun_name: 2024-01-31\ndataset: a, b\n"
-        "lr_scheduler_kwargs: {min_lr: 1e-6}\nlr_scheduler_type: cosine_with_min_lr\nsave_total_limit: null\n"
+        "learning_rate: 1e-5\nmax_steps: 10.0\nbf16: 'true'\neval_strategy: "
+        "no\nrun_name: 2024-01-31\ndataset: a, b\n"
+        "lr_scheduler_kwargs: {min_lr: 1e-6}\nlr_scheduler_type: "
+        "cosine_with_min_lr\nsave_total_limit: null\n"
         "mix_weights: 1, 3\n"
     )
     run = parse_args([str(path), base[0], base[2]])
@@ -82,7 +87,8 @@ def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
 def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, base):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "max_steps: 1\nlogging_steps: 1\nsave_steps: 1\nseed: 1\nsave_total_limit: 1\nevaluation_strategy: epoch\n"
+        "max_steps: 1\nlogging_steps: 1\nsave_steps: 1\nseed: 1\nsave_total_limit: "
+        "1\nevaluation_strategy: epoch\n"
     )
     words = [
         "max_steps=2",
@@ -112,7 +118,8 @@ def test_text_on_the_command_line_stays_text_for_a_text_field(base):
 def test_json_files_and_json_values_are_read(tmp_path, base):
     path = tmp_path / "run.json"
     path.write_text(
-        '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": "{\\"min_lr_rate\\": 0.1}"\n}'
+        '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": '
+        '"{\\"min_lr_rate\\": 0.1}"\n}'
     )
     args = parse_args([str(path), *base, 'additional_configs={"layernorm_epsilon": 1e-6}']).training
     assert args.max_steps == 3

@@ -1,4 +1,6 @@
-"""The fallback on models outside the families' table: the same loss as the model's own logits give, or a refusal."""
+"""The fallback on models outside the families' table: the same loss as the model's own logits give,
+or a refusal.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from tests.shared import tiny, world
 from tests.shared.training import train
 
 SIZES = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
     pad_token_id=None, bos_token_id=None, eos_token_id=0,
 )  # fmt: skip
 OTHERS = {

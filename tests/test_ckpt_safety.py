@@ -1,4 +1,6 @@
-"""Whatever is damaged, full, refused or interrupted: an error that names it on every rank, and nothing good is lost."""
+"""Whatever is damaged, full, refused or interrupted: an error that names it on every rank, and
+nothing good is lost.
+"""
 
 import contextlib
 import io
@@ -30,7 +32,9 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_of_four(model_path, tmp_path_factory):
-    """(output directory with checkpoint-2 and checkpoint-4, curve of the run on two ranks, to step 5)"""
+    """(output directory with checkpoint-2 and checkpoint-4, curve of the run on two ranks, to step
+    5)
+    """
     folder = tmp_path_factory.mktemp("four")
     whole = world.run(train, 2, model_path, str(folder), steps=5, **SAVE, **DIST_OPT)[0]
     shutil.rmtree(folder / "checkpoint-5")
@@ -113,7 +117,9 @@ def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
 
 
 def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
-    """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is there."""
+    """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is
+    there.
+    """
     from mca_lite.trainer_callbacks import TrainerCallback
     from tests.shared import training
 
@@ -160,7 +166,9 @@ def test_a_full_disk_stops_all_ranks_and_leaves_what_was_there(
 
 
 def blocked(path: str, out: str) -> str:
-    """The error of a run in which something else takes the name that checkpoint-2 is written under."""
+    """The error of a run in which something else takes the name that checkpoint-2 is
+    written under.
+    """
     from mca_lite.trainer_callbacks import TrainerCallback
     from tests.shared import training
 
@@ -181,7 +189,9 @@ def test_a_folder_that_cannot_be_made_stops_all_ranks(model_path, tmp_path):
 
 
 def unwritable(path: str, out: str) -> str:
-    """The error of a run that may no longer write into its folder when checkpoint-4 is due: a root becomes nobody first."""
+    """The error of a run that may no longer write into its folder when checkpoint-4 is due: a root
+    becomes nobody first.
+    """
     from mca_lite.trainer_callbacks import TrainerCallback
     from tests.shared import training
 
@@ -276,8 +286,9 @@ def test_a_checkpoint_written_in_the_background_holds_its_own_step(
 
 
 def named_late(path: str, out: str) -> list:
-    """[(step of a checkpoint, step after which it has its name)], where rank 1 has written checkpoint-2 in step 3, and
-    checkpoint-4 only when the next one is due."""
+    """[(step of a checkpoint, step after which it has its name)], where rank 1 has written
+    checkpoint-2 in step 3, and checkpoint-4 only when the next one is due.
+    """
     import threading
 
     from mca_lite.ckpt_megatron import MegatronSnapshot
@@ -459,7 +470,9 @@ def test_a_manifest_of_format_1_has_no_checksum_and_is_read(tmp_path):
 
 
 def litter(output_dir: Path, elsewhere: Path) -> Path:
-    """Links, files and odd names beside the real checkpoint-4 -> the folder that the links lead to."""
+    """Links, files and odd names beside the real checkpoint-4 -> the folder that the links
+    lead to.
+    """
     target = small_checkpoint(elsewhere / "checkpoint-2")
     small_checkpoint(output_dir / "checkpoint-4")
     for name in (
@@ -567,7 +580,9 @@ def test_what_stands_beside_the_tensors_of_a_checkpoint_is_checked(tmp_path, con
 
 
 def sign_again(folder: Path) -> None:
-    """Give a checkpoint the manifest of what it holds now, as an attacker or a careless tool does."""
+    """Give a checkpoint the manifest of what it holds now, as an attacker or a careless
+    tool does.
+    """
     record = ckpt_folder.read_manifest(folder)
     facts = {key: record[key] for key in ("backend", "step", "with_optimizer", "model")}
     files = {name: ckpt_folder.measure(folder / name) for name in record["files"]}

@@ -1,4 +1,6 @@
-"""How a command ends that went wrong: 'error:' and exit code 2, or a traceback that is kept in a file."""
+"""How a command ends that went wrong: 'error:' and exit code 2, or a traceback that is kept in a
+file.
+"""
 
 import contextlib
 import errno

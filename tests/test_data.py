@@ -1,4 +1,6 @@
-"""The token cache, datasets, mixing, collating, the order of micro-batches. Tokens are bytes, counted by hand."""
+"""The token cache, datasets, mixing, collating, the order of micro-batches. Tokens are bytes,
+counted by hand.
+"""
 
 import copy
 import errno
@@ -78,7 +80,8 @@ def texts(tokenizer, dataset) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
-# ------------------------------------------------------------------------------------------------------------- sft, pt
+# --------------------------------------------------------------------------------------------------
+# ----------- sft, pt
 
 
 def test_sft_samples_are_shifted_and_only_the_answer_has_labels(tokenizer, tmp_path):
@@ -101,8 +104,8 @@ def test_samples_too_long_or_without_labels_are_counted_with_the_first_place(tok
     bundle = load(tokenizer, "sft", file, cutoff_len=QUESTION + 3)
     assert texts(tokenizer, bundle.train) == ["bc<|im_end|>", "bcde", "bbbb"]
     assert (
-        f"  warning: 2 samples were longer than cutoff_len {QUESTION + 3} and cut, the first at {file}:2"
-        in bundle.report
+        f"  warning: 2 samples were longer than cutoff_len {QUESTION + 3} and cut, the "
+        f"first at {file}:2" in bundle.report
     )
     with pytest.raises(
         ValueError,
@@ -221,7 +224,8 @@ def test_a_shown_sample_marks_what_is_trained(tokenizer):
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- cache
+# --------------------------------------------------------------------------------------------------
+# ------------- cache
 
 
 def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
@@ -436,7 +440,8 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set
         build_once(tmp_path / "x", lambda *_: open(tmp_path.parent / "missing"), "building")
 
 
-# ----------------------------------------------------------------------------------------------------------- integrity
+# --------------------------------------------------------------------------------------------------
+# --------- integrity
 
 
 def contents(dataset) -> list:
@@ -499,7 +504,8 @@ def test_checksums_are_compared_once_in_a_process(tokenizer, tmp_path, monkeypat
     assert sorted(read) == ["ids.bin", "learned.bin", "mask.bin", "spans.bin"]
 
 
-# ------------------------------------------------------------------------------------------------------- micro-batches
+# --------------------------------------------------------------------------------------------------
+# ----- micro-batches
 
 
 def test_the_collator_pads_on_the_right():
@@ -609,7 +615,8 @@ def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():
     costs = np.array([9.0, 1, 8, 2, 7, 3, 6, 4])
     plans = [BatchPlan(8, 1, 4, rank, 2, seed=0, shuffle=False, costs=costs) for rank in range(2)]
     taken = [[batch[0] for batch in plan.step(0, 0)] for plan in plans]
-    # by falling cost 0 2 | 4 6 | 7 5 | 3 1, and the dearer one to the other rank in every second micro-batch
+    # by falling cost 0 2 | 4 6 | 7 5 | 3 1, and the dearer one to the other rank in every second
+    # micro-batch
     assert taken == [[0, 6, 7, 1], [2, 4, 5, 3]]
     assert [sum(costs[taken[r]]) for r in range(2)] == [20, 20]
 

@@ -1,4 +1,6 @@
-"""Preference pairs: formats, masks, cutting, what is left out, the cache. A token is a byte; numbers are counted by hand."""
+"""Preference pairs: formats, masks, cutting, what is left out, the cache. A token is a byte;
+numbers are counted by hand.
+"""
 
 import json
 
@@ -45,7 +47,9 @@ def load(tmp_path, *dataset, template=CHATML, stage="dpo", **options):
 
 
 def shown(dataset, template=CHATML) -> list[tuple]:
-    """(prompt, chosen, rejected) of each pair: what is decoded before the first label, and what has labels."""
+    """(prompt, chosen, rejected) of each pair: what is decoded before the first label, and what has
+    labels.
+    """
     tokenizer, pairs = byte_tokenizer(template), []
     for sample in dataset:
         prompts, answers = [], []
@@ -176,8 +180,8 @@ def test_system_tools_and_thinking_are_those_of_the_template(tmp_path):
     )
     assert '"name": "add"' in prompt
     assert (
-        chosen
-        == '<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'
+        chosen == '<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": '
+        "{}}</tool_call><|im_end|>"
     )
     assert rejected == "<think>\n\n</think>\n\nbad<|im_end|>"
     with_system = load(
@@ -198,7 +202,8 @@ def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(t
     bundle = load(tmp_path, file, cutoff_len=limit - 1)
     pairs = shown(bundle.train)
     assert pairs[0] == (CHAT, "good<|im_end|>", "b<|im_end|>")
-    # 29 tokens of the prompt are too many, counted from the longer side, and both sides lose the same ones
+    # 29 tokens of the prompt are too many, counted from the longer side, and both sides lose the
+    # same ones
     kept = CHAT.replace("a<|im_end|>", long + "<|im_end|>")[
         len("<|im_start|>user\n") + 29 - len("SuserN") :
     ]
@@ -215,9 +220,11 @@ def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(t
     ]
     warnings = [line.strip() for line in bundle.report if "warning" in line]
     assert warnings == [
-        f"warning: 2 pairs were longer than cutoff_len {limit - 1}: the beginning of their prompt was cut, the first at "
+        f"warning: 2 pairs were longer than cutoff_len {limit - 1}: the beginning of "
+        "their prompt was cut, the first at "
         f"{file}:2",
-        f"warning: 1 of them had an answer too long without its prompt: its end was cut, the first at {file}:3",
+        "warning: 1 of them had an answer too long without its prompt: its end was cut, "
+        f"the first at {file}:3",
     ]
 
 
@@ -255,7 +262,8 @@ def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "ppppp", "chosen": "\n\nx", "rejected": "ab"})
     options = dict(dataset=[file], cache_dir=str(tmp_path / "cache"))
     short = load_datasets(DataArguments(**options, cutoff_len=3), "dpo", tokenizer).train[0]
-    # the last token that both prompts have is the t of assistant: it stays, and nothing of an answer goes before it
+    # the last token that both prompts have is the t of assistant: it stays, and nothing of an
+    # answer goes before it
     assert [tokenizer.decode(side["input_ids"]) for side in short] == ["t\n\n\n", "t\nab"]
     options = DataArguments(**options, cutoff_len=PROMPT + 5)
     sides = load_datasets(options, "dpo", tokenizer).train[0]

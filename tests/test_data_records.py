@@ -1,4 +1,6 @@
-"""Record formats, chat rendering and loss masks. Every expected mask is written by hand from the template."""
+"""Record formats, chat rendering and loss masks. Every expected mask is written by hand from the
+template.
+"""
 
 import json
 
@@ -31,12 +33,15 @@ PHI3 = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
 )
-# the system message moves to the last question, so that a part of a conversation is no beginning of the whole
+# the system message moves to the last question, so that a part of a conversation is no beginning of
+# the whole
 MISTRAL = (
     "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' %}<s>"
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] "
-    "{% if system and (loop.last or loop.index0 == messages | length - 2) %}{{ system }}\n\n{% endif %}"
-    "{{ m['content'] }} [/INST]{% elif m['role'] == 'assistant' %} {{ m['content'] | trim }}</s>{% endif %}{% endfor %}"
+    "{% if system and (loop.last or loop.index0 == messages | length - 2) %}{{ system "
+    "}}\n\n{% endif %}"
+    "{{ m['content'] }} [/INST]{% elif m['role'] == 'assistant' %} {{ m['content'] | "
+    "trim }}</s>{% endif %}{% endfor %}"
 )
 # the prompt opens a thinking block that finished turns do not have
 DEEPSEEK = (

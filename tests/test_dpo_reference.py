@@ -1,4 +1,6 @@
-"""The reference model of DPO: its three kinds give one curve; the cached one is kept, resumed, refused where it is foreign."""
+"""The reference model of DPO: its three kinds give one curve; the cached one is kept, resumed,
+refused where it is foreign.
+"""
 
 import contextlib
 import io
@@ -99,7 +101,9 @@ def test_all_kinds_of_reference_give_the_same_curve(start, tmp_path, ranks, keys
 
 
 def metrics_before_and_after(path, out) -> list:
-    """Evaluations over nine pairs, in micro-batches of two, before training and after each second step; the final model."""
+    """Evaluations over nine pairs, in micro-batches of two, before training and after each second
+    step; the final model.
+    """
     before = []
     data = dict(
         train_dataset=Pairs(),
@@ -271,7 +275,9 @@ def test_a_damaged_reference_is_computed_again_from_there_with_one_line(tmp_path
 
 
 def asked_to_stop(path, out, cache) -> tuple:
-    """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the first part of the pass."""
+    """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the
+    first part of the pass.
+    """
     from mca_lite import trainer_reference
 
     trainer_reference.PART_PAIRS = 4
@@ -381,8 +387,10 @@ def refusals(path, adapter, out) -> list[str]:
 def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     [texts] = world.run(refusals, 1, *start, str(tmp_path))
     words = [
-        "expected one of sigmoid, orpo", "has no reference model", "has a reference model", "only pref_loss sigmoid",
-        "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft", "there are no adapters to switch off",
+        "expected one of sigmoid, orpo", "has no reference model", "has a reference model",
+        "only pref_loss sigmoid",
+        "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
+        "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
         "packs of pairs, and sequence_packing is false", "before it is trained",
         "mtp_num_layers: 0",
@@ -395,7 +403,9 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
 
 
 def scores(path, adapter, out, keys) -> tuple:
-    """(what the reference says, twice, and whether the policy trains on) of a model in training, with dropout."""
+    """(what the reference says, twice, and whether the policy trains on) of a model in training,
+    with dropout.
+    """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.lora import adapters_of
     from mca_lite.lora_files import load_adapter

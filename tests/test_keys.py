@@ -1,8 +1,9 @@
-"""Every key has a row that shows where a value other than its default arrives: a key without one fails.
+"""Every key has a row that shows where a value other than its default arrives: a key without one
+fails.
 
-Three kinds of rows. Keys that change what is computed: two short runs of the command line differ in their curves.
-Keys of megatron: the field of its configuration that holds the value. Keys of files, logs and starts: the test that
-shows them.
+Three kinds of rows. Keys that change what is computed: two short runs of the command line differ in
+their curves. Keys of megatron: the field of its configuration that holds the value. Keys of files,
+logs and starts: the test that shows them.
 """
 
 import contextlib
@@ -119,14 +120,18 @@ CHANGES_A_RUN = {
     "early_stopping_threshold": ("100", f"{BEST} early_stopping_patience=1"),
 }
 BASE = (
-    "model_name_or_path={folder}/model dataset={folder}/chat.jsonl cutoff_len=40 cache_dir={folder}/cache max_steps=3 "
-    "logging_steps=1 global_batch_size=4 per_device_train_batch_size=2 learning_rate=1e-2 lr_scheduler_type=linear "
+    "model_name_or_path={folder}/model dataset={folder}/chat.jsonl cutoff_len=40 "
+    "cache_dir={folder}/cache max_steps=3 "
+    "logging_steps=1 global_batch_size=4 per_device_train_batch_size=2 "
+    "learning_rate=1e-2 lr_scheduler_type=linear "
     "save_strategy=no save_hf_model=false overwrite_output_dir=true disable_tqdm=true"
 )
 
 
 def what_is_left(folder: Path) -> dict:
-    """The numbers of the log without times, the best evaluation, the files, and the sum of the exported weights."""
+    """The numbers of the log without times, the best evaluation, the files, and the sum of the
+    exported weights.
+    """
     numbers = ("loss", "grad_norm", "eval_loss", "step")
     state = json.loads((folder / "trainer_state.json").read_text())
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
@@ -142,7 +147,9 @@ def what_is_left(folder: Path) -> dict:
 
 
 def run_all(folder: str, runs: dict) -> dict:
-    """{name: [(loss, grad norm) of each step]} of the command line's runs {name: words}, on this rank."""
+    """{name: [(loss, grad norm) of each step]} of the command line's runs {name: words}, on this
+    rank.
+    """
     from mca_lite import cli
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -185,7 +192,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def curves(request, folder):
-    """{(key or None, other words): curve} of the rows that this session asks for, and of what they are compared with."""
+    """{(key or None, other words): curve} of the rows that this session asks for, and of what they
+    are compared with.
+    """
     asked = {
         item.callspec.params["key"]
         for item in request.session.items

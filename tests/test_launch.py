@@ -1,5 +1,6 @@
-"""Launchers, the folder of a run, and its end: half described worlds, two runs in one folder, nodes that share none, exports
-that a signal meets, and paths that lead nowhere."""
+"""Launchers, the folder of a run, and its end: half described worlds, two runs in one folder, nodes
+that share none, exports that a signal meets, and paths that lead nowhere.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""LoRA as a user runs it: the example on both backends, an adapter trained further, and errors before anything starts."""
+"""LoRA as a user runs it: the example on both backends, an adapter trained further, and errors
+before anything starts.
+"""
 
 import pytest
 import torch
@@ -34,9 +36,13 @@ def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(tmp_
     assert (
         difference.abs().max() < 1e-2
     )  # Adam turns the rounding of tiny gradients into whole steps
-    # further from there, on the merged model of the same architecture: PEFT and a second run both take the adapter
+    # further from there, on the merged model of the same architecture: PEFT and a second run both
+    # take the adapter
     PeftModel.from_pretrained(base, str(tmp_path / "tp2"))
-    words = f"{LORA} adapter_name_or_path={tmp_path / 'tp2'} use_mca=false output_dir={tmp_path / 'further'}"
+    words = (
+        f"{LORA} adapter_name_or_path={tmp_path / 'tp2'} use_mca=false "
+        f"output_dir={tmp_path / 'further'}"
+    )
     assert "the adapter in" in run(words, tmp_path).stdout
     assert read_log(tmp_path / "further")[0]["loss"] < theirs[0]["loss"]
 
@@ -67,8 +73,14 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
 def pretrain(backend: str, out: str, *more: str) -> int:
     from mca_lite import cli
 
-    words = "configs/pt.yaml finetuning_type=lora lora_rank=4 max_steps=2 logging_steps=1 global_batch_size=2 cutoff_len=64"
-    words += " warmup_steps=0 per_device_train_batch_size=1 eval_strategy=no val_size=0 save_strategy=no disable_tqdm=true"
+    words = (
+        "configs/pt.yaml finetuning_type=lora lora_rank=4 max_steps=2 logging_steps=1 "
+        "global_batch_size=2 cutoff_len=64"
+    )
+    words += (
+        " warmup_steps=0 per_device_train_batch_size=1 eval_strategy=no val_size=0 "
+        "save_strategy=no disable_tqdm=true"
+    )
     return cli.main(
         [*words.split(), backend, *more, f"output_dir={out}/{backend}", f"cache_dir={out}/cache"]
     )

@@ -1,4 +1,6 @@
-"""What cannot be adapted, loaded, merged or resumed is refused with what to set; targets and their names."""
+"""What cannot be adapted, loaded, merged or resumed is refused with what to set; targets and their
+names.
+"""
 
 import json
 import shutil
@@ -36,7 +38,8 @@ def specified(path: str, output_dir: str, backend="megatron", then=None, **spec)
 
 
 ALL = [f"model.layers.{i}.{m}" for i in range(4) for m in
-       [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]]  # fmt: skip
+       [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up",
+           "down")]]  # fmt: skip
 MEANT = {
     ("all",): (ALL, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     ("all-linear", "lm_head"): (

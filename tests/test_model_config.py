@@ -1,4 +1,6 @@
-"""From Hugging Face's configs to megatron's and to JSON, and what is refused on the way. No process group is needed."""
+"""From Hugging Face's configs to megatron's and to JSON, and what is refused on the way. No process
+group is needed.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Tokens on their way to experts and back, on one rank: against sums over a token's choices, and by which operations."""
+"""Tokens on their way to experts and back, on one rank: against sums over a token's choices, and by
+which operations.
+"""
 
 import torch
 
@@ -31,7 +33,9 @@ def test_rows_go_to_experts_and_back_with_the_gradients_of_plain_sums():
 
 
 def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:
-    """(class of the dispatcher, what waits, and what is done to rows as wide as the model, forward and backward)."""
+    """(class of the dispatcher, what waits, and what is done to rows as wide as the model, forward
+    and backward).
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from mca_lite import AutoModel, TrainingArguments

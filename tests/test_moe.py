@@ -1,4 +1,6 @@
-"""Mixtures of experts train in every layout as on plain torch: loss, gradient norm, weights and the routers' numbers."""
+"""Mixtures of experts train in every layout as on plain torch: loss, gradient norm, weights and the
+routers' numbers.
+"""
 
 import json
 from pathlib import Path
@@ -101,7 +103,9 @@ def check(torch_runs, paths, tmp_path, ranks, layout, runs):
 
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_families_train_as_on_torch(layout, torch_runs, paths, tmp_path):
-    """Each with balancing losses and grouped experts; two of them without, in a loop of experts after the other dispatcher."""
+    """Each with balancing losses and grouped experts; two of them without, in a loop of experts
+    after the other dispatcher.
+    """
     ranks, keys = EXPERTS[layout]
     runs = {f"{m}-{v}": (m, *both) for m in FAMILIES for v, both in variants_of(m).items()}
     runs = {name: run for name, run in runs.items() if "plain" not in name or run[0] in LOOPED}
@@ -133,7 +137,9 @@ SETTINGS = {"mean": MEAN, "seq": SEQ, "packed": PACKED}
     ],
 )
 def test_losses_and_packed_rows_train_as_on_torch(ranks, layout, torch_runs, paths, tmp_path):
-    """The other loss mode, losses of each row, and packed rows; experts that get no token, on whole ranks too."""
+    """The other loss mode, losses of each row, and packed rows; experts that get no token, on whole
+    ranks too.
+    """
     runs = {name: ("qwen2_moe", keys, {}) for name, keys in SETTINGS.items()}
     check(torch_runs, paths, tmp_path, ranks, layout, {**runs, "skew": ("skewed", AUX, {})})
 
@@ -147,8 +153,10 @@ def test_experts_of_odd_sizes_train_as_on_torch(torch_runs, paths, tmp_path):
 
 
 def test_virtual_stages_and_fillers_train_as_on_torch(torch_runs, paths, tmp_path):
-    """Four layers, every second of them dense, in four chunks. The last window of an epoch has three micro-batches on each
-    rank, and the schedule fills them up to four with one that must not count."""
+    """Four layers, every second of them dense, in four chunks. The last window of an epoch has
+    three micro-batches on each rank, and the schedule fills them up to four with one that must not
+    count.
+    """
     three = dict(per_device_train_batch_size=1, count=14)
     runs = {
         name: ("four_layers", {**keys, **three}, {})
@@ -183,7 +191,8 @@ def test_recomputation_and_overlap_change_no_number(torch_runs, paths, tmp_path)
 
 def test_torch_on_two_ranks_trains_as_on_one(torch_runs, paths, tmp_path):
     runs = {f"{m}-{name}": (m, keys, {}) for m, name, keys in (
-        ("glm4_moe", "bias", {**AUX, **BIAS}), ("qwen2_moe", "mean", MEAN), ("qwen2_moe", "packed", PACKED))}  # fmt: skip
+        ("glm4_moe", "bias", {**AUX, **BIAS}), ("qwen2_moe", "mean", MEAN), ("qwen2_moe", "packed",
+            PACKED))}  # fmt: skip
     check(torch_runs, paths, tmp_path, 2, dict(backend="torch"), runs)
 
 
@@ -199,7 +208,9 @@ def test_the_bias_moves_away_from_busy_experts(torch_runs, paths):
 
 
 def test_the_export_is_what_transformers_writes(torch_runs, paths, tmp_path):
-    """The torch backend's files have save_pretrained's names and shapes, and load without a complaint."""
+    """The torch backend's files have save_pretrained's names and shapes, and load without a
+    complaint.
+    """
     from transformers import AutoModelForCausalLM
 
     for name in FAMILIES:

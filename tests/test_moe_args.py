@@ -1,4 +1,6 @@
-"""Keys of mixtures of experts: what does not fit is named before anything starts; and their work is counted."""
+"""Keys of mixtures of experts: what does not fit is named before anything starts; and their work is
+counted.
+"""
 
 import json
 import re
@@ -177,7 +179,9 @@ def test_plain_torch_refuses_balancing_losses_where_it_knows_no_routers(tmp_path
 
 @pytest.mark.parametrize("name", ["qwen3_moe_dense_layers", "qwen2_moe", "mixtral", "glm4_moe"])
 def test_flops_are_six_per_active_weight(name):
-    """Counted on transformers' model: of the routed experts a token has its share, of everything else the whole."""
+    """Counted on transformers' model: of the routed experts a token has its share, of everything
+    else the whole.
+    """
     from transformers import AutoModelForCausalLM
 
     hf = tiny_moe.hf_config(name)

@@ -1,4 +1,6 @@
-"""Losses, gradients, weights and evaluations that are not finite: the run stops before the update, and says where."""
+"""Losses, gradients, weights and evaluations that are not finite: the run stops before the update,
+and says where.
+"""
 
 import contextlib
 import io
@@ -394,7 +396,9 @@ def stopped(tmp_path, words: str, config: str = "configs/sft.yaml") -> str:
     "config, key", [("sft", "async_save=false"), ("sft", "async_save=true"), ("dpo", "bf16=false")]
 )
 def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, key):
-    """Step 1 has learning rate 0, step 2 spoils the weights, which are finite until step 3 uses them."""
+    """Step 1 has learning rate 0, step 2 spoils the weights, which are finite until step 3 uses
+    them.
+    """
     words = "learning_rate=1e30 warmup_steps=1 save_strategy=steps save_steps=1 save_total_limit=1"
     words += " model_name_or_path=configs/tiny/model train_from_scratch=true"
     said = stopped(tmp_path, f"{words} {key}", f"configs/{config}.yaml")

@@ -1,4 +1,6 @@
-"""optimizer_cpu_offload: the same numbers as on the device, and a resumed run is the run that never stopped."""
+"""optimizer_cpu_offload: the same numbers as on the device, and a resumed run is the run that never
+stopped.
+"""
 
 import shutil
 
@@ -26,7 +28,9 @@ def model_path(tmp_path_factory):
 
 
 def whole_and_parts(path: str, out: str, cases: dict) -> dict:
-    """{case: (curve on the device, curve offloaded, curve of a run that died after its second step)}"""
+    """{case: (curve on the device, curve offloaded, curve of a run that died after its second
+    step)}
+    """
     curves = {}
     for name, keys in cases.items():
         plain = {k: v for k, v in keys.items() if k != "optimizer_offload_fraction"}
@@ -66,7 +70,9 @@ def test_an_offloaded_run_resumes_bit_for_bit(case, curves):
 
 @pytest.mark.parametrize("fraction, on_host", [(0.0, 0), (0.1, 1), (0.3, 2), (1.0, 3)])
 def test_a_fraction_of_the_elements_is_on_the_host(fraction, on_host):
-    """optimizer_offload_fraction counts elements: of 2, 4 and 10 the first one makes up 0.1 of them, two 0.3."""
+    """optimizer_offload_fraction counts elements: of 2, 4 and 10 the first one makes up 0.1 of
+    them, two 0.3.
+    """
     from mca_lite.optim import OffloadedOptimizer
 
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 4, 10)]

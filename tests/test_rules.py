@@ -1,4 +1,6 @@
-"""Each rule stands once: files and constructors refuse the same configurations with the same Problems."""
+"""Each rule stands once: files and constructors refuse the same configurations with the same
+Problems.
+"""
 
 import shutil
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""Transformer Engine as far as a CPU can hold it: who gets its layers, what is refused, checkpoints and adapters of
-stand-ins for its modules. What its kernels compute: `make gpu` (tests/tools/gpu_te.py)."""
+"""Transformer Engine as far as a CPU can hold it: who gets its layers, what is refused, checkpoints
+and adapters of stand-ins for its modules. What its kernels compute: `make gpu`
+(tests/tools/gpu_te.py).
+"""
 
 import shutil
 import types
@@ -185,7 +187,9 @@ def test_cudnns_attention_comes_first_without_a_mask_and_never_with_one():
 
 
 class CountsInItsGroup(torch.optim.AdamW):
-    """What megatron takes where TE is installed: TE's FusedAdam has no "step" beside a parameter."""
+    """What megatron takes where TE is installed: TE's FusedAdam has no "step" beside
+    a parameter.
+    """
 
     def __init__(self, params, adam_w_mode=True, **keys):
         super().__init__(params, **keys)
@@ -283,8 +287,9 @@ def lora_curves(path: str, out: str) -> dict:
 
 
 def test_adapters_train_on_its_linears_as_on_local_ones(tmp_path):
-    """In bf16 by the product that has the adapter in it, which rounds as local layers do; beside 8-bit products with a sum
-    of their own."""
+    """In bf16 by the product that has the adapter in it, which rounds as local layers do; beside
+    8-bit products with a sum of their own.
+    """
     path = tiny.save_model(tmp_path / "model", "qwen2")
     curves = world.run(lora_curves, 1, path, str(tmp_path), timeout_s=120)[0]
     assert_same_curve(curves["TE"], curves["local"], 1e-2)

@@ -1,4 +1,6 @@
-"""A rank that hangs or dies is named, and all leave: in plain objects with a clock of their own, and in small worlds."""
+"""A rank that hangs or dies is named, and all leave: in plain objects with a clock of their own,
+and in small worlds.
+"""
 
 import os
 import re

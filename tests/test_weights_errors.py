@@ -1,4 +1,6 @@
-"""A checkpoint or layout that does not fit a model is refused, and the message names what does not fit."""
+"""A checkpoint or layout that does not fit a model is refused, and the message names what does not
+fit.
+"""
 
 import json
 import shutil
@@ -51,21 +53,29 @@ def add(name: str):
 BROKEN = {
     "missing": (drop(LAYER + "mlp.up_proj.weight"), [LAYER + "mlp.up_proj.weight", "lacks"]),
     "missing head": (drop("lm_head.weight"), ["lm_head.weight", "tie_word_embeddings"]),
-    "unknown": (add(LAYER + "mlp.extra.weight"), [LAYER + "mlp.extra.weight", "llama", "model_type"]),
-    "unknown bias": (add(LAYER + "self_attn.q_proj.bias"), [LAYER + "self_attn.q_proj.bias", "model_type"]),
-    "one layer more": (add("model.layers.4.input_layernorm.weight"), ["model.layers.4.", "num_hidden_layers"]),
+    "unknown": (add(LAYER + "mlp.extra.weight"), [LAYER + "mlp.extra.weight", "llama",
+                                                  "model_type"]),
+    "unknown bias": (add(LAYER + "self_attn.q_proj.bias"), [LAYER + "self_attn.q_proj.bias",
+                                                            "model_type"]),
+    "one layer more": (add("model.layers.4.input_layernorm.weight"), ["model.layers.4.",
+        "num_hidden_layers"]),
     "copy": (cut("model.norm.weight", 31), ["model.norm.weight", "(31,)", "(32,)", "config.json"]),
     "row": (cut(LAYER + "mlp.down_proj.weight", 32, 40), [LAYER + "mlp.down_proj.weight", "(32, 40)", "(32, 48)"]),
     "gated": (cut(LAYER + "mlp.gate_proj.weight", 50, 32), [LAYER + "mlp.gate_proj.weight", "(50, 32)", "(48, 32)"]),
     "gated, even in sum": (
-        lambda values: [cut(LAYER + f"mlp.{x}_proj.weight", n, 32)(values) for x, n in (("gate", 50), ("up", 46))],
+        lambda values: [cut(LAYER + f"mlp.{x}_proj.weight", n, 32)(values) for x, n in (("gate",
+            50), ("up", 46))],
         [LAYER + "mlp.gate_proj.weight", "(50, 32)"],
     ),
-    "more queries": (cut(LAYER + "self_attn.q_proj.weight", 48, 32), [LAYER + "self_attn.q_proj.weight", "(48, 32)"]),
-    "fewer keys": (cut(LAYER + "self_attn.k_proj.weight", 8, 32), [LAYER + "self_attn.k_proj.weight", "(8, 32)"]),
-    "narrow values": (cut(LAYER + "self_attn.v_proj.weight", 16, 31), [LAYER + "self_attn.v_proj.weight", "(16, 31)"]),
+    "more queries": (cut(LAYER + "self_attn.q_proj.weight", 48, 32),
+                     [LAYER + "self_attn.q_proj.weight", "(48, 32)"]),
+    "fewer keys": (cut(LAYER + "self_attn.k_proj.weight", 8, 32),
+                   [LAYER + "self_attn.k_proj.weight", "(8, 32)"]),
+    "narrow values": (cut(LAYER + "self_attn.v_proj.weight", 16, 31),
+                      [LAYER + "self_attn.v_proj.weight", "(16, 31)"]),
     "vocabulary": (cut(EMBEDDING, 60, 32), [EMBEDDING, "60", "vocab_size", "61"]),
-    "vocabulary of the head": (cut("lm_head.weight", 64, 32), ["lm_head.weight", "64", "vocab_size", "61"]),
+    "vocabulary of the head": (cut("lm_head.weight", 64, 32), ["lm_head.weight", "64",
+        "vocab_size", "61"]),
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""New tokens: embedding and head grow alike in every layout and on both backends, are trained, exported, merged, resumed."""
+"""New tokens: embedding and head grow alike in every layout and on both backends, are trained,
+exported, merged, resumed.
+"""
 
 import json
 import shutil
@@ -35,8 +37,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """{family: (model folder, the folder of the same model grown by transformers)}: mistral's head is its own, qwen3's the
-    embedding."""
+    """{family: (model folder, the folder of the same model grown by transformers)}: mistral's head
+    is its own, qwen3's the embedding.
+    """
     made = {}
     for family in ("mistral", "qwen3"):
         folder = tmp_path_factory.mktemp(family)
@@ -189,7 +192,7 @@ def refused(path: str, vocab_size: int) -> str:
     return "nothing was refused"
 
 
-# -- with adapters -------------------------------------------------------------------------------------------------------
+# -- with adapters ---------------------------------------------------------------------------------
 
 
 def peft_on_grown(path: str, folder: str) -> list:
@@ -291,12 +294,14 @@ def test_an_embedding_that_peft_writes_beside_an_adapter_is_not_lost(bases, fami
     torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
 
 
-# -- by keys -------------------------------------------------------------------------------------------------------------
+# -- by keys ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def place(bases, tmp_path_factory):
-    """A folder with mistral/ and qwen3/, of 61 tokens with a tokenizer of 60, and data that speaks of two new words."""
+    """A folder with mistral/ and qwen3/, of 61 tokens with a tokenizer of 60, and data that speaks
+    of two new words.
+    """
     folder = tmp_path_factory.mktemp("keys")
     for family, (path, _) in bases.items():
         shutil.copytree(path, folder / family)
@@ -328,8 +333,14 @@ def main(place: str, family: str, out: str, words: str = NEW) -> tuple[int, str]
 
     from mca_lite import cli
 
-    common = f"model_name_or_path={place}/{family} stage=sft dataset={place}/data.jsonl cache_dir={place}/cache cutoff_len=32"
-    common += " global_batch_size=8 max_steps=3 logging_steps=1 save_strategy=no learning_rate=1e-2 adam_epsilon=1e-4"
+    common = (
+        f"model_name_or_path={place}/{family} stage=sft dataset={place}/data.jsonl "
+        f"cache_dir={place}/cache cutoff_len=32"
+    )
+    common += (
+        " global_batch_size=8 max_steps=3 logging_steps=1 save_strategy=no "
+        "learning_rate=1e-2 adam_epsilon=1e-4"
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = cli.main([*common.split(), *words.split(), f"output_dir={out}"])

@@ -1,4 +1,6 @@
-"""Whole runs of tiny models in a test's world: data for every stage, a tokenizer, and the command line's own doors."""
+"""Whole runs of tiny models in a test's world: data for every stage, a tokenizer, and the command
+line's own doors.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,9 @@ def save_tokenizer(folder) -> None:
 
 
 def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
-    """chat.jsonl and other.jsonl (conversations, with a text for stage pt) and pairs.jsonl, all of unequal length."""
+    """chat.jsonl and other.jsonl (conversations, with a text for stage pt) and pairs.jsonl, all of
+    unequal length.
+    """
 
     def turn(role: str, *numbers: int) -> dict:
         return {"role": role, "content": " " + " ".join(f"w{n % 56}" for n in numbers) + " "}

@@ -1,9 +1,12 @@
-"""Fresh worlds for tests: run(function, ranks, ...) from a fork server that has imported everything once.
+"""Fresh worlds for tests: run(function, ranks, ...) from a fork server that has imported everything
+once.
 
-Over gloo on the CPU; over nccl with a GPU a rank where there is CUDA (tests/tools/gpu.py, not the suite).
+Over gloo on the CPU; over nccl with a GPU a rank where there is CUDA (tests/tools/gpu.py, not the
+suite).
 
-A world lives for one call. A rank that fails fails the call with its traceback; one that hangs ends it with a TimeoutError;
-nothing of either survives into the next test. Functions go by module and name, so they stand at module level.
+A world lives for one call. A rank that fails fails the call with its traceback; one that hangs ends
+it with a TimeoutError; nothing of either survives into the next test. Functions go by module and
+name, so they stand at module level.
 """
 
 import contextlib

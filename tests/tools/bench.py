@@ -1,6 +1,8 @@
-"""Speed and memory on this machine: `make bench`, or `make bench ARGS="loss packing"` for some of it.
+"""Speed and memory on this machine: `make bench`, or `make bench ARGS="loss packing"` for some of
+it.
 
-Everything is measured side by side in one run; quote the ratios, not the seconds. See each function for what it compares.
+Everything is measured side by side in one run; quote the ratios, not the seconds. See each function
+for what it compares.
 """
 
 import statistics
@@ -35,7 +37,9 @@ def resident_mib() -> float:
 def loss_run(
     kind: str, chunk_size: int, tokens: int, hidden_size: int = 896, vocab: int = 151936
 ) -> tuple[float, float]:
-    """(MiB above the start at the peak, seconds) of forward and backward of the head and its loss, bf16."""
+    """(MiB above the start at the peak, seconds) of forward and backward of the head and its loss,
+    bf16.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -64,18 +68,22 @@ def loss_run(
 
 
 def loss() -> None:
-    """The chunked loss against linear + megatron's vocab_parallel_cross_entropy: memory above the inputs, and time."""
+    """The chunked loss against linear + megatron's vocab_parallel_cross_entropy: memory above the
+    inputs, and time.
+    """
     print("hidden 896, vocabulary 151,936, bf16, one thread")
     print(f"  {'':36} {'peak MiB':>9} {'ratio':>6} {'seconds':>8}")
     for tokens in (2048, 8192):
         own = world.run(loss_run, 1, "megatron", 0, tokens, timeout_s=300)[0]
         print(
-            f"  {f'{tokens:,} tokens, megatron, whole logits':36} {own[0]:9.0f} {1.0:6.2f} {own[1]:8.1f}"
+            f"  {f'{tokens:,} tokens, megatron, whole logits':36} {own[0]:9.0f} "
+            f"{1.0:6.2f} {own[1]:8.1f}"
         )
         for chunk_size in (256, 1024):
             mib, seconds = world.run(loss_run, 1, "chunked", chunk_size, tokens, timeout_s=300)[0]
             print(
-                f"  {f'{tokens:,} tokens, chunks of {chunk_size}':36} {mib:9.0f} {mib / own[0]:6.2f} {seconds:8.1f}"
+                f"  {f'{tokens:,} tokens, chunks of {chunk_size}':36} {mib:9.0f} "
+                f"{mib / own[0]:6.2f} {seconds:8.1f}"
             )
 
 
@@ -83,7 +91,9 @@ def loss() -> None:
 
 
 def train_run(model: str, out: str, packs: bool, seed: int = 0, **keys) -> tuple[float, float]:
-    """(real tokens a second, padding fraction) of four steps after a warm-up step over conversations of unequal length."""
+    """(real tokens a second, padding fraction) of four steps after a warm-up step over
+    conversations of unequal length.
+    """
     import numpy as np
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
@@ -106,7 +116,8 @@ def train_run(model: str, out: str, packs: bool, seed: int = 0, **keys) -> tuple
     data = [joined(pack) for pack in best_fit(lengths, 512)] if packs else samples
     rows = 4 if packs else 16  # about as many tokens a step
     args = TrainingArguments(
-        output_dir=out, max_steps=5, logging_steps=1, per_device_train_batch_size=rows, sequence_packing=packs,
+        output_dir=out, max_steps=5, logging_steps=1, per_device_train_batch_size=rows,
+        sequence_packing=packs,
         save_strategy="no", disable_tqdm=True, **keys,
     )  # fmt: skip
     trainer = McaTrainer(AutoModel.from_pretrained(model, args), args, train_dataset=data)
@@ -141,7 +152,8 @@ def packing() -> None:
             ]
             for what, (rate, padding) in zip(("padded", "packed"), results, strict=True):
                 print(
-                    f"  {name + ', ' + what:20} {100 * padding:7.1f}% {rate:14,.0f} {rate / results[0][0]:6.2f}"
+                    f"  {name + ', ' + what:20} {100 * padding:7.1f}% {rate:14,.0f} "
+                    f"{rate / results[0][0]:6.2f}"
                 )
 
 
@@ -154,7 +166,8 @@ def backend_run(model: str, out: str, backend: str, **keys) -> float:
     from mca_lite.model import load_torch_model
 
     args = TrainingArguments(
-        output_dir=out, max_steps=6, logging_steps=1, global_batch_size=8, per_device_train_batch_size=2,
+        output_dir=out, max_steps=6, logging_steps=1, global_batch_size=8,
+        per_device_train_batch_size=2,
         save_strategy="no", disable_tqdm=True, **keys,
     )  # fmt: skip
     row = torch.arange(256) % 1000
@@ -197,14 +210,18 @@ def lora() -> None:
 
 
 def moe() -> None:
-    """Experts in one grouped matrix product against one after another, and steps against the torch backend."""
+    """Experts in one grouped matrix product against one after another, and steps against the torch
+    backend.
+    """
     from tests.tools import bench_moe
 
     bench_moe.main()
 
 
 def trainers() -> None:
-    """Tokens a second of this project, on both backends, beside Hugging Face's Trainer, TRL with packing, and peft."""
+    """Tokens a second of this project, on both backends, beside Hugging Face's Trainer, TRL with
+    packing, and peft.
+    """
     from tests.tools import bench_trainers
 
     bench_trainers.main()

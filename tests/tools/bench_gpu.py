@@ -8,9 +8,10 @@ the median of the steps after the warm-up counts. FLOPs are counted as Megatron 
 over the dense bf16 peak of an H100 or H200, 989 TFLOP/s; recomputed work and padding do not count.
 
 Hugging Face's rows have bf16 weights and moments, this project's have float32 master weights:
-Trainer has no such choice. DPO's rivals are a plain loop over transformers' models (bench_pairs.py),
-and the reference's forward pass counts as work. TINY=1 in the environment runs the same at a size
-for a CPU; PROFILE=1 prints where the GPU's time goes in a step of this project's.
+Trainer has no such choice. DPO's rivals are a plain loop over transformers' models
+(bench_pairs.py), and the reference's forward pass counts as work. TINY=1 in the environment runs
+the same at a size for a CPU; PROFILE=1 prints where the GPU's time goes in a step of this
+project's.
 """
 
 import contextlib

@@ -3,11 +3,11 @@
     torchrun --standalone --nproc_per_node 2 -m tests.tools.bench_gpus [parity] [CASE ...]
 
 On a machine with two GPUs or more; about a minute of imports and kernels, then 10 to 20 s a case.
-One process a rank runs all cases in turn. Each is the model of bench_gpu.py's "1.5B short steps" (or
-"experts"), with as many rows a GPU, so that tokens a second and GPU can be put beside that case's:
-`python -m tests.tools.bench_gpu "1.5B short steps" experts ours` on one GPU. fsdp2 is torch's
-fully_shard over transformers' model with Liger kernels, where they are installed, float32 master
-weights and bf16 products.
+One process a rank runs all cases in turn. Each is the model of bench_gpu.py's "1.5B short steps"
+(or "experts"), with as many rows a GPU, so that tokens a second and GPU can be put beside that
+case's: `python -m tests.tools.bench_gpu "1.5B short steps" experts ours` on one GPU. fsdp2 is
+torch's fully_shard over transformers' model with Liger kernels, where they are installed, float32
+master weights and bf16 products.
 
 parity: small models in float32 in every layout of two GPUs, against the torch backend on one.
 """
@@ -155,8 +155,9 @@ def parity_on_one(folder: str) -> dict:
 
 
 def parity(folder: str, curves: dict) -> float:
-    """The largest float32 difference from curves, of loss or relative of the gradient norm, over the
-    suite's layouts of as many ranks as there are."""
+    """The largest float32 difference from curves, of loss or relative of the gradient norm, over
+    the suite's layouts of as many ranks as there are.
+    """
     ranks, cells = dist.get_world_size(), {}
     for kind, where in (("dense", {**layouts.DENSE, **layouts.CUT}), ("experts", layouts.EXPERTS)):
         keys = EXPERT_KEYS if kind == "experts" else {}

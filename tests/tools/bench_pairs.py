@@ -1,4 +1,5 @@
-"""DPO as a plain loop over two transformers models: what bench_gpu.py's DPO cases are compared with.
+"""DPO as a plain loop over two transformers models: what bench_gpu.py's DPO cases are compared
+with.
 
 It stands in for TRL, whose loss it computes: chosen and rejected in one batch, the logits whole, in
 bf16 with a float32 log-softmax of the rows that have labels, the reference under no_grad. bf16

@@ -1,7 +1,8 @@
 """`make bench ARGS=trainers`: training speed on a CPU beside Hugging Face's Trainer, TRL and peft.
 
-The models, rows and clocks are those of bench_gpu.py, at a size for a CPU; each run has a process of its own, with one
-thread, whose own seconds count. Tokens are real ones: no padding. What is not installed (the extra `bench`) is named and left out.
+The models, rows and clocks are those of bench_gpu.py, at a size for a CPU; each run has a process
+of its own, with one thread, whose own seconds count. Tokens are real ones: no padding. What is not
+installed (the extra `bench`) is named and left out.
 """
 
 import contextlib
@@ -23,7 +24,9 @@ CASES = {"full rows": {}, "packed": dict(packed=True), "LoRA of rank 16": dict(l
 
 
 def rate(run, keys: dict) -> float:
-    """Tokens a second of the median step after the first ones. run(**keys) -> (Clock, log, tokens of a step, ...)"""
+    """Tokens a second of the median step after the first ones. run(**keys) -> (Clock, log, tokens
+    of a step, ...)
+    """
     clock, _, tokens, *_ = run(**keys)
     return tokens / statistics.median(clock.times[SKIP:])
 
@@ -37,7 +40,9 @@ def alone(run, keys: dict) -> float:
 
 
 def run_trl(shape, mbs, rows, s, steps, packed=True):
-    """TRL's SFTTrainer over documents of the same lengths, which it packs itself; mbs: rows of a micro-batch."""
+    """TRL's SFTTrainer over documents of the same lengths, which it packs itself; mbs: rows of a
+    micro-batch.
+    """
     import transformers
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -61,9 +66,12 @@ def run_trl(shape, mbs, rows, s, steps, packed=True):
             clock.tick()
 
     args = SFTConfig(
-        output_dir=tempfile.mkdtemp(), max_steps=steps, logging_steps=1, per_device_train_batch_size=mbs,
-        gradient_accumulation_steps=rows // mbs, learning_rate=1e-5, lr_scheduler_type="constant", weight_decay=0.1,
-        bf16=False, save_strategy="no", disable_tqdm=True, report_to=[], optim="adamw_torch", use_cpu=True,
+        output_dir=tempfile.mkdtemp(), max_steps=steps, logging_steps=1,
+        per_device_train_batch_size=mbs,
+        gradient_accumulation_steps=rows // mbs, learning_rate=1e-5, lr_scheduler_type="constant",
+        weight_decay=0.1,
+        bf16=False, save_strategy="no", disable_tqdm=True, report_to=[], optim="adamw_torch",
+        use_cpu=True,
         packing=packed, max_length=s, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = SFTTrainer(

@@ -1,13 +1,13 @@
-"""Ranks are killed by SIGKILL at random moments of a run: of its caches, reference pass, steps, saves, renames, deletions,
-export; the run starts again each time.
+"""Ranks are killed by SIGKILL at random moments of a run: of its caches, reference pass, steps,
+saves, renames, deletions, export; the run starts again each time.
 
     make chaos                          50 kills
     make chaos ARGS="--kills 200 --seed 1"
     python -m tests.tools.chaos --kills 6     what `make test-all` runs
 
-The seed draws which runs are disturbed, and where. After each kill every folder with a checkpoint's name must be whole, by
-its checksums, and none may be missing but the one that was being written. In the end log and export must be those of the run
-that nobody disturbed, to the last bit.
+The seed draws which runs are disturbed, and where. After each kill every folder with a checkpoint's
+name must be whole, by its checksums, and none may be missing but the one that was being written. In
+the end log and export must be those of the run that nobody disturbed, to the last bit.
 """
 
 import argparse
@@ -76,7 +76,8 @@ def die() -> None:
 
 
 def victim(keys: dict, folders: list[str], rank: int, event: int | None, seconds: float | None):
-    """A run in which rank `rank` dies at its n-th touch of a file in `folders`, or after so many seconds, or not at all.
+    """A run in which rank `rank` dies at its n-th touch of a file in `folders`, or after so many
+    seconds, or not at all.
 
     -> how often this rank touched a file there"""
     from mca_lite import trainer_reference
@@ -101,7 +102,9 @@ def victim(keys: dict, folders: list[str], rank: int, event: int | None, seconds
 
 
 class Campaign:
-    """One run, disturbed again and again until it is done. folder: with a model, data, and place for what it writes."""
+    """One run, disturbed again and again until it is done. folder: with a model, data, and place
+    for what it writes.
+    """
 
     def __init__(self, folder: Path, place: Path, name: str):
         keys, watched = RUNS[name]
@@ -117,14 +120,18 @@ class Campaign:
         return world.run(victim, RANKS, self.keys, self.watched, rank, event, seconds)
 
     def what_is_left(self) -> tuple:
-        """What must be the same however often the run died: its log, and the tensors of its export."""
+        """What must be the same however often the run died: its log, and the tensors of
+        its export.
+        """
         exported = {name: value.tolist() for name, value in tensors(self.out).items()}
         return small_runs.curve(training.read_log(self.out)), exported
 
     def check(self) -> None:
         """Every checkpoint that has its name is whole, and the last one that was due is there.
 
-        In the background one may still be on its way, until the next is due: then the one before it must be there."""
+        In the background one may still be on its way, until the next is due: then the one before it
+        must be there.
+        """
         there, step = ckpt_folder.all_folders(self.out), self._steps_made()
         replaced = list(self.out.glob(".checkpoint-*.replaced"))
         for folder in there:
@@ -146,7 +153,9 @@ class Campaign:
         return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
     def run(self, kills: int, rng: random.Random, undisturbed: tuple, events: list[int]) -> int:
-        """The run, started again after each of at most `kills` kills, to its end -> how many there were."""
+        """The run, started again after each of at most `kills` kills, to its end -> how many there
+        were.
+        """
         done = 0
         while True:
             rank, event, seconds = rng.randrange(RANKS), None, None
@@ -172,7 +181,9 @@ class Campaign:
 
 
 def run(kills: int, seed: int, names=tuple(RUNS), say=print) -> int:
-    """Kill `kills` times, over the runs in a drawn order -> the kills. AssertionError for whatever was lost."""
+    """Kill `kills` times, over the runs in a drawn order -> the kills. AssertionError for whatever
+    was lost.
+    """
     rng, total, known, order = random.Random(seed), 0, {}, []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -194,7 +205,9 @@ def run(kills: int, seed: int, names=tuple(RUNS), say=print) -> int:
 
 
 def under_torchrun(path: str, out: str) -> None:
-    """What torchrun starts: rank 1 dies in step 5 of the first start, and in the rename of checkpoint-6 of the second."""
+    """What torchrun starts: rank 1 dies in step 5 of the first start, and in the rename of
+    checkpoint-6 of the second.
+    """
     start, last = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"] == "1"
 
     class Die(TrainerCallback):

@@ -1,13 +1,15 @@
-"""Random configurations: each trains on megatron-core in a random layout as it does on one rank of plain torch, or is refused
-before ranks meet.
+"""Random configurations: each trains on megatron-core in a random layout as it does on one rank of
+plain torch, or is refused before ranks meet.
 
     make fuzz                                  40 configurations, as in `make test-all`
     make fuzz ARGS="--count 300 --seed 7"
-    make fuzz ARGS="--seed 7 --only 123 --folder /tmp/fuzz"    one of them again; model, data, YAML and runs stay there
+    make fuzz ARGS="--seed 7 --only 123 --folder /tmp/fuzz"    one of them again; model, data, YAML
+    and runs stay there
 
-A configuration is a model (family, odd sizes), a stage with its data, and keys; the layout's keys are megatron's alone. The
-log's numbers of each step and the exported weights must be the same within the suite's tolerances. Where plain torch refuses
-what megatron-core takes, one rank of megatron-core is what it is compared with. Everything is float32 without dropout.
+A configuration is a model (family, odd sizes), a stage with its data, and keys; the layout's keys
+are megatron's alone. The log's numbers of each step and the exported weights must be the same
+within the suite's tolerances. Where plain torch refuses what megatron-core takes, one rank of
+megatron-core is what it is compared with. Everything is float32 without dropout.
 """
 
 import argparse
@@ -51,7 +53,7 @@ class Case:
     layout: dict = field(default_factory=dict)
 
 
-# -- drawing ------------------------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------------------
 
 
 class Draw:
@@ -213,11 +215,13 @@ class Draw:
             keys.update(train_from_scratch=True, mtp_num_layers=1)
 
 
-# -- running ------------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 def attempt(keys: dict) -> str:
-    """Train on this rank -> "", or why the keys were refused. Whatever comes after the plan is raised."""
+    """Train on this rank -> "", or why the keys were refused. Whatever comes after the plan is
+    raised.
+    """
     from mca_lite import run
     from mca_lite.args_run import parse_args
 
@@ -250,7 +254,8 @@ class Runs:
         place = self.folder / case.name
         data = self.folder / f"{small_runs.DATA[case.keys['stage']]}.jsonl"
         keys = dict(
-            model_name_or_path=str(place / "model"), dataset=[str(data)], output_dir=str(place / kind),
+            model_name_or_path=str(place / "model"), dataset=[str(data)],
+            output_dir=str(place / kind),
             cache_dir=str(place / f"cache-{kind}"), overwrite_output_dir=True, save_strategy="no",
             logging_steps=1, adam_epsilon=1e-4, preprocessing_num_workers=1, disable_tqdm=True,
         )  # fmt: skip

@@ -1,9 +1,11 @@
-"""Parity on GPUs: `make gpu` on a machine with CUDA. Prints differences from the torch backend on one GPU there.
+"""Parity on GPUs: `make gpu` on a machine with CUDA. Prints differences from the torch backend on
+one GPU there.
 
-Each family in every mode that fits one GPU; experts and the other families there too; and where there are several GPUs
-every layout of the suite that they can hold, over nccl.
+Each family in every mode that fits one GPU; experts and the other families there too; and where
+there are several GPUs every layout of the suite that they can hold, over nccl.
 
-float32 agrees to rounding; bf16 and fp16 agree to theirs. The worst float32 difference decides the exit code.
+float32 agrees to rounding; bf16 and fp16 agree to theirs. The worst float32 difference decides the
+exit code.
 """
 
 import contextlib
@@ -47,7 +49,9 @@ def quiet(*args, **kwargs) -> list:
 
 
 def layouts() -> dict:
-    """{name: (ranks, keys)} of the suite's layouts that need more than one GPU and no more than there are."""
+    """{name: (ranks, keys)} of the suite's layouts that need more than one GPU and no more than
+    there are.
+    """
     packed = {
         f"{name}, packed": (n, {**keys, **PACKED}) for name, (n, keys) in PACKED_LAYOUTS.items()
     }
@@ -104,8 +108,10 @@ def on_one_gpu(folder: str) -> list[float]:
 
 
 def in_turn(cells: dict, wanted: dict, folder: str) -> dict:
-    """In a world of nccl ranks, for cells {name: (model folder, name of its reference, keys)}: {name: differences from the
-    reference's curve}, infinite where it failed; where wanted is {}, {name: curve}."""
+    """In a world of nccl ranks, for cells {name: (model folder, name of its reference, keys)}:
+    {name: differences from the reference's curve}, infinite where it failed; where wanted is {},
+    {name: curve}.
+    """
     from megatron.core import parallel_state as mpu
 
     out, world_size = {}, dist.get_world_size()
@@ -118,7 +124,8 @@ def in_turn(cells: dict, wanted: dict, folder: str) -> dict:
             out[name] = (float("inf"), float("inf"))
         if dist.get_rank() == 0 and wanted:
             print(
-                f"{name:48} {world_size} GPUs  d loss {out[name][0]:.1e}  d norm {out[name][1]:.1e}",
+                f"{name:48} {world_size} GPUs  d loss {out[name][0]:.1e}  d norm "
+                f"{out[name][1]:.1e}",
                 flush=True,
             )
         if mpu.model_parallel_is_initialized():
@@ -186,14 +193,17 @@ def in_worlds(folder: str) -> list[float]:
 
 
 def main(words: list[str]) -> int:
-    """ "te" and further words: the cases of Transformer Engine alone, or those of gpu_te.py that the words choose."""
+    """ "te" and further words: the cases of Transformer Engine alone, or those of gpu_te.py that
+    the words choose.
+    """
     if not torch.cuda.is_available():
         print("no CUDA here: the CPU's tests are `make test`")
         return 2
     if words[:1] == ["te"]:
         return gpu_te.main(words[1:])
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    # a world of many layouts keeps all its communicators: with buffers for small messages they fit one GPU
+    # a world of many layouts keeps all its communicators: with buffers for small messages they fit
+    # one GPU
     os.environ.setdefault("NCCL_BUFFSIZE", str(2**16))
     os.environ.setdefault("NCCL_MAX_CTAS", "1")
     with tempfile.TemporaryDirectory() as folder:

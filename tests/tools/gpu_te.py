@@ -1,9 +1,10 @@
-"""Transformer Engine on a GPU: `make gpu ARGS="te"`, or `make gpu ARGS="te fp8 lora"` for the cases whose group or name has
-one of these words.
+"""Transformer Engine on a GPU: `make gpu ARGS="te"`, or `make gpu ARGS="te fp8 lora"` for the cases
+whose group or name has one of these words.
 
-Each case trains a small model for a few steps on TE's layers, and on local ones in the same precision and in float32: TE
-may be off the float32 run as far as the local layers are, times a margin for another order of rounding. FP8 is compared
-with TE in bf16. One line a case: ok, DIFF (numbers out of bounds) or FAIL (an exception); a case never ends the others.
+Each case trains a small model for a few steps on TE's layers, and on local ones in the same
+precision and in float32: TE may be off the float32 run as far as the local layers are, times a
+margin for another order of rounding. FP8 is compared with TE in bf16. One line a case: ok, DIFF
+(numbers out of bounds) or FAIL (an exception); a case never ends the others.
 """
 
 import contextlib
@@ -488,7 +489,9 @@ def dpo(path, lora=False, pack=0, **changes):
 
 
 def resumed(path, impl=TE, then=None, **keys):
-    """Five steps, against a run that died after its second one and goes on, on the layers `then`."""
+    """Five steps, against a run that died after its second one and goes on, on the
+    layers `then`.
+    """
     keys = {"bf16": True, "steps": 5, **keys}
     whole, folder = train(path, impl, **keys), new_folder("parts")
     saves = dict(save_strategy="steps", save_steps=2, out=folder)
@@ -549,7 +552,9 @@ def checkpoint_cases() -> None:
 
 
 def converted():
-    """Checkpoints of TE to Hugging Face's format where no GPU is seen, verified; and onto TE again."""
+    """Checkpoints of TE to Hugging Face's format where no GPU is seen, verified; and onto
+    TE again.
+    """
     made = {}
     for name, family, keys in (
         ("qwen2", "qwen2", PACKED),
@@ -669,7 +674,9 @@ STEPS, LENGTH, TOKENS = 200, 512, 8192  # of a run, of a row, of the vocabulary
 
 
 def text_rows(count: int) -> list[dict]:
-    """At most `count` rows of Python's own library, as a tokenizer that is trained on it cuts it."""
+    """At most `count` rows of Python's own library, as a tokenizer that is trained on it
+    cuts it.
+    """
     import sysconfig
 
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -736,7 +743,9 @@ def learned(**keys) -> float:
 
 
 def learns(then: dict, **keys):
-    """The loss at the end is that of TE in bf16, within 1 %; `then` is a run of local layers or of FP8."""
+    """The loss at the end is that of TE in bf16, within 1 %; `then` is a run of local layers or of
+    FP8.
+    """
     wanted, got = learned(transformer_impl=TE, **keys), learned(**then, **keys)
     off = got / wanted - 1
     return wanted < 5.0 and abs(off) < 0.01, dict(bf16=wanted, got=got, off=off)
