@@ -217,7 +217,8 @@ def test_alpaca_history_system_and_input_become_turns():
         "history": [["Hi", "Hello"]],
     }
     tokenizer, part = encode(record, CHATML, form="alpaca", default_system="unused")
-    roles = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    roles = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    roles += "<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.decode(part.ids).startswith(roles + "<|im_start|>user\nAdd\n2+3<|im_end|>\n")
     assert trained_texts(record, CHATML, form="alpaca") == ["Hello<|im_end|>", "5<|im_end|>"]
     del record["system"]

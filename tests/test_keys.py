@@ -427,13 +427,17 @@ SHOWN_BY = {
     "preprocessing_num_workers": "test_data.py::test_several_processes_give_the_same_files_as_one",
     "cache_dir": "test_data.py::test_several_processes_give_the_same_files_as_one",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
-    "output_dir": "test_cli.py::test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch",
+    "output_dir": "test_cli.py::"
+    "test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch",
     "overwrite_output_dir": "test_ckpt.py::test_overwriting_deletes_the_old_checkpoints",
     "resume_from_checkpoint": "test_ckpt.py::test_resume_in_the_same_layout_is_bit_for_bit",
     "save_only_model": "test_ckpt.py::test_what_cannot_be_resumed_is_refused",
-    "async_save": "test_ckpt_safety.py::test_a_checkpoint_written_in_the_background_holds_its_own_step",
-    "check_for_nan_in_loss_and_grad": "test_nonfinite.py::test_check_for_nan_in_loss_and_grad_can_be_switched_off",
-    "hang_timeout": "test_watchdog.py::test_the_rank_that_has_noted_less_is_named_and_all_leave_at_ddp_timeout",
+    "async_save": "test_ckpt_safety.py::"
+    "test_a_checkpoint_written_in_the_background_holds_its_own_step",
+    "check_for_nan_in_loss_and_grad": "test_nonfinite.py::"
+    "test_check_for_nan_in_loss_and_grad_can_be_switched_off",
+    "hang_timeout": "test_watchdog.py::"
+    "test_the_rank_that_has_noted_less_is_named_and_all_leave_at_ddp_timeout",
     "nan_policy": "test_nonfinite.py::test_nan_policy_skip_leaves_the_update_out_and_counts_it",
     "nan_skip_limit": "test_nonfinite.py::test_nan_skip_limit_ends_the_run",
     "apply_rope_fusion": "test_cli.py::test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run",
@@ -442,7 +446,8 @@ SHOWN_BY = {
         "num_layers_at_end_in_bf16".split(),
         "test_te.py::test_fp8s_keys_are_in_the_models_configuration",
     ),
-    "optimizer_cpu_offload": "test_offload.py::test_an_offloaded_optimizer_trains_as_one_on_the_device",
+    "optimizer_cpu_offload": "test_offload.py::"
+    "test_an_offloaded_optimizer_trains_as_one_on_the_device",
     "optimizer_offload_fraction": "test_offload.py::test_a_fraction_of_the_elements_is_on_the_host",
     "torch_compile": "test_model_fused.py::test_torch_compile_switches_what_runs_on_a_gpu",
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",

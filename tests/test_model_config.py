@@ -251,9 +251,10 @@ def test_a_saved_layout_does_not_outlive_its_run(tmp_path):
     from_hf_config(hf(), first).save_pretrained(tmp_path)
     now = AutoConfig.from_pretrained(str(tmp_path), arguments())
     fresh = from_hf_config(hf(), arguments())
-    names = """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-        expert_tensor_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm batch_p2p_comm
-        recompute_granularity recompute_method recompute_num_layers bf16 params_dtype pipeline_dtype autocast_dtype"""
+    names = """tensor_model_parallel_size pipeline_model_parallel_size
+        virtual_pipeline_model_parallel_size expert_tensor_parallel_size
+        microbatch_group_size_per_vp_stage overlap_p2p_comm batch_p2p_comm recompute_granularity
+        recompute_method recompute_num_layers bf16 params_dtype pipeline_dtype autocast_dtype"""
     for name in names.split():
         assert getattr(now, name) == getattr(fresh, name), name
 

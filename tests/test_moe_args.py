@@ -41,17 +41,20 @@ def folders(tmp_path_factory):
 ERRORS = """
     moe   4 expert_model_parallel_size     6 experts.*: 2        expert_model_parallel_size=4
     moe   2 sequence_parallel              parallel: true        tensor_model_parallel_size=2
-    moe   4 expert_model_parallel_size     3 x 2 ranks           tensor_model_parallel_size=2 sequence_parallel=true \
-expert_model_parallel_size=3
+    moe   4 expert_model_parallel_size     3 x 2 ranks           tensor_model_parallel_size=2 \
+sequence_parallel=true expert_model_parallel_size=3
     moe   2 expert_model_parallel_size     1 x 4 ranks           expert_tensor_parallel_size=4
     moe   1 moe_expert_capacity_factor     every token reaches   moe_expert_capacity_factor=1.5
     moe   1 moe_router_topk                config.json           moe_router_topk=4
     moe   1 num_experts                    config.json           num_experts=4
-    moe   1 moe_aux_loss_coeff             weigh nothing         moe_aux_loss_coeff=0.1 moe_router_load_balancing_type=none
-    moe   1 moe_token_dispatcher_type      alltoall              variable_seq_lengths=true moe_token_dispatcher_type=allgather
+    moe   1 moe_aux_loss_coeff             weigh nothing         moe_aux_loss_coeff=0.1 \
+moe_router_load_balancing_type=none
+    moe   1 moe_token_dispatcher_type      alltoall              variable_seq_lengths=true \
+moe_token_dispatcher_type=allgather
     moe   1 moe_shared_expert_overlap      alltoall              moe_shared_expert_overlap=true \
 moe_token_dispatcher_type=allgather
-    moe   1 moe_router_bias_update_rate    adapters              moe_router_bias_update_rate=0.1 finetuning_type=lora
+    moe   1 moe_router_bias_update_rate    adapters              moe_router_bias_update_rate=0.1 \
+finetuning_type=lora
     dense 2 expert_model_parallel_size     no experts            expert_model_parallel_size=2
     dense 1 moe_aux_loss_coeff             no experts            moe_aux_loss_coeff=0.1
     dense 1 moe_z_loss_coeff               no experts            moe_z_loss_coeff=0.1

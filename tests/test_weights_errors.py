@@ -60,8 +60,14 @@ BROKEN = {
     "one layer more": (add("model.layers.4.input_layernorm.weight"), ["model.layers.4.",
         "num_hidden_layers"]),
     "copy": (cut("model.norm.weight", 31), ["model.norm.weight", "(31,)", "(32,)", "config.json"]),
-    "row": (cut(LAYER + "mlp.down_proj.weight", 32, 40), [LAYER + "mlp.down_proj.weight", "(32, 40)", "(32, 48)"]),
-    "gated": (cut(LAYER + "mlp.gate_proj.weight", 50, 32), [LAYER + "mlp.gate_proj.weight", "(50, 32)", "(48, 32)"]),
+    "row": (
+        cut(LAYER + "mlp.down_proj.weight", 32, 40),
+        [LAYER + "mlp.down_proj.weight", "(32, 40)", "(32, 48)"],
+    ),
+    "gated": (
+        cut(LAYER + "mlp.gate_proj.weight", 50, 32),
+        [LAYER + "mlp.gate_proj.weight", "(50, 32)", "(48, 32)"],
+    ),
     "gated, even in sum": (
         lambda values: [cut(LAYER + f"mlp.{x}_proj.weight", n, 32)(values) for x, n in (("gate",
             50), ("up", 46))],
@@ -299,7 +305,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path, name, text):
 
     shutil.copytree(ROOT / "configs/tiny/model", tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{tmp_path}/model: no tokenizer could be loaded"):
+    with pytest.raises(ValueError, match=f"(?s){tmp_path}/model.*no tokenizer could be loaded"):
         _load_tokenizer(tmp_path / "model", False)
 
 
