@@ -118,19 +118,24 @@ class SplitMasterOptimizer(FP32Optimizer):
         self.optimizer.forget_masters()
 
 
-def splits_masters(args, params_dtype: torch.dtype) -> bool:
-    """Whether SplitMasterOptimizer updates a model of this dtype: what megatron's distributed or
-    offloaded optimizer keeps is elsewhere anyway."""
-    elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
-    halves = OPTIMIZERS[args.optim].halves
-    return params_dtype == torch.bfloat16 and halves and not elsewhere
+def splits_masters(args, chunks: list) -> bool:
+    """Whether SplitMasterOptimizer updates a model: one that trains weights in bf16, as adapters
+    are not. What megatron's distributed or offloaded optimizer keeps is elsewhere anyway."""
+    if args.use_distributed_optimizer or args.optimizer_cpu_offload:
+        return False
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    has_bf16 = any(p.dtype == torch.bfloat16 for p in trained)
+    return has_bf16 and OPTIMIZERS[args.optim].halves is not None
 
 
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
     """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master
     weights.
     """
-    row, split = OPTIMIZERS[args.optim], splits_masters(args, params_dtype)
+    row, split = OPTIMIZERS[args.optim], splits_masters(args, chunks)
+    make = row.make
+    if split and row.halves:
+        make = row.halves
     config = get_optimizer_config(args, params_dtype)
     config.bf16 = config.bf16 and not split  # megatron makes no masters then
     optimizer = get_megatron_optimizer(config, chunks)
@@ -139,7 +144,7 @@ def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> 
     for i, part in enumerate(parts):
         inner = getattr(part, "optimizer", None)
         if inner is not None and own:
-            part.optimizer = row.make(_groups_without_defaults(inner), args)
+            part.optimizer = make(_groups_without_defaults(inner), args)
         for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) and not own else ():
             group["foreach"], group["fused"] = False, True  # one kernel for the whole update
         if inner is not None and args.optimizer_cpu_offload:

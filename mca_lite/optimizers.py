@@ -19,7 +19,7 @@ class Optimizer(NamedTuple):
     checkpoints keep. counts_steps: whether it keeps the number of updates as a tensor "step" beside
     them. megatron: its name in megatron-core, which then makes it on that backend; None: make()
     does there too. distributed: whether megatron-core's distributed optimizer can cut its states.
-    halves: whether make() takes bf16 weights, which are half of their masters, and bf16 moments.
+    halves: makes the one for bf16 weights that are half of their masters, where there is one.
     """
 
     make: Callable[[list[dict], Any], Any]
@@ -27,7 +27,7 @@ class Optimizer(NamedTuple):
     counts_steps: bool = False
     megatron: str | None = None
     distributed: bool = False
-    halves: bool = False
+    halves: Callable[[list[dict], Any], Any] | None = None
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
@@ -59,19 +59,23 @@ def _add(name: str, row: Optimizer, *aliases: str) -> None:
 def _adam(groups: list[dict], args):
     import torch
 
-    numbers = dict(
-        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon
-    )
-    moments = {name: getattr(args, f"{name}_dtype") for name in ("exp_avg", "exp_avg_sq")}
-    has_halves = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
-    if has_halves or "bf16" in moments.values():
-        from .optim_adam import AdamW
-
-        return AdamW(
-            groups, **numbers, halves={name for name in moments if moments[name] == "bf16"}
-        )
+    if "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+        return _adam_of_halves(groups, args)
     # fused: one kernel for the whole update
-    return torch.optim.AdamW(groups, **numbers, fused=True)
+    return torch.optim.AdamW(groups, **_numbers_of_adam(args), fused=True)
+
+
+def _adam_of_halves(groups: list[dict], args):
+    from .optim_adam import AdamW
+
+    moments = ("exp_avg", "exp_avg_sq")
+    halves = {name for name in moments if getattr(args, f"{name}_dtype") == "bf16"}
+    return AdamW(groups, **_numbers_of_adam(args), halves=halves)
+
+
+def _numbers_of_adam(args) -> dict:
+    betas = args.adam_beta1, args.adam_beta2
+    return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
 def _sgd(groups: list[dict], args):
@@ -88,7 +92,7 @@ _add(
         counts_steps=True,
         megatron="adam",
         distributed=True,
-        halves=True,
+        halves=_adam_of_halves,
     ),
     "adamw_torch",
     "adamw_torch_fused",
