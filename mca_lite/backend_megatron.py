@@ -24,7 +24,7 @@ from . import cpu, lora_files, model_fused, parallel, weights_convert
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
-from .model_moe import routers_of
+from .model_moe import Experts, routers_of
 from .model_routing import BalancingLosses, RouterStatistics
 from .model_te import accumulate_in_place
 from .optim import SplitMasterOptimizer, create_megatron_optimizer
@@ -37,7 +37,7 @@ def _to_rank(tokens, device, index):
     """A tensor [..., s], or Targets, on a device; of its tokens those at `index` (None: all)."""
     if isinstance(tokens, Targets):
         return Targets(*(_to_rank(x, device, index) for x in tokens))
-    tokens = tokens.to(device, non_blocking=True)
+    tokens = parallel.to_device(tokens, device)
     return tokens if index is None else tokens[..., index]
 
 
@@ -153,7 +153,7 @@ class MegatronBackend(Backend):
         )
         if self.config.num_moe_experts and "padding_mask" in batch:
             # padding does not count where experts are balanced
-            padding = batch["padding_mask"].to(device, non_blocking=True)
+            padding = parallel.to_device(batch["padding_mask"], device)
             inputs["padding_mask"] = padding[:, layout.index]
         return inputs
 
@@ -188,6 +188,8 @@ class MegatronBackend(Backend):
             for module in model.modules():
                 if accumulate_in_place(module):
                     continue
+                if isinstance(module, Experts):
+                    module.accumulate_in_place()
                 if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                     module.gradient_accumulation_fusion = True
 

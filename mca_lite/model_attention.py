@@ -5,6 +5,7 @@ query groups of this rank, d channels of a head. Names of modules are megatron's
 """
 
 import contextlib
+import functools
 import inspect
 
 import torch
@@ -165,6 +166,7 @@ def _kernels(query, mask):
     return sdpa_kernel(order, set_priority=True)
 
 
+@functools.cache
 def _packed_kernel():
     """torch's varlen attention, and whether it can be told of query groups (not in torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -229,9 +231,24 @@ class CoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         # dropout differs between tensor-parallel ranks, since each holds other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            if packed_seq_params is not None and self._suits_rows(layout, attention_mask):
+                return self._rows(query, key, value, layout, dropout)
             if packed_seq_params is not None and self._suits_varlen(query, dropout):
                 return self._varlen(query, key, value, layout)
             return self._segments(query, key, value, layout, attention_mask, dropout)
+
+    def _suits_rows(self, layout, attention_mask) -> bool:
+        """Documents of one length, which need no mask, are rows: cuDNN's kernel takes them, about
+        twice as fast as the varlen one."""
+        is_wide = self.window is None or layout.longest <= self.window
+        return layout.same_length is not None and attention_mask is None and is_wide
+
+    def _rows(self, query, key, value, layout, dropout):
+        """Packed documents of one length, [t, 1, n, d], as rows side by side -> [t, 1, n * d]."""
+        length = layout.same_length
+        rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
+        one = row_layout((0, length), 1, 0, query.device)
+        return self._segments(*rows, one, None, dropout).transpose(0, 1).flatten(0, 1)[:, None]
 
     def _suits_varlen(self, query, dropout: float) -> bool:
         """The varlen kernel knows neither float32 nor dropout nor caps, and only sizes of heads

@@ -18,6 +18,7 @@ from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from .constants import IGNORE_INDEX
+from .parallel import to_device
 
 
 def get_ltor_masks_and_position_ids(
@@ -159,31 +160,39 @@ class RowLayout:
     segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query
     the last key. positions int64 [t / cp]: each local token's position in its document. index int64
     [t / cp]: its place in the whole row. order int64 [t], None without context parallelism:
-    gathered local parts in the row's order. longest: tokens of the longest document.
+    gathered local parts in the row's order. borders int32 [documents + 1]: cu_seqlens of the whole
+    row. longest: tokens of the longest document.
     """
 
     segments: list[tuple[int, int, int, int]]
     positions: torch.Tensor
     index: torch.Tensor
     order: torch.Tensor | None
+    borders: torch.Tensor
     longest: int
+
+    @functools.cached_property
+    def same_length(self) -> int | None:
+        """Tokens of each document where all have as many, and are whole on this rank."""
+        lengths = {q1 - q0 for q0, q1, _, _ in self.segments}
+        return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
         for a varlen kernel, which wants the keys of each segment side by side: without context
         parallelism they stand so, and places is None."""
+        if self.order is None:
+            return self.borders, self.borders, None, self.longest, self.longest
         device = self.positions.device
         q = np.array([b - a for a, b, _, _ in self.segments])
         k = np.array([d - c for _, _, c, d in self.segments])
         cu_q, cu_k = (
-            torch.tensor(np.concatenate([[0], n.cumsum()]), dtype=torch.int32, device=device)
+            to_device(torch.tensor(np.concatenate([[0], n.cumsum()]), dtype=torch.int32), device)
             for n in (q, k)
         )
-        places = None
-        if self.order is not None:
-            runs = [np.arange(c, d) for _, _, c, d in self.segments]
-            places = torch.from_numpy(np.concatenate(runs)).to(device)
+        runs = [np.arange(c, d) for _, _, c, d in self.segments]
+        places = to_device(torch.from_numpy(np.concatenate(runs)), device)
         return cu_q, cu_k, places, int(q.max()), int(k.max())
 
 
@@ -219,13 +228,15 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
             )
     index = zigzag(cu, cp_size, cp_rank)
     starts = torch.tensor(cu[:-1]).repeat_interleave(torch.tensor(cu).diff())
-    order = (
-        torch.cat([zigzag(cu, cp_size, r) for r in range(cp_size)]).argsort().to(device)
-        if cp_size > 1
-        else None
-    )
+    order = None
+    if cp_size > 1:
+        parts = torch.cat([zigzag(cu, cp_size, r) for r in range(cp_size)])
+        order = to_device(parts.argsort(), device)
     longest = max(end - start for start, end in zip(cu, cu[1:], strict=False))
-    return RowLayout(segments, (index - starts[index]).to(device), index.to(device), order, longest)
+    borders = torch.tensor(cu, dtype=torch.int32)
+    tensors = (index - starts[index], index, borders)
+    positions, index, borders = (to_device(x, device) for x in tensors)
+    return RowLayout(segments, positions, index, order, borders, longest)
 
 
 @dataclass
@@ -238,12 +249,11 @@ class PackedRow(PackedSeqParams):
 
 def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
     """Packed parameters of a row with borders `cu`, of queries and keys, global under cp."""
-    borders = torch.tensor(cu, dtype=torch.int32, device=device)
     layout = row_layout(cu, cp_size, cp_rank, device)
     return PackedRow(
         qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
+        cu_seqlens_q=layout.borders,
+        cu_seqlens_kv=layout.borders,
         max_seqlen_q=layout.longest,
         max_seqlen_kv=layout.longest,
         layout=layout,

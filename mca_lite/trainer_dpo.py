@@ -156,7 +156,9 @@ class DPOTrainer(McaTrainer):
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
         device, known = parallel.device(), batch.get("reference")
-        chosen, rejected = (None, None) if known is None else known.to(device).unbind(-1)
+        chosen, rejected = (
+            (None, None) if known is None else parallel.to_device(known, device).unbind(-1)
+        )
         documents = self._documents(batch)
         return functools.partial(
             self._post_compute_loss, inputs["labels"], documents, chosen, rejected
@@ -167,7 +169,7 @@ class DPOTrainer(McaTrainer):
         if "cu_seqlens" in batch:
             cu = batch["cu_seqlens"]
             lengths = [(end - start) // cp for start, end in zip(cu, cu[1:], strict=False)]
-        return Documents(lengths, batch["real"].to(parallel.device()))
+        return Documents(lengths, parallel.to_device(batch["real"], parallel.device()))
 
     def _response_logps(self, labels, documents: Documents, losses):
         """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and

@@ -4,7 +4,8 @@ which operations.
 
 import torch
 
-from mca_lite.model_dispatch import _FromExperts, _ToExperts
+from mca_lite.model_dispatch import _FromExperts, _sums, _ToExperts
+from mca_lite.model_moe import Experts
 from tests.shared import tiny_moe, world
 
 WAITS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique")
@@ -32,6 +33,28 @@ def test_rows_go_to_experts_and_back_with_the_gradients_of_plain_sums():
     assert torch.autograd.gradcheck(lambda t: _FromExperts.apply(t, order, places), (rows,))
 
 
+def test_the_sum_over_a_tokens_experts_is_rounded_once():
+    _, _, places = choices()
+    rows = torch.randn(21, 4).bfloat16()
+    assert torch.equal(_sums(rows, places), rows.float()[places].sum(1).bfloat16())
+
+
+def test_gradients_of_experts_go_to_the_buffer_before_megatrons_hook():
+    experts = Experts.__new__(Experts)
+    torch.nn.Module.__init__(experts)
+    experts.fc1 = torch.nn.Parameter(torch.randn(2, 2, 3, 4).bfloat16())
+    experts.fc2 = torch.nn.Parameter(torch.randn(2, 4, 3).bfloat16(), requires_grad=False)
+    experts.fc1.main_grad = torch.zeros(2, 2, 3, 4)
+    experts.fc1.grad_added_to_main_grad = False
+    experts.accumulate_in_place()
+    factors = [torch.randn(2, 2, 3, 4).bfloat16() for _ in range(3)]
+    for factor in factors:
+        (experts.fc1 * factor).sum().backward()
+        assert experts.fc1.grad_added_to_main_grad, "megatron's hook adds nothing then"
+        experts.fc1.grad = None
+    assert torch.equal(experts.fc1.main_grad, sum(factor.float() for factor in factors))
+
+
 def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:
     """(class of the dispatcher, what waits, and what is done to rows as wide as the model, forward
     and backward).
@@ -39,7 +62,6 @@ def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from mca_lite import AutoModel, TrainingArguments
-    from mca_lite.model_moe import Experts
 
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

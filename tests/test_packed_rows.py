@@ -2,11 +2,15 @@
 by hand.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mca_lite.data_packs import best_fit
+from mca_lite.model_attention import CoreAttention
 from mca_lite.packed_rows import (
     block_diagonal_mask,
     check_pack_seq_aligned,
@@ -181,3 +185,56 @@ def test_packed_parameters_are_megatrons_thd_format():
     assert params.qkv_format == "thd" and params.cu_seqlens_q.dtype == torch.int32
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 6]
     assert params.max_seqlen_q == params.max_seqlen_kv == 4
+
+
+def core_attention(window=None):
+    """Core attention of 4 heads and 2 query groups of 8 channels."""
+    config = SimpleNamespace(
+        context_parallel_size=1,
+        layer_type=lambda number: "sliding_attention",
+        sliding_window=window,
+        attn_logit_softcapping=None,
+        attention_dropout=0.0,
+        rope_interleave=False,
+        has_local_rope=False,
+        hf_config={},
+        kv_channels=8,
+        rotary_percent=1.0,
+        rotary_base=100.0,
+        rows_are_packed=True,
+    )
+    return CoreAttention(config, 1, None, "self").eval()
+
+
+@pytest.mark.parametrize(
+    ("cu", "window", "calls"),
+    [((0, 4, 8, 12), None, 1), ((0, 4, 8, 12), 3, 3), ((0, 4, 8, 11), None, 3), ((0, 12), None, 1)],
+    ids=["one length", "narrow window", "lengths differ", "one document"],
+)
+def test_documents_of_one_length_are_rows_of_one_product(cu, window, calls, monkeypatch):
+    core, generator = core_attention(window), torch.Generator().manual_seed(0)
+    tensors = [torch.randn(cu[-1], n, 8, generator=generator).requires_grad_() for n in (4, 2, 2)]
+    one_by_one = torch.cat(
+        [core(*(x[a:b, None] for x in tensors)) for a, b in zip(cu, cu[1:], strict=False)]
+    )
+    attend, seen = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: seen.append(a) or attend(*a, **k)
+    )
+    row = packed_row(cu, 1, 0, torch.device("cpu"))
+    got = core(*tensors, packed_seq_params=row)
+    assert len(seen) == calls
+    torch.testing.assert_close(got, one_by_one)
+    grad = torch.randn(got.shape, generator=generator)
+    for x, y in zip(
+        torch.autograd.grad(got, tensors, grad),
+        torch.autograd.grad(one_by_one, tensors, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_varlen_kernel_gets_the_borders_that_megatron_gets():
+    row = packed_row((0, 4, 6), 1, 0, torch.device("cpu"))
+    cu_q, cu_k, places, max_q, max_k = row.layout.varlen
+    assert cu_q is cu_k is row.cu_seqlens_q and places is None and max_q == max_k == 4
