@@ -218,8 +218,7 @@ class LoraAdapter(Adapter):
         in x's dtype.
         """
         if weight is not None:
-            factors = self.lora_A, self._whole_b()
-            return AdaptedProduct.apply(x, weight, self._room(weight), *factors, self.spec.scale)
+            return self._product(x, weight)
         low = self.low(x)
         outs, lows = [], iter(low.split(self.spec.rank, -1))
         for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
@@ -233,11 +232,24 @@ class LoraAdapter(Adapter):
 
     def adds_in_product(self, weight: torch.Tensor) -> bool:
         """Whether the linear's own product can add the adapter's, so that the sum is rounded once:
-        on one rank of tensor parallelism, beside a frozen matrix in half precision, without
-        dropout."""
+        beside a frozen matrix in half precision, without dropout."""
         drops = self.training and self.spec.dropout > 0.0
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
-        return self.enabled and self.tp == 1 and is_half and not (weight.requires_grad or drops)
+        return self.enabled and is_half and not (weight.requires_grad or drops)
+
+    def _product(self, x, weight):
+        """W x + scale * B A x; of a linear that is cut along its columns this rank's part of that
+        sum, with its own part of A x. Collective: gradients of a whole matrix are summed where
+        megatron does not (it does under sequence parallelism)."""
+        a, b, gathers = self.lora_A, self._whole_b(), None
+        if self.cut == "column" and self.sequence_parallel:
+            gathers = self.group
+        elif self.cut == "column" and self.tp > 1:
+            a, x = sum_gradients(a, self.group), sum_gradients(x, self.group)
+        elif self.cut == "row" and self.tp > 1 and not self.sequence_parallel:
+            b = sum_gradients(b, self.group)
+        room = self._room(weight)
+        return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
 
     _extended: torch.Tensor | None = None
 

@@ -14,6 +14,12 @@ def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.t() @ right).float()
 
 
+def _mappings():
+    from megatron.core.tensor_parallel import mappings  # not for models in plain torch
+
+    return mappings
+
+
 class AdaptedProduct(torch.autograd.Function):
     """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T, which is
     rounded once.
@@ -23,14 +29,18 @@ class AdaptedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, room, a, b, scale):
-        """room: what LoraAdapter._room gives for `weight`; its columns for B are written."""
-        a, b, flat = a.to(x.dtype), b.to(x.dtype), x.reshape(-1, x.shape[-1])
+    def forward(ctx, x, weight, room, a, b, scale, group=None):
+        """room: what LoraAdapter._room gives for `weight`; its columns for B are written. group:
+        the ranks of which each has a part of the sequence in x, and here gets the whole product;
+        A's gradient is that of its own part then. Collective over it, both ways."""
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        whole = x if group is None else _mappings()._gather_along_first_dim(x, group)
+        flat = whole.reshape(-1, x.shape[-1])
         low = (flat @ a.t()).mul_(scale)
         room[:, x.shape[-1] :].copy_(b)
         ctx.save_for_backward(x, weight, a, b, low)
-        ctx.scale = scale
-        return (torch.cat([flat, low], 1) @ room.t()).view(*x.shape[:-1], -1)
+        ctx.scale, ctx.group = scale, group
+        return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -38,8 +48,14 @@ class AdaptedProduct(torch.autograd.Function):
         flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         d_low, d_x = (grad @ b).mul_(ctx.scale), None
         if ctx.needs_input_grad[0]:
-            d_x = (d_low @ a).addmm_(grad, weight).view(x.shape)
-        return d_x, None, None, _float_product(d_low, flat), _float_product(grad, low), None
+            d_x = (d_low @ a).addmm_(grad, weight)
+        if ctx.group is not None:
+            to_parts = _mappings()._reduce_scatter_along_first_dim
+            d_low = to_parts(d_low, ctx.group)
+            d_x = d_x if d_x is None else to_parts(d_x, ctx.group)
+        d_x = d_x if d_x is None else d_x.view(x.shape)
+        d_a, d_b = _float_product(d_low, flat), _float_product(grad, low)
+        return d_x, None, None, d_a, d_b, None, None
 
 
 def normed(module, x):

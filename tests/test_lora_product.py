@@ -1,10 +1,16 @@
-"""Adapters that are added in the product of a frozen linear in half precision, on one rank."""
+"""Adapters that are added in the product of a frozen linear in half precision."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mca_lite.lora_layers import LoraAdapter, LoraSpec, attach_beside
+from tests.shared import tiny, world
+from tests.shared.files import assert_same_tensors
+from tests.shared.layouts import PACKED, SP, TP2
+from tests.shared.lora_tools import EVERYTHING, train_from_adapter, train_with_peft
+from tests.shared.lora_tools import adapter_of as saved
+from tests.shared.training import assert_same_curve
 
 NAMES = {"all": (("q",), ("k",), ("v",)), "some": (("q",), (), ("v",)), "one": (("q",),)}
 
@@ -86,3 +92,43 @@ def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
     got = linear(x)
     torch.manual_seed(1)
     assert torch.equal(got, (base + adapter(x)).to(dtype))
+
+
+# -- linears that tensor parallelism cuts -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peft(tmp_path_factory):
+    """(model folder, folder of peft's adapters, its curve)."""
+    folder = tmp_path_factory.mktemp("peft")
+    path = tiny.save_model(folder / "model", "qwen2")
+    targets = [name for name in EVERYTHING if name != "embed_tokens"]
+    [curve] = world.run(train_with_peft, 1, path, str(folder), targets=targets)
+    return path, folder, curve
+
+
+def train_by_products(*args, **keys) -> tuple[list, int]:
+    """(the curve of train_from_adapter whose adapters are all added in products, also in float32,
+    which shows each error; products)."""
+    products, product = [], LoraAdapter._product
+
+    def counted(self, x, weight):
+        products.append(self.mca)
+        return product(self, x, weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoraAdapter, "_product", counted)
+        patch.setattr(LoraAdapter, "adds_in_product", lambda self, weight: self.enabled)
+        return train_from_adapter(*args, **keys), len(products)
+
+
+@pytest.mark.parametrize(
+    "keys", [TP2, {**TP2, **SP}, {**TP2, **SP, **PACKED}], ids=["tp2", "tp2_sp", "tp2_sp_packed"]
+)
+def test_products_of_cut_linears_train_as_with_peft(keys, peft, tmp_path):
+    path, folder, curve = peft
+    start = str(folder / "start")
+    for got, products in world.run(train_by_products, 2, path, str(tmp_path), start, **keys):
+        assert products
+        assert_same_curve(got, curve)
+    assert_same_tensors(saved(tmp_path), saved(folder / "end"))
