@@ -132,3 +132,39 @@ def test_products_of_cut_linears_train_as_with_peft(keys, peft, tmp_path):
         assert products
         assert_same_curve(got, curve)
     assert_same_tensors(saved(tmp_path), saved(folder / "end"))
+
+
+@torch.no_grad()
+def shares_that_arrive(path, folder) -> dict:
+    """{linear: (the share of a small update that is in its bf16 output on average, the share if the
+    sum were made afterwards)} of a column-cut and a row-cut one."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.lora import inject
+
+    args = TrainingArguments(output_dir=folder, bf16=True, **TP2)
+    model = AutoModel.from_pretrained(path, args)
+    inject(model, LoraSpec(rank=1, alpha=1))
+    mlp, shares = model[0].decoder.layers[0].mlp, {}
+    for linear in (mlp.linear_fc1, mlp.linear_fc2):
+        torch.manual_seed(0)
+        linear.weight.normal_()
+        x = torch.randn(4096, 1, linear.weight.shape[1]).bfloat16()
+        for name, parameter in linear.lora.named_parameters():
+            parameter.normal_() if "lora_A" in name else parameter.fill_(2.0**-14)
+        linear.lora.enabled = False
+        base = linear(x)[0].float()
+        linear.lora.enabled = True
+        small, arrived = linear.lora(x), linear(x)[0].float() - base
+        added = (base + small).bfloat16().float() - base
+        shares[linear.lora.cut] = tuple(
+            float((small.sign() * part).mean() / small.abs().mean()) for part in (arrived, added)
+        )
+    return shares
+
+
+def test_small_updates_of_cut_linears_are_there_on_average(peft, tmp_path):
+    for shares in world.run(shares_that_arrive, 2, peft[0], str(tmp_path)):
+        assert sorted(shares) == ["column", "row"]
+        for arrived, added in shares.values():
+            assert arrived == pytest.approx(1, rel=0.1)
+            assert added < 0.5
