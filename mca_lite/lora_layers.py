@@ -7,9 +7,10 @@ before DDP wraps the model.
 
 Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch; of
 experts, n on this rank, f columns of one on this rank, T tokens. Only activations r wide cross
-ranks. What each matrix of a cut linear is, for megatron's gradient reduction and norm:
+ranks, or the gradient of a matrix where the linear's product has the adapter in it. What each
+matrix of a cut linear is, for megatron's gradient reduction and norm:
 
-    column        A whole, its gradient complete: copy_to sums that of A x. B cut along its rows.
+    column        A whole, its gradient complete, or that of A x. B cut along its rows.
     column, SP    A whole, its gradient partial over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 
 from .args import FinetuningArguments
 from .args_values import ConfigError, check_keys
-from .lora_product import AdaptedProduct, normed, suit_transformer_engine
+from .lora_product import AdaptedExperts, AdaptedProduct, normed, suit_transformer_engine, with_room
 from .parallel import sum_gradients
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
@@ -141,6 +142,7 @@ class Adapter(torch.nn.Module, abc.ABC):
         self.enabled = True
         self.axes: dict[str, int | None] = {}  # parameter -> the matrix's axis that the group cuts
         self.padded: set[str] = set()  # parameters that a padded vocabulary makes longer
+        self._rooms: dict[torch.Size, torch.Tensor] = {}  # by the shape of their weight
 
     def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
         """Add a float32 parameter. partial: its gradient is a part of the sum over the sequence."""
@@ -167,6 +169,13 @@ class Adapter(torch.nn.Module, abc.ABC):
         if scatter:
             return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
+
+    def adds_in_product(self, weight: torch.Tensor) -> bool:
+        """Whether the linear's own product can add the adapter's, so that the sum is rounded once:
+        beside a frozen matrix in half precision, without dropout."""
+        drops = self.training and self.spec.dropout > 0.0
+        is_half = weight.dtype in (torch.bfloat16, torch.float16)
+        return self.enabled and is_half and not (weight.requires_grad or drops)
 
     def _dropped(self, x: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
         """x after dropout. is_shared: all ranks have the same x, and must drop the same of it."""
@@ -230,13 +239,6 @@ class LoraAdapter(Adapter):
             return torch.cat([out.unflatten(-1, (self.groups, -1)) for out in outs], -1).flatten(-2)
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
-    def adds_in_product(self, weight: torch.Tensor) -> bool:
-        """Whether the linear's own product can add the adapter's, so that the sum is rounded once:
-        beside a frozen matrix in half precision, without dropout."""
-        drops = self.training and self.spec.dropout > 0.0
-        is_half = weight.dtype in (torch.bfloat16, torch.float16)
-        return self.enabled and is_half and not (weight.requires_grad or drops)
-
     def _product(self, x, weight):
         """W x + scale * B A x; of a linear that is cut along its columns this rank's part of that
         sum, with its own part of A x. Collective: gradients of a whole matrix are summed where
@@ -248,20 +250,8 @@ class LoraAdapter(Adapter):
             a, x = sum_gradients(a, self.group), sum_gradients(x, self.group)
         elif self.cut == "row" and self.tp > 1 and not self.sequence_parallel:
             b = sum_gradients(b, self.group)
-        room = self._room(weight)
+        room = with_room(weight, len(self.lora_A), self._rooms)
         return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
-
-    _extended: torch.Tensor | None = None
-
-    def _room(self, weight: torch.Tensor) -> torch.Tensor:
-        """[out, in + projections * r]: the memory of `weight`, which is moved into it, with room
-        for B beside it."""
-        room = self._extended
-        if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
-            out, inputs = weight.shape
-            room = self._extended = weight.new_zeros(out, inputs + len(self.lora_A))
-            weight.data = room[:, :inputs].copy_(weight)
-        return room
 
     def _whole_b(self) -> torch.Tensor:
         """B of all projections as one matrix [out, projections * r], float32, its rows in the order
@@ -385,21 +375,33 @@ class LoraExperts(Adapter):
             return parameter
         return sum_gradients(parameter, self.group)
 
-    def _one(self, projection: str, x: torch.Tensor, multiply: Callable) -> torch.Tensor:
-        low = multiply(self._dropped(x.float()), self._matrix(f"{projection}_A"))
-        return multiply(low, self._matrix(f"{projection}_B")) * self.spec.scale
+    def _factors(self, projections: tuple[str, ...], outputs: int):
+        """scale * A [n, c, in] and B [n, outputs, c] of several projections together, float32. c is
+        a multiple of 8, since a grouped product in half precision wants whole 16 bytes."""
+        r, adapted = self.spec.rank, [p for p in projections if p in self.adapted]
+        a = torch.cat([self._matrix(f"{p}_A") for p in adapted], 1)
+        columns, blocks, first = -(-a.shape[1] // 8) * 8, [], 0
+        for projection in projections:
+            if projection in self.adapted:
+                b = self._matrix(f"{projection}_B")
+                blocks.append(F.pad(b, (first, columns - first - r)))
+                first += r
+            else:
+                blocks.append(a.new_zeros(len(a), outputs // len(projections), columns))
+        return F.pad(a, (0, 0, 0, columns - first)) * self.spec.scale, torch.cat(blocks, 1)
 
-    def gate_up(self, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
-        """x [T, h] -> float32 [T, 2 f]. multiply(x, w): each expert's tokens times its w^T."""
-        parts = {p: self._one(p, x, multiply) for p in ("gate", "up") if p in self.adapted}
-        if not parts:
-            return None
-        zeros = torch.zeros_like(next(iter(parts.values()))) if len(parts) == 1 else None
-        return torch.cat([parts.get("gate", zeros), parts.get("up", zeros)], -1)
-
-    def down(self, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
-        """x [T, f] -> float32 [T, h]."""
-        return self._one("down", x, multiply) if "down" in self.adapted else None
+    def product(self, projections: tuple[str, ...], x, weight, multiply: Callable) -> torch.Tensor:
+        """W x + scale * B A x [T, outputs] in x's dtype, of projections side by side in weight [n,
+        ..., in]. multiply(x, w): each expert's tokens times its w^T."""
+        whole = weight.flatten(1, -2)
+        if not any(p in self.adapted for p in projections):
+            return multiply(x, whole)
+        a, b = self._factors(projections, whole.shape[1])
+        if not self.adds_in_product(weight):
+            low = multiply(self._dropped(x.float()), a)
+            return (multiply(x, whole) + multiply(low, b)).to(x.dtype)
+        low, room = multiply(x, a.to(x.dtype)), with_room(weight, b.shape[-1], self._rooms)
+        return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
 
     def delta(self, projection: str) -> torch.Tensor | float:
         """scale * B A of each expert [n, outputs, inputs], 0 without an adapter."""

@@ -1,10 +1,20 @@
-"""The product of a frozen linear in half precision with its adapter in it, and how Transformer
-Engine's linears get it."""
+"""The product of a frozen linear, or of experts, in half precision with the adapter in it, and how
+Transformer Engine's linears get it."""
 
 import torch
 import torch.nn.functional as F
 
 from .model_fused import rms_norm
+
+
+def with_room(weight, columns: int, rooms: dict) -> torch.Tensor:
+    """[..., out, in + columns]: the memory of `weight`, which is moved into it, with room for B
+    beside it. rooms: an adapter's, by the shape of their weight."""
+    room, inputs = rooms.get(weight.shape), weight.shape[-1]
+    if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
+        room = rooms[weight.shape] = weight.new_zeros(*weight.shape[:-1], inputs + columns)
+        weight.data = room[..., :inputs].copy_(weight)
+    return room
 
 
 def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -30,7 +40,7 @@ class AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, room, a, b, scale, group=None):
-        """room: what LoraAdapter._room gives for `weight`; its columns for B are written. group:
+        """room: what with_room gives for `weight`; its columns for B are written. group:
         the ranks of which each has a part of the sequence in x, and here gets the whole product;
         A's gradient is that of its own part then. Collective over it, both ways."""
         a, b = a.to(x.dtype), b.to(x.dtype)
@@ -56,6 +66,33 @@ class AdaptedProduct(torch.autograd.Function):
         d_x = d_x if d_x is None else d_x.view(x.shape)
         d_a, d_b = _float_product(d_low, flat), _float_product(grad, low)
         return d_x, None, None, d_a, d_b, None, None
+
+
+class AdaptedExperts(torch.autograd.Function):
+    """Of each expert x W^T + low B^T of a frozen W as one product [x, low] [W, B]^T, which is
+    rounded once."""
+
+    @staticmethod
+    def forward(ctx, x, low, weight, b, room, multiply):
+        """x [T, in], low [T, c], weight [n, ..., in], b [n, out, c]; room as above. multiply(x, w):
+        each expert's tokens times its w^T."""
+        room = room.flatten(1, -2)
+        room[..., x.shape[-1] :].copy_(b)
+        ctx.save_for_backward(low, weight, b)
+        ctx.multiply = multiply
+        return multiply(torch.cat([x, low], 1), room)
+
+    @staticmethod
+    def backward(ctx, grad):
+        low, weight, b = ctx.saved_tensors
+        grad, d_x = grad.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            d_x = ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
+        with torch.enable_grad():  # r wide: its gradients are those of any product of experts
+            low, b = low.detach().requires_grad_(), b.detach().requires_grad_()
+            product = ctx.multiply(low, b)
+        d_low, d_b = torch.autograd.grad(product, (low, b), grad)
+        return d_x, d_low, None, d_b, None, None
 
 
 def normed(module, x):

@@ -187,13 +187,9 @@ class Experts(MegatronModule):
         if adapter is None or not adapter.enabled:
             hidden = weighted_swiglu(multiply(x, self.fc1.flatten(1, 2)), probs)
             return multiply(hidden, self.fc2), None
-        hidden = self._added(multiply(x, self.fc1.flatten(1, 2)), adapter.gate_up(x, multiply))
+        hidden = adapter.product(("gate", "up"), x, self.fc1, multiply)
         hidden = weighted_swiglu(hidden, probs)
-        return self._added(multiply(hidden, self.fc2), adapter.down(hidden, multiply)), None
-
-    @staticmethod
-    def _added(base, delta):
-        return base if delta is None else (base + delta).to(base.dtype)
+        return adapter.product(("down",), hidden, self.fc2, multiply), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """megatron's ShardedTensors: experts along the first axis, their columns along the

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.lora_layers import LoraAdapter, LoraSpec, attach_beside
+from mca_lite.lora_layers import LoraAdapter, LoraExperts, LoraSpec, attach_beside
 from tests.shared import tiny, world
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
@@ -92,6 +92,77 @@ def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
     got = linear(x)
     torch.manual_seed(1)
     assert torch.equal(got, (base + adapter(x)).to(dtype))
+
+
+def experts_of(names, dtype):
+    """(adapter of three experts, 8 -> 2 * 6 or 6 -> 8, no matrix zero; fc1 and fc2, frozen)."""
+    generator = torch.Generator().manual_seed(0)
+    names = tuple(tuple(f"{name}.{i}" for i in range(3)) if name else () for name in names)
+    adapter = LoraExperts(LoraSpec(rank=3, alpha=6), "experts", names, 8, 6)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    shapes = ((3, 2, 6, 8), (3, 8, 6))
+    return adapter, *(
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype), requires_grad=False)
+        for shape in shapes
+    )
+
+
+def one_by_one(t, w):
+    return torch.cat([F.linear(part, of) for part, of in zip(t.split((4, 0, 5)), w, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "names", [("gate", "up", "down"), ("gate", "", ""), ("", "up", "down")], ids="-".join
+)
+def test_products_of_experts_equal_the_sums_of_two(names, monkeypatch):
+    adapter, fc1, fc2 = experts_of(names, torch.float32)
+    x, scale, trained = torch.randn(9, 8, requires_grad=True), 2.0, [*adapter.parameters()]
+
+    def through(projections, t, weight):
+        return adapter.product(projections, t, weight, one_by_one)
+
+    def by_matrices(projections, t, weight):
+        of_each = weight.unflatten(1, (1, -1)) if weight.dim() == 3 else weight
+        whole = [
+            of_each[:, i] + scale * getattr(adapter, f"{p}_B") @ getattr(adapter, f"{p}_A")
+            if p in names
+            else of_each[:, i]
+            for i, p in enumerate(projections)
+        ]
+        return one_by_one(t, torch.cat(whole, 1))
+
+    def outcome(of):
+        hidden = of(("gate", "up"), x, fc1)
+        out = of(("down",), hidden[:, :6] * hidden[:, 6:], fc2)
+        grads = torch.autograd.grad(out.square().mean(), [x, *trained])
+        return [out, *grads]
+
+    wanted, afterwards = outcome(by_matrices), outcome(through)
+    monkeypatch.setattr(LoraExperts, "adds_in_product", lambda self, weight: True)
+    for a, b, c in zip(wanted, afterwards, outcome(through), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(c, a, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_small_update_of_experts_is_there_on_average():
+    adapter, _, fc2 = experts_of(("", "", "down"), torch.bfloat16)
+    adapter.down_B.fill_(2.0**-16)
+    x = torch.randn(3 * 8192, 6).bfloat16()
+
+    def by_expert(t, w):
+        return torch.einsum("ntk,nok->nto", t.unflatten(0, (3, -1)), w).flatten(0, 1)
+
+    base, got = (
+        of.float() for of in (by_expert(x, fc2), adapter.product(("down",), x, fc2, by_expert))
+    )
+    a, b = adapter._factors(("down",), 8)
+    small = by_expert(by_expert(x.float(), a), b)
+    arrived, wanted = (small.sign() * (got - base)).mean(), small.abs().mean()
+    assert arrived == pytest.approx(float(wanted), rel=0.2)
+    assert (small.sign() * ((base + small).bfloat16().float() - base)).mean() < 0.5 * wanted
 
 
 # -- linears that tensor parallelism cuts -----------------------------------------------------

@@ -155,7 +155,16 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
     return curves
 
 
-def check(layout, names, made, tmp_path):
+def train_all_by_products(*args) -> dict:
+    """train_all, whose adapters are added in products, as they are in half precision."""
+    from mca_lite.lora_layers import Adapter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Adapter, "adds_in_product", lambda self, weight: self.enabled)
+        return train_all(*args)
+
+
+def check(layout, names, made, tmp_path, train_all=train_all):
     ranks, keys = LAYOUTS[layout]
     models = {name: (made[name][0], str(made[name][1])) for name in names}
     for curves in world.run(train_all, ranks, models, str(tmp_path), keys):
@@ -174,6 +183,11 @@ def check(layout, names, made, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_path):
     check(layout, TARGETS if layout in FEW else EVERYWHERE, made, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2"])
+def test_products_of_experts_train_as_parametrized_weights(layout, made, tmp_path):
+    check(layout, EVERYWHERE, made, tmp_path, train_all_by_products)
 
 
 @pytest.mark.full
