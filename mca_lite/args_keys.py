@@ -11,6 +11,7 @@ ALIASES = {
     "evaluation_strategy": "eval_strategy",
     "additional_target": "modules_to_save",
     "early_stopping_steps": "early_stopping_patience",
+    "moe_aux_loss_coef": "moe_aux_loss_coeff",
 }
 
 # Keys that are known, and what this version takes for them: (values, what others would need). A

@@ -212,7 +212,7 @@ def _check_layout(a: Any, judge: Judge) -> None:
     if a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall":
         reason = "shared experts run beside an all-to-all alone"
         judge.refuse(f"moe_shared_expert_overlap {dispatcher}", reason, alltoall)
-    if a.moe_aux_loss_coeff > 0 and a.moe_router_load_balancing_type == "none":
+    if a.moe_aux_loss_coeff and a.moe_router_load_balancing_type == "none":
         keys = "moe_aux_loss_coeff moe_router_load_balancing_type"
         reason = "moe_router_load_balancing_type is none, and it would weigh nothing"
         judge.refuse(keys, reason, "moe_router_load_balancing_type: aux_loss")

@@ -24,7 +24,7 @@ from .args import (
 )
 from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from .args_rules import check_backend, check_objective_run, check_run, check_world
-from .args_rules_model import check_model, numbers_of
+from .args_rules_model import check_model, numbers_of, unheard_wishes
 from .args_values import (
     ArgumentGroup,
     ConfigError,
@@ -282,7 +282,7 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
         notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
     if training.eval_strategy == "no" and (data.val_size > 0 or data.eval_dataset):
         notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
-    return notes
+    return notes + unheard_wishes(run.model_config, training)
 
 
 def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files,
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
 from .backend import Backend
-from .backend_torch_moe import TorchRouters
+from .backend_torch_moe import TorchRouters, losses_of
 from .constants import IGNORE_INDEX
 from .loss_tokens import token_losses
-from .model_routing import BalancingLosses
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packed_rows import block_diagonal_mask, packed_row
 from .weights_files import file_parts, named_tensors
@@ -117,7 +116,7 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self, model, args):
-        super().__init__(model, args, BalancingLosses.of(args))
+        super().__init__(model, args, losses_of(model.config, args))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         model_fused.switch(args.torch_compile)
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)

@@ -97,7 +97,11 @@ class PretrainedConfig:
     @classmethod
     def _build(cls, values: dict, args, origin: str) -> "PretrainedConfig":
         known = {f.name for f in fields(cls)}
-        values = {**values, **(_from_arguments(args) if args is not None else {})}
+        if args is not None:
+            # a saved coefficient may be that of the run that saved it; the model's is in hf_config
+            own = (values.get("hf_config") or {}).get("router_aux_loss_coef")
+            balance = {"moe_aux_loss_coeff": own or 0.0} if values.get("num_moe_experts") else {}
+            values = {**values, **balance, **_from_arguments(args)}
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
