@@ -37,7 +37,7 @@ from .args_values import (
     type_hints,
 )
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import why_no_model
+from .files import why_mcore_adapters, why_no_model
 from .objectives import OBJECTIVES
 
 
@@ -293,6 +293,9 @@ def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not has_config:
         reason = "it holds adapters, without the model that they belong to"
         judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}")
+        return {}
+    if not model.train_from_scratch and (other := why_mcore_adapters(folder)):
+        judge.refuse(key, *other)
         return {}
     if not folder.is_dir() and (missing := why_no_model(name)):
         judge.refuse(key, missing, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")

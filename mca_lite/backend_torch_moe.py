@@ -19,7 +19,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def losses_of(config, args) -> BalancingLosses:
-    """The coefficients for a transformers config: the arguments', or those of its family's model."""
+    """The coefficients for a transformers config: the arguments', or its family's own."""
     family = FAMILIES.get(config.model_type)
     own = family.values(config).get("moe_aux_loss_coeff", 0.0) if family else 0.0
     return BalancingLosses.of(args, own)
