@@ -15,7 +15,7 @@ import math
 import os
 from typing import Any
 
-from .args_keys import unsupported
+from .args_keys import FIELDS_OF_MEGATRON, unsupported
 from .args_rules_lora import check_no_prediction
 from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule
@@ -335,7 +335,8 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
     known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
     own = {item.name for item in dataclasses.fields(a)}
     for name, value in a.additional_configs.items():
-        refused, near = unsupported(name, value), difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1)
+        refused = None if name in FIELDS_OF_MEGATRON else unsupported(name, value)
         if name in own:
             reason, remedy = "it has a key of its own", f"{name}: {value}"
         elif refused:

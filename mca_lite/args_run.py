@@ -124,11 +124,16 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     run.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    if "--version" in argv:
+        print(f"{__package__} {sys.modules[str(__package__)].__version__}")
+        raise SystemExit(0)
     if {"-h", "--help"} & set(argv):
         print(format_help())
         raise SystemExit(0)
     given, problems = read_words(argv)
     own, ignored = own_keys(given, problems)
+    if any(problem.reason == _IN_GROUPS for problem in problems):
+        raise ConfigError(problems)  # what else is missing may be in those groups
     switched_off = _without_megatron(own)
     judges = [group.read(own) for group in GROUPS]
     for judge in judges:
@@ -152,6 +157,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
 
 
 # -- words and files
+
+_IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -215,7 +222,6 @@ def _word_value(text: str) -> str | None:
 def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
     """Our keys by their own names, and a line about those without effect; Problems are added."""
     own, ignored, known = {}, [], [*FIELDS, *ALIASES]
-    plain = {"true": True, "false": False, "none": None, "0": 0, "1": 1}
     for name, value in values.items():
         key = ALIASES.get(name, name)
         if key in FIELDS:
@@ -226,12 +232,11 @@ def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str,
         elif lookup(IGNORED_KEYS, name):
             ignored.append(f"{name} ({lookup(IGNORED_KEYS, name)})")
         elif lookup(UNSUPPORTED, name):
-            value = plain.get(str(value).lower(), value)
             if refused := unsupported(name, value):
                 problems.append(Problem(name, value, *refused))
         elif isinstance(value, dict):
             flat = f"its keys without {name}: above them, each in a line of its own"
-            problems.append(Problem(name, None, "keys stand side by side, in no groups", flat))
+            problems.append(Problem(name, None, _IN_GROUPS, flat))
         else:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             remedy = near[0] if near else "one of the keys that --help lists"

@@ -18,9 +18,10 @@ from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files,
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
 from .backend import Backend
-from .backend_torch_moe import TorchRouters, losses_of
+from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
 from .loss_tokens import token_losses
+from .model_routing import BalancingLosses
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packed_rows import block_diagonal_mask, packed_row
 from .weights_files import file_parts, named_tensors
@@ -116,7 +117,7 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self, model, args):
-        super().__init__(model, args, losses_of(model.config, args))
+        super().__init__(model, args, BalancingLosses())
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         model_fused.switch(args.torch_compile)
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
@@ -132,6 +133,7 @@ class TorchBackend(Backend):
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.chunks = [wrapped]
         self.routers = TorchRouters(model, args)
+        self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
         self._scaler = create_grad_scaler(args) if args.fp16 else None
 
