@@ -194,6 +194,18 @@ HINTS = {
     "train_iters": "max_steps",
     "lr": "learning_rate",
     "use_ref_model": "ref_model",
+    # TRL's
+    "beta": "pref_beta",
+    "loss_type": "pref_loss",
+    "label_smoothing": "dpo_label_smoothing",
+    "precompute_ref_log_probs": "ref_model: cached",
+    "completion_only_loss": "train_on_prompt: false, which is the default",
+    "assistant_only_loss": "train_on_prompt: false, which is the default",
+    "dataset_name": "dataset",
+    "use_peft": "finetuning_type: lora",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_target",
+    "lora_modules_to_save": "modules_to_save",
     "max_seq_length": "cutoff_len",
 }
 

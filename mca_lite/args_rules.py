@@ -82,6 +82,8 @@ def _normalise_training(a: Any, judge: Judge) -> None:
             f"warmup_ratio {a.warmup_ratio} is not used: warmup_steps is {a.warmup_steps}"
         )
         a.warmup_ratio = 0.0
+    if a.lr_scheduler_type == "constant" and (a.warmup_steps or a.warmup_ratio):
+        a.notes.append("the schedule constant has no warm-up: constant_with_warmup has one")
     a.per_device_eval_batch_size = a.per_device_eval_batch_size or a.per_device_train_batch_size
     if a.eval_strategy == "steps":
         a.eval_steps = a.eval_steps or a.logging_steps

@@ -742,3 +742,16 @@ def test_fields_of_megatron_that_are_no_keys_pass_through_additional_configs():
     assert training(additional_configs=extra).additional_configs == extra
     problem = keys_of(training, additional_configs={"fp8": "hybrid"})["additional_configs.fp8"]
     assert problem.suggestion == "fp8: hybrid"
+
+
+def test_a_warm_up_that_the_schedule_does_not_have_is_said():
+    said = [
+        any("no warm-up" in note for note in training(lr_scheduler_type=kind, **keys).notes)
+        for kind, keys in (
+            ("constant", dict(warmup_steps=3)),
+            ("constant", dict(warmup_ratio=0.1)),
+            ("constant", {}),
+            ("constant_with_warmup", dict(warmup_steps=3)),
+        )
+    ]
+    assert said == [True, True, False, False]

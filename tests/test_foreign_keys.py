@@ -4,11 +4,13 @@ that it has there.
 """
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import transformers
 
-from mca_lite.args_keys import ALIASES, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
+from mca_lite.args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from mca_lite.args_run import FIELDS, GROUPS, own_keys
 from mca_lite.args_values import check_keys, default_of
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER
@@ -73,3 +75,26 @@ def test_no_key_stands_in_two_tables():
     covered = [key for key in UNSUPPORTED if lookup(IGNORED_KEYS, key)]
     assert covered == [], "a pattern of the keys without meaning hides them"
     assert set(ALIASES.values()) <= set(FIELDS)
+
+
+PAGE = Path(__file__).parents[1] / "configs/MIGRATION.md"
+ROWS = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+
+
+def keys_in(cell: str) -> list[str]:
+    """The keys that a cell names, of those in backticks that could be some."""
+    words = (word.partition(":")[0] for word in re.findall(r"`([^`]+)`", cell))
+    return [word for word in words if re.fullmatch(r"[a-z0-9_]+", word)]
+
+
+def test_the_page_for_those_who_move_in_names_keys_that_are_known():
+    others = {"router_aux_loss_coef", "max_lr", "constant_with_warmup"}  # of config.json, values
+    theirs = [key for there, _ in ROWS for key in keys_in(there)]
+    assert len(theirs) > 30
+    assert [k for k in theirs if fate_of(k) == "unknown" and k not in HINTS] == []
+    ours = [key for _, here in ROWS for key in keys_in(here)]
+    assert [key for key in ours if key not in FIELDS and key not in others] == []
+
+
+def test_what_a_hint_names_is_a_key():
+    assert {hint.partition(":")[0] for hint in HINTS.values()} <= set(FIELDS)
