@@ -124,9 +124,6 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     run.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--version" in argv:
-        print(f"{__package__} {sys.modules[str(__package__)].__version__}")
-        raise SystemExit(0)
     if {"-h", "--help"} & set(argv):
         print(format_help())
         raise SystemExit(0)

@@ -673,14 +673,6 @@ def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
 # ---- as others write it
 
 
-def test_version_is_said(capsys):
-    from mca_lite import __version__
-
-    with pytest.raises(SystemExit) as caught:
-        parse_args(["--version"])
-    assert not caught.value.code and capsys.readouterr().out == f"mca_lite {__version__}\n"
-
-
 def test_the_coefficient_in_llama_factorys_spelling_is_the_key(base):
     assert own_keys({"moe_aux_loss_coef": "0.02"}, [])[0] == {"moe_aux_loss_coeff": "0.02"}
     assert parse_args([*base, "optimizer=sgd"]).training.optim == "sgd"
