@@ -365,7 +365,12 @@ class TrainingArguments(ArgumentGroup):
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
         "aux_loss", "load-balancing loss: over a micro-batch, or over each row", model=True
     )
-    moe_aux_loss_coeff: float = arg(0.0, "weight of the load-balancing loss", low=0, model=True)
+    moe_aux_loss_coeff: float | None = arg(
+        None,
+        "weight of the load-balancing loss (None: the model's router_aux_loss_coef; 0: none)",
+        low=0,
+        model=True,
+    )
     moe_z_loss_coeff: float | None = arg(
         None, "weight of the routers' z loss", low=0, model="always"
     )

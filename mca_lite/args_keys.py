@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, NamedTuple
 
 # Other people's names for our keys.
 ALIASES = {
@@ -11,37 +12,108 @@ ALIASES = {
     "evaluation_strategy": "eval_strategy",
     "additional_target": "modules_to_save",
     "early_stopping_steps": "early_stopping_patience",
+    "moe_aux_loss_coef": "moe_aux_loss_coeff",
+    "optimizer": "optim",
 }
 
-# Keys that are known, and what this version takes for them: (values, what others would need). A
-# name that ends in * stands for all keys that begin so. A version that learns one deletes its row.
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ref_model_*": ((None,), "a reference with adapters of its own or quantised weights"),
-    "pref_bco_weight": ((None, 0, "0.0"), "the loss of a binary classifier"),
-    "create_new_adapter": ((None, False), "an adapter on top of another"),
-    "use_dora": ((None, False), "weight-decomposed adapters"),
-    "pissa_*": ((None, False), "adapters that change the base weights"),
-    "loraplus_*": ((None,), "learning rates for each matrix"),
-    "num_experts": ((None,), "experts other than those of the model's config.json"),
-    "num_moe_experts": ((None,), "experts other than those of the model's config.json"),
-    "moe_expert_capacity_factor": (
-        (None,),
-        "a limit on an expert's tokens: every token reaches its experts",
+# Keys that are known and not in this version: (what they would need, the nearest way; "" for the
+# key left out) -> the keys. A key takes None, and the value behind its =, which is its default
+# elsewhere; without one it takes false, 0 and nothing. A name that ends in * stands for all keys
+# that begin so. A version that learns a key takes it out.
+_REFUSED_BY_REASON = {
+    ("a reference with adapters of its own or quantised weights", ""): "ref_model_*",
+    ("the loss of a binary classifier", ""): "pref_bco_weight",
+    ("an adapter on top of another", "adapter_name_or_path trains one further"): (
+        "create_new_adapter"
     ),
-    "moe_*": ((None, False), "routing other than that of the model's config.json"),
-    "fp8_param": ((None, False), "weights kept in 8 bits: a checkpoint would hold rounded ones"),
-    "fp8_dot_product_attention": ((None, False), "attention in 8 bits"),
-    "fp8_multi_head_attention": ((None, False), "attention in 8 bits"),
-    "fp4*": ((None, False), "4-bit products"),
-    "quantization_bit": ((None,), "quantised weights"),
-    "rope_scaling": ((None,), "rope scaling other than that of the model's config.json"),
-    "label_smoothing_factor": ((0, None), "label smoothing"),
-    "neftune_noise_alpha": ((None,), "noise on embeddings"),
-    "enable_thinking": ((None, True), "chat templates with options of their own"),
-    "eval_on_each_dataset": ((None, False), "a loss for each of several evaluation datasets"),
-    "new_special_tokens_config": ((None,), "tokens in a file: add_special_tokens lists them"),
-    "streaming": ((False, None), "data sets that are never read as a whole"),
+    ("adapters in a folder inside of the adapter's", "adapter_name_or_path: <that folder>"): (
+        "adapter_folder"
+    ),
+    ("weight-decomposed adapters", "use_rslora: true"): "use_dora",
+    ("adapters that change the base weights", ""): "pissa_init pissa_convert pissa_iter=16",
+    ("learning rates for each matrix", "a higher learning_rate"): (
+        "loraplus_lr_ratio loraplus_lr_embedding=1e-6"
+    ),
+    ("experts other than those of the model's config.json", ""): "num_experts num_moe_experts",
+    ("a limit on an expert's tokens: every token reaches its experts", ""): (
+        "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy=probs"
+    ),
+    (
+        "a switch for one module, which has become a list",
+        "recompute_granularity: selective, and recompute_modules: moe",
+    ): "moe_layer_recompute",
+    ("the experts that another engine chose", ""): "moe_enable_routing_replay",
+    ("routing other than that of the model's config.json", ""): "moe_*",
+    ("weights kept in 8 bits: a checkpoint would hold rounded ones", "fp8: hybrid"): "fp8_param",
+    ("attention in 8 bits", "fp8: hybrid"): "fp8_dot_product_attention fp8_multi_head_attention",
+    ("4-bit products", "fp8: hybrid"): "fp4*",
+    ("a count of layers that are none", "pipeline_model_parallel_layout, such as Ett|tttL"): (
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+    ),
+    (
+        "CUDA graphs as a key",
+        "additional_configs, untried",
+    ): "cuda_graph_impl=none cuda_graph_scope",
+    ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
+    ("rope scaling other than that of the model's config.json", "config.json"): "rope_scaling",
+    ("label smoothing", "dpo_label_smoothing with stage: dpo"): "label_smoothing_factor",
+    ("noise on embeddings", ""): "neftune_noise_alpha",
+    ("chat templates with options of their own", ""): "enable_thinking=true preserve_thinking",
+    ("a loss for each of several evaluation datasets", ""): "eval_on_each_dataset",
+    ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
+    ("texts cut at special tokens", ""): "split_special_tokens",
+    ("data sets that are never read as a whole", "max_samples"): "streaming",
+    ("layers that transformers does not have so", ""): "shift_attn mixture_of_depths use_llama_pro",
+    ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
+        "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules"
+    ),
+    ("weights and optimizer in 16 bits alone", "bf16: true, exp_avg_dtype: bf16"): "pure_bf16",
+    ("losses of tokens with weights of their own", "register_objective"): (
+        "use_dft_loss use_asft_loss use_eaft_loss"
+    ),
+    ("responses weighed by their length", ""): "ld_alpha",
+    ("another backend", "use_mca: true, or false for plain torch"): (
+        "use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels"
+    ),
+    ("SwanLab", "report_to: tensorboard or wandb"): "use_swanlab",
+    ("batches that are tried out", "a smaller per_device_train_batch_size"): "auto_find_batch_size",
+    ("evaluation that begins later", "eval_steps"): "eval_delay",
+    ("a resume that begins the data anew", "model_name_or_path: <the checkpoint>"): (
+        "ignore_data_skip"
+    ),
+    ("callbacks whose state is kept", ""): "restore_callback_states_from_checkpoint",
+    ("slow kernels that repeat themselves bit for bit", ""): "full_determinism",
+    ("samples in another order", "disable_shuffling: true for that of the file"): (
+        "train_sampling_strategy=random sortish_sampler"
+    ),
+    ("the length of a generated text", "cutoff_len"): "max_length=1024",
+    ("debugging aids of transformers", ""): "debug",
 }
+# Fields of megatron's config among them: additional_configs takes them as they are.
+FIELDS_OF_MEGATRON = (
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    "cuda_graph_impl cuda_graph_scope"
+).split()
+
+
+class Refused(NamedTuple):
+    """Why a key is not taken, what to write instead, and its default where that is not "off"."""
+
+    reason: str
+    remedy: str
+    default: str | None
+
+
+def _refused_keys() -> dict[str, Refused]:
+    rows = {}
+    for (reason, remedy), keys in _REFUSED_BY_REASON.items():
+        for word in keys.split():
+            key, equals, default = word.partition("=")
+            rows[key] = Refused(reason, remedy, default if equals else None)
+    return rows
+
+
+UNSUPPORTED = _refused_keys()
 
 # Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
 _IGNORED_BY_REASON = {
@@ -52,12 +124,37 @@ _IGNORED_BY_REASON = {
     "eval_strategy decides it": "do_eval eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",
     "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
-    "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel",
-    "set recompute_granularity: full": "gradient_checkpointing gradient_checkpointing_kwargs",
-    "recompute_granularity decides it": "disable_gradient_checkpointing",
-    "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank",
+    "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
+    "liger_kernel_config cross_entropy_loss_fusion",
+    "set recompute_granularity: full": "gradient_checkpointing gradient_checkpointing_kwargs "
+    "activation_checkpointing activation_checkpointing_kwargs",
+    "recompute_granularity decides it": "disable_gradient_checkpointing use_unsloth_gc "
+    "use_reentrant_gc",
+    "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank "
+    "accelerator_config parallelism_config device_map offload_folder low_cpu_mem_usage",
+    "overlap_grad_reduce decides it": "delay_grad_reduce",
+    "gradients are summed, and divided by the tokens": "ddp_average_in_collective",
+    "checkpoints have one format for every layout": "ckpt_format ckpt_d2h_non_blocking "
+    "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
+    "of reinforcement learning": "compile_warmup ppo_* reward_model*",
+    "of stages or adapters that are not in this version": "kto_* module_dropout oft_* asft_alpha "
+    "eaft_alpha",
+    "of an optimizer that is not in this version": "galore_* apollo_* badam_*",
+    "of a backend that is not in this version": "megatron_bridge_args hyper_parallel_* kt_* _kt_*",
+    "quantization_bit decides it": "quantization_method quantization_type "
+    "quantization_device_map double_quantization",
+    "the loss is computed in float32": "upcast_lmhead_output",
+    "evaluation has training's precision": "bf16_full_eval fp16_full_eval compute_dtype",
+    "a new row begins as the mean of the old ones": "init_special_tokens",
+    "cutoff_len decides it": "model_max_length",
+    "neat_packing decides it": "block_diag_attn",
+    "torch_compile decides it": "torch_compile_*",
+    "the allocator keeps its blocks": "torch_empty_cache_steps",
+    "report_to decides it": "project trackio_* swanlab_*",
+    "a signal saves a checkpoint": "enable_jit_checkpoint",
+    "python -m mca_lite convert exports": "export_*",
     "nccl with CUDA, gloo without": "ddp_backend use_cpu",
-    "every parameter is used in every step": "ddp_find_unused_parameters",
+    "every parameter is used in every step": "ddp_find_unused_parameters ddp_static_graph",
     "there are no buffers to send": "ddp_broadcast_buffers",
     "set ddp_bucket_size, in parameters": "ddp_bucket_cap_mb",
     "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
@@ -67,20 +164,25 @@ _IGNORED_BY_REASON = {
     "one process tokenises for all": "data_shared_file_system preprocessing_batch_size buffer_size",
     "no sample is dropped": "dataloader_drop_last",
     "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers "
-    "dataloader_pin_memory",
-    "batches are filled in the order of the data": "group_by_length",
+    "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order",
+    "batches are filled in the order of the data": "group_by_length length_column_name",
     "logging_steps decides it": "logging_strategy logging_first_step",
     "everything is written to output_dir": "logging_dir",
-    "the log shows what was computed": "logging_nan_inf_filter log_level print_param_status",
+    "the log shows what was computed": "logging_nan_inf_filter log_level log_level_replica "
+    "print_param_status log_on_each_node skip_memory_metrics",
     "checkpoints go to a file system that all nodes share": "save_on_each_node",
-    "no logits are kept": "prediction_loss_only eval_accumulation_steps compute_accuracy",
+    "no logits are kept": "prediction_loss_only eval_accumulation_steps compute_accuracy "
+    "eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics",
     "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen "
-    "ignore_pad_token_for_loss",
+    "ignore_pad_token_for_loss include_effective_tokens_per_second label_names",
     "torch's default holds": "tf32",
-    "nothing is generated in training": "use_cache",
-    "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token",
+    "nothing is generated in training": "use_cache use_kv_cache generation_* do_sample temperature "
+    "top_p top_k num_beams eval_num_beams max_new_tokens repetition_penalty length_penalty "
+    "skip_special_tokens infer_backend infer_dtype vllm_* sglang_*",
+    "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token ms_hub_token om_hub_token",
     "no stage or finetuning_type of this version reads it": "simpo_gamma freeze_*",
-    "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only",
+    "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only crop_to_patches "
+    "use_audio_in_video",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
 
@@ -91,7 +193,19 @@ HINTS = {
     "micro_batch_size": "per_device_train_batch_size",
     "train_iters": "max_steps",
     "lr": "learning_rate",
-    "max_length": "cutoff_len",
+    "use_ref_model": "ref_model",
+    # TRL's
+    "beta": "pref_beta",
+    "loss_type": "pref_loss",
+    "label_smoothing": "dpo_label_smoothing",
+    "precompute_ref_log_probs": "ref_model: cached",
+    "completion_only_loss": "train_on_prompt: false, which is the default",
+    "assistant_only_loss": "train_on_prompt: false, which is the default",
+    "dataset_name": "dataset",
+    "use_peft": "finetuning_type: lora",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_target",
+    "lora_modules_to_save": "modules_to_save",
     "max_seq_length": "cutoff_len",
 }
 
@@ -109,8 +223,10 @@ def lookup(table: dict[str, Any], key: str) -> Any:
 def unsupported(key: str, value: Any) -> tuple[str, str] | None:
     """Why this version does not take a value for a key, and what to write; None where it does."""
     row = lookup(UNSUPPORTED, key)
-    if row is None or value in row[0]:
+    text = "" if value is None else str(value).strip().lower()
+    if row is None or text in ("", "none", "null", "[]", "{}", row.default):
         return None
-    choices = " or ".join(str(choice).lower() for choice in row[0] if choice is not None)
-    suggestion = "the key left out" if row[0][0] is None else f"{key}: {choices}"
-    return f"not in this version: {row[1]}", suggestion
+    with contextlib.suppress(ValueError):
+        if float({"true": 1, "false": 0, "no": 0}.get(text, text)) == float(row.default or 0):
+            return None
+    return f"not in this version: {row.reason}", row.remedy or "the key left out"

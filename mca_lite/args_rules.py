@@ -15,7 +15,7 @@ import math
 import os
 from typing import Any
 
-from .args_keys import unsupported
+from .args_keys import FIELDS_OF_MEGATRON, unsupported
 from .args_rules_lora import check_no_prediction
 from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule
@@ -82,6 +82,8 @@ def _normalise_training(a: Any, judge: Judge) -> None:
             f"warmup_ratio {a.warmup_ratio} is not used: warmup_steps is {a.warmup_steps}"
         )
         a.warmup_ratio = 0.0
+    if a.lr_scheduler_type == "constant" and (a.warmup_steps or a.warmup_ratio):
+        a.notes.append("the schedule constant has no warm-up: constant_with_warmup has one")
     a.per_device_eval_batch_size = a.per_device_eval_batch_size or a.per_device_train_batch_size
     if a.eval_strategy == "steps":
         a.eval_steps = a.eval_steps or a.logging_steps
@@ -212,7 +214,7 @@ def _check_layout(a: Any, judge: Judge) -> None:
     if a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall":
         reason = "shared experts run beside an all-to-all alone"
         judge.refuse(f"moe_shared_expert_overlap {dispatcher}", reason, alltoall)
-    if a.moe_aux_loss_coeff > 0 and a.moe_router_load_balancing_type == "none":
+    if a.moe_aux_loss_coeff and a.moe_router_load_balancing_type == "none":
         keys = "moe_aux_loss_coeff moe_router_load_balancing_type"
         reason = "moe_router_load_balancing_type is none, and it would weigh nothing"
         judge.refuse(keys, reason, "moe_router_load_balancing_type: aux_loss")
@@ -335,7 +337,8 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
     known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
     own = {item.name for item in dataclasses.fields(a)}
     for name, value in a.additional_configs.items():
-        refused, near = unsupported(name, value), difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1)
+        refused = None if name in FIELDS_OF_MEGATRON else unsupported(name, value)
         if name in own:
             reason, remedy = "it has a key of its own", f"{name}: {value}"
         elif refused:

@@ -307,6 +307,20 @@ def check_hf_config(hf: Any, origin: str, ropes: list[dict[str, Any]], judge: Ju
             refuse("partial_rotary_factor", part, "expected 1.0 or none")
 
 
+def unheard_wishes(values: dict[str, Any], a: Any) -> list[str]:
+    """Lines about losses that a config.json asks for, and that this run does not have."""
+    notes, kind, instead = [], values.get("model_type"), "moe_aux_loss_coeff"
+    if values.get("output_router_logits"):
+        notes.append(f"output_router_logits in config.json has no effect: {instead} decides")
+    unread = ["aux_loss_alpha"]  # of DeepSeek's own code; transformers passes it over
+    if kind not in FAMILIES:
+        unread.append("router_aux_loss_coef")
+    for name in unread:
+        if (value := values.get(name)) and a.moe_aux_loss_coeff is None:
+            notes.append(f"{name} in config.json has no effect: {instead}: {value} would have")
+    return notes
+
+
 # ---- what plain torch cannot run
 
 

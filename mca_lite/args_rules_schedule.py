@@ -26,6 +26,13 @@ SCHEDULE_KWARGS: dict[str, Any] = {
     "num_stable_steps": int,
     "decay_type": Literal[DECAY_TYPES],
 }
+# megatron's and other spellings -> Hugging Face's; of the first row, only without a stable phase
+OTHER_SPELLINGS = {
+    "lr_decay_steps": "num_decay_steps",
+    "wsd_decay_steps": "num_decay_steps",
+    "lr_wsd_decay_style": "decay_type",
+    "min_lr_ratio": "min_lr_rate",
+}
 
 
 def check_schedule(a: Any, judge: Judge) -> None:
@@ -35,15 +42,25 @@ def check_schedule(a: Any, judge: Judge) -> None:
         remedy = f"lr_scheduler_type: {', '.join(SCHEDULES)}"
         judge.refuse("lr_scheduler_type", "no such schedule", remedy)
         return
-    given, values, before = a.lr_scheduler_kwargs, {}, len(judge.problems)
+    given, values, before = dict(a.lr_scheduler_kwargs), {}, len(judge.problems)
+    # what they take is what every schedule here has
+    always = {"max_lr": a.learning_rate, "init_lr": 0, "warmup_type": "linear", "num_cycles": 0.5}
 
     def refuse(name: str, reason: str, remedy: str) -> None:
         key = "lr_scheduler_kwargs"
         judge.refuse(key, reason, remedy, given.get(name), f"{key}.{name}")
 
     for name, value in given.items():
-        key = "min_lr_rate" if name == "min_lr_ratio" else name
-        if key not in SCHEDULE_KWARGS:
+        key = OTHER_SPELLINGS.get(name, name)
+        if name in always:
+            if str(value) != str(always[name]) and not _equal(value, always[name]):
+                remedy = f"learning_rate: {value}" if name == "max_lr" else f"{name} left out"
+                refuse(name, f"it is {always[name]} in every schedule here", remedy)
+        elif wsd and name == "lr_decay_steps":
+            refuse(name, "a stable schedule ends with the run", "max_steps")
+        elif key in values:
+            refuse(name, f"{key} is given too, and means the same", "one of the two")
+        elif key not in SCHEDULE_KWARGS:
             refuse(name, "no schedule takes it", f"any of {', '.join(SCHEDULE_KWARGS)}")
         elif kind.startswith("constant") or (key in ("decay_type", "num_stable_steps") and not wsd):
             refuse(name, f"it has no effect on lr_scheduler_type {kind}", "the key left out")
@@ -67,6 +84,13 @@ def check_schedule(a: Any, judge: Judge) -> None:
     fits = len(judge.problems) == before and judge.bad.isdisjoint({"max_steps", "warmup_steps"})
     if fits and a.max_steps > 0:
         _check_schedule_steps(a, schedule_steps(a, a.max_steps), judge)
+
+
+def _equal(value: Any, number: Any) -> bool:
+    try:
+        return float(value) == float(number)
+    except (TypeError, ValueError):
+        return False
 
 
 class ScheduleSteps(NamedTuple):

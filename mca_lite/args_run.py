@@ -24,7 +24,7 @@ from .args import (
 )
 from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from .args_rules import check_backend, check_objective_run, check_run, check_world
-from .args_rules_model import check_model, numbers_of
+from .args_rules_model import check_model, numbers_of, unheard_wishes
 from .args_values import (
     ArgumentGroup,
     ConfigError,
@@ -37,7 +37,7 @@ from .args_values import (
     type_hints,
 )
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import why_no_model
+from .files import why_mcore_adapters, why_no_model
 from .objectives import OBJECTIVES
 
 
@@ -129,6 +129,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         raise SystemExit(0)
     given, problems = read_words(argv)
     own, ignored = own_keys(given, problems)
+    if any(problem.reason == _IN_GROUPS for problem in problems):
+        raise ConfigError(problems)  # what else is missing may be in those groups
     switched_off = _without_megatron(own)
     judges = [group.read(own) for group in GROUPS]
     for judge in judges:
@@ -152,6 +154,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
 
 
 # -- words and files
+
+_IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -215,7 +219,6 @@ def _word_value(text: str) -> str | None:
 def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
     """Our keys by their own names, and a line about those without effect; Problems are added."""
     own, ignored, known = {}, [], [*FIELDS, *ALIASES]
-    plain = {"true": True, "false": False, "none": None, "0": 0, "1": 1}
     for name, value in values.items():
         key = ALIASES.get(name, name)
         if key in FIELDS:
@@ -226,12 +229,11 @@ def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str,
         elif lookup(IGNORED_KEYS, name):
             ignored.append(f"{name} ({lookup(IGNORED_KEYS, name)})")
         elif lookup(UNSUPPORTED, name):
-            value = plain.get(str(value).lower(), value)
             if refused := unsupported(name, value):
                 problems.append(Problem(name, value, *refused))
         elif isinstance(value, dict):
             flat = f"its keys without {name}: above them, each in a line of its own"
-            problems.append(Problem(name, None, "keys stand side by side, in no groups", flat))
+            problems.append(Problem(name, None, _IN_GROUPS, flat))
         else:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             remedy = near[0] if near else "one of the keys that --help lists"
@@ -282,7 +284,7 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
         notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
     if training.eval_strategy == "no" and (data.val_size > 0 or data.eval_dataset):
         notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
-    return notes
+    return notes + unheard_wishes(run.model_config, training)
 
 
 def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
@@ -293,6 +295,9 @@ def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not has_config:
         reason = "it holds adapters, without the model that they belong to"
         judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}")
+        return {}
+    if not model.train_from_scratch and (other := why_mcore_adapters(folder)):
+        judge.refuse(key, *other)
         return {}
     if not folder.is_dir() and (missing := why_no_model(name)):
         judge.refuse(key, missing, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")

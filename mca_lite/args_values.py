@@ -237,6 +237,11 @@ def _cast_list(value: Any, kind: Any) -> list:
 
 
 def _cast_dict(value: Any) -> dict:
+    if isinstance(value, str) and value.strip().endswith((".json", ".yaml", ".yml")):
+        try:
+            value = Path(value.strip()).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"expected a mapping, or a file that holds one ({error})") from None
     value = _parse(value) if isinstance(value, str) else value
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError('expected a mapping, as YAML or as JSON text such as {"key": 1}')

@@ -117,7 +117,7 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self, model, args):
-        super().__init__(model, args, BalancingLosses.of(args))
+        super().__init__(model, args, BalancingLosses())
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         model_fused.switch(args.torch_compile)
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
@@ -133,6 +133,7 @@ class TorchBackend(Backend):
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.chunks = [wrapped]
         self.routers = TorchRouters(model, args)
+        self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
         self._scaler = create_grad_scaler(args) if args.fp16 else None
 

@@ -18,6 +18,13 @@ from .model_routing import (
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
+def losses_of(config, args) -> BalancingLosses:
+    """The coefficients for a transformers config: the arguments', or its family's own."""
+    family = FAMILIES.get(config.model_type)
+    own = family.values(config).get("moe_aux_loss_coeff", 0.0) if family else 0.0
+    return BalancingLosses.of(args, own)
+
+
 class TorchRouters:
     """Collects what each router gave in a forward pass that trains.
 
@@ -29,7 +36,7 @@ class TorchRouters:
 
     def __init__(self, model, args):
         config, kind = model.config, model.config.model_type
-        self.losses = BalancingLosses.of(args)
+        self.losses = losses_of(config, args)
         self.bias_rate = args.moe_router_bias_update_rate
         self.statistics: RouterStatistics | None = None
         self.padding_mask: torch.Tensor | None = None

@@ -15,9 +15,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from .args_values import refuse
 from .cli_errors import end
 from .constants import HF_CONFIG_NAME
-from .files import check_can_write, read_json
+from .files import check_can_write, is_of_mcore_adapter, read_json, why_mcore_adapters
 
 # what belongs to a model beside its weights and config.json
 _SIDE_FILES = (
@@ -76,6 +77,8 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     folder = Path(src) if from_checkpoint else resolve_folder(src)
     if from_checkpoint:
         _refuse_damage(folder)
+    elif other := why_mcore_adapters(folder):
+        refuse("SRC", src, *other)
     models = _load(folder, _dtype_of(folder))
     if from_checkpoint:
         models.save_pretrained(dst, max_shard_size)
@@ -203,7 +206,7 @@ def _load(folder: Path, dtype: str):
 def _dtype_of(folder: Path) -> str:
     """The dtype that a folder's config names: float32, bfloat16 or float16."""
     mca = folder / "mca_config.json"
-    if mca.is_file():
+    if mca.is_file() and not is_of_mcore_adapter(folder):
         values = read_json(mca)
         return "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
     values = read_json(folder / HF_CONFIG_NAME)

@@ -8,6 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from .constants import MCA_CONFIG_NAME
+
 
 def write_file(path: str | os.PathLike, data: str | bytes) -> None:
     """Write a file in one step: a reader sees the old content or the new one, never a part of it.
@@ -61,6 +63,29 @@ def why_no_model(name: str) -> str | None:
     if near:
         reason += f": did you mean {' or '.join(str(parent / entry) for entry in near)}?"
     return reason
+
+
+def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
+    """Whether a folder's mca_config.json is one that mcore_adapter wrote: it has fields of its own,
+    and does not say which class of ours it is for."""
+    path = Path(folder) / MCA_CONFIG_NAME
+    return path.is_file() and "model_class" not in read_json(path)
+
+
+def why_mcore_adapters(folder: str | os.PathLike) -> tuple[str, str] | None:
+    """The reason and the remedy for a checkpoint whose weights are in mcore_adapter's own format
+    alone; None for other folders."""
+    folder = Path(folder)
+    if folder.name.startswith("iter_") and (
+        list(folder.glob("mp_rank_*")) or is_of_mcore_adapter(folder.parent)
+    ):
+        folder = folder.parent
+    own = [*folder.glob("iter_*"), *folder.glob("latest_checkpointed_iteration.txt")]
+    if not own or list(folder.glob("*.safetensors")):
+        return None
+    reason = f"it is a checkpoint in mcore_adapter's own format ({own[0].name}), cut for its layout"
+    export = f"python tools/convert.py --checkpoint_path {folder} --output_path DST"
+    return reason, f"{export} in mcore_adapter's folder, and then DST"
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:

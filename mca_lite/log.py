@@ -368,6 +368,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "found": model_te.found_here(),
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
             **_experts(config, args),
+            **balance_summary(trainer.backend, args),
             "activations": ", ".join(shared) or "whole on every rank",
         },
         "steps": {
@@ -393,3 +394,15 @@ def _experts(config, args) -> dict[str, str]:
     ep, etp = args.expert_model_parallel_size, config.expert_tensor_parallel_size
     experts = config.num_moe_experts
     return {"expert x expert tensor": f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"}
+
+
+def balance_summary(backend, args) -> dict[str, str]:
+    """Which load-balancing loss routers have, and who asked for it."""
+    if backend.statistics_of_routers is None:
+        return {}
+    losses, origin = backend.losses_of_routers, "moe_aux_loss_coeff"
+    if args.moe_aux_loss_coeff is None:
+        origin = "the model's router_aux_loss_coef; moe_aux_loss_coeff: 0 switches it off"
+    if losses.kind == "none":
+        return {"load-balancing loss": "none"}
+    return {"load-balancing loss": f"{losses.kind} x {losses.balance:g} ({origin})"}

@@ -27,7 +27,7 @@ from .args_rules import DERIVED_FIELDS, check_virtual_stages
 from .args_rules_model import ModelNumbers, check_hf_config, check_model
 from .args_values import ConfigError, Judge, Problem, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import describe_error, read_json, why_no_model
+from .files import describe_error, is_of_mcore_adapter, read_json, why_mcore_adapters, why_no_model
 from .model_families import SAME_AS, get_family
 from .model_rope import rope_frequencies, rope_parameters
 
@@ -97,7 +97,11 @@ class PretrainedConfig:
     @classmethod
     def _build(cls, values: dict, args, origin: str) -> "PretrainedConfig":
         known = {f.name for f in fields(cls)}
-        values = {**values, **(_from_arguments(args) if args is not None else {})}
+        if args is not None:
+            # a saved coefficient may be that of the run that saved it; the model's is in hf_config
+            own = (values.get("hf_config") or {}).get("router_aux_loss_coef")
+            balance = {"moe_aux_loss_coeff": own or 0.0} if values.get("num_moe_experts") else {}
+            values = {**values, **balance, **_from_arguments(args)}
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -316,12 +320,12 @@ class AutoConfig:
         """The config of a model, with the layout of `args` (TrainingArguments; None: one rank,
         float32).
 
-        An mca_config.json wins over a config.json. values: what the file holds, where it was read
-        before. ValueError where config.json asks for what
-        cannot be honoured.
+        An mca_config.json wins over a config.json, unless mcore_adapter wrote it: then the
+        config.json beside it says the same. values: what config.json holds, where it was read
+        before. ValueError where config.json asks for what cannot be honoured.
         """
         saved = Path(model_name_or_path) / MCA_CONFIG_NAME
-        if saved.is_file():
+        if saved.is_file() and not is_of_mcore_adapter(saved.parent):
             return McaModelConfig.from_json_file(saved, args)
         hf = load_hf_config(model_name_or_path, trust_remote_code, values)
         return from_hf_config(hf, args, model_name_or_path)
@@ -358,6 +362,8 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
 
     folder, key = Path(model_name_or_path), "model_name_or_path"
     remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
+    if other := why_mcore_adapters(folder):
+        refuse(key, str(folder), *other)
     if folder.is_dir() and not (folder / HF_CONFIG_NAME).is_file():
         refuse(key, str(folder), f"there is no {HF_CONFIG_NAME} in this folder", remedy)
     if not folder.is_dir() and (missing := why_no_model(model_name_or_path)):

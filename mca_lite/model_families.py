@@ -165,6 +165,7 @@ _MOE_CONFIG = {
     "num_experts_per_tok": "moe_router_topk",
     "norm_topk_prob": "moe_router_norm_topk_prob",
     "moe_intermediate_size": "moe_ffn_hidden_size",
+    "router_aux_loss_coef": "moe_aux_loss_coeff",
 }
 
 

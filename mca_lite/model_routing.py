@@ -72,9 +72,11 @@ class BalancingLosses(NamedTuple):
         return (self.kind != "none" and self.balance > 0) or self.z > 0
 
     @classmethod
-    def of(cls, settings) -> "BalancingLosses":
-        """From TrainingArguments or McaModelConfig."""
+    def of(cls, settings, models_own: float = 0.0) -> "BalancingLosses":
+        """From TrainingArguments or McaModelConfig. models_own: the coefficient of a model, for
+        arguments that give none."""
         kind, balance = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
+        balance = models_own if balance is None else balance
         return cls(kind if balance else "none", balance, settings.moe_z_loss_coeff or 0.0)
 
 

@@ -51,8 +51,9 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     """The schedule that `args` (TrainingArguments) names, over num_training_steps optimizer steps.
 
     lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps,
-    num_stable_steps and decay_type for warmup_stable_decay; for other schedules num_decay_steps is
-    the step at which min is reached. Raises ConfigError for a number of steps that does not fit.
+    num_stable_steps and decay_type (cosine, as in transformers, where it is not given) for
+    warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
+    Raises ConfigError for a number of steps that does not fit.
     """
     kwargs, style = args.lr_scheduler_kwargs, SCHEDULES[args.lr_scheduler_type]
     warmup, end, decay = plan_schedule(args, num_training_steps)
@@ -72,7 +73,7 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
         wd_incr_steps=max(num_training_steps, 1),
         wd_incr_style="constant",
         wsd_decay_steps=decay,
-        lr_wsd_decay_style=kwargs.get("decay_type", "linear") if style == "WSD" else None,
+        lr_wsd_decay_style=kwargs.get("decay_type", "cosine") if style == "WSD" else None,
     )
 
 

@@ -162,7 +162,9 @@ def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path, base):
 
 def test_keys_in_groups_are_told_to_stand_side_by_side(tmp_path):
     (tmp_path / "run.yaml").write_text("model:\n  model_name_or_path: x\n")
-    problem = keys_of(parse_args, [str(tmp_path / "run.yaml")])["model"]
+    problems = keys_of(parse_args, [str(tmp_path / "run.yaml")])
+    problem = problems.pop("model")
+    assert not problems, "what else is missing may be in the group"
     assert "side by side" in problem.reason and "without model" in problem.suggestion
 
 
@@ -666,3 +668,82 @@ def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
         judge.arguments.check(judge)
         problems += judge.problems
     assert problems == []
+
+
+# ---- as others write it
+
+
+def test_the_coefficient_in_llama_factorys_spelling_is_the_key(base):
+    assert own_keys({"moe_aux_loss_coef": "0.02"}, [])[0] == {"moe_aux_loss_coeff": "0.02"}
+    assert parse_args([*base, "optimizer=sgd"]).training.optim == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("moe_layer_recompute=true", "recompute_modules: moe"),
+        ("label_smoothing_factor=0.1", "dpo_label_smoothing"),
+        ("account_for_loss_in_pipeline_split=true", "pipeline_model_parallel_layout"),
+        ("train_sampling_strategy=sequential", "disable_shuffling: true"),
+        ("use_muon=true", "optim: adam"),
+    ],
+)
+def test_what_is_refused_names_the_nearest_way(base, word, remedy):
+    problem = keys_of(parse_args, [*base, word])[word.partition("=")[0]]
+    assert "not in this version" in problem.reason and remedy in problem.suggestion
+
+
+@pytest.mark.parametrize("word", ["label_smoothing_factor=0.0", "streaming=false", "pissa_iter=16"])
+def test_the_default_of_a_refused_key_is_taken(base, word):
+    assert parse_args([*base, word])
+
+
+def test_megatrons_spellings_of_the_stable_schedule_are_taken():
+    kwargs = {"wsd_decay_steps": 10, "lr_wsd_decay_style": "exponential", "max_lr": "5e-5"}
+    args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
+    assert args.lr_scheduler_kwargs == {"num_decay_steps": 10, "decay_type": "exponential"}
+    kwargs = {"lr_decay_steps": 10, "init_lr": 0.0, "min_lr": 0}
+    args = training(lr_scheduler_type="cosine", lr_scheduler_kwargs=kwargs)
+    assert args.lr_scheduler_kwargs == {"num_decay_steps": 10, "min_lr": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "key", "remedy"),
+    [
+        ("cosine", {"max_lr": 1e-3}, "max_lr", "learning_rate: 0.001"),
+        ("cosine", {"init_lr": 1e-6}, "init_lr", "init_lr left out"),
+        ("warmup_stable_decay", {"lr_decay_steps": 10}, "lr_decay_steps", "max_steps"),
+        ("cosine", {"num_decay_steps": 9, "lr_decay_steps": 9}, "lr_decay_steps", "one of the two"),
+    ],
+)
+def test_what_a_schedule_cannot_take_of_megatrons_says_what_to_write(kind, kwargs, key, remedy):
+    problems = keys_of(training, lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs)
+    assert problems[f"lr_scheduler_kwargs.{key}"].suggestion == remedy
+
+
+def test_additional_configs_may_be_a_file(tmp_path):
+    path = tmp_path / "more.json"
+    path.write_text('{"layernorm_epsilon": 1e-6}')
+    assert training(additional_configs=str(path)).additional_configs == {"layernorm_epsilon": 1e-6}
+    problem = keys_of(training, additional_configs=f"{tmp_path}/absent.json")["additional_configs"]
+    assert "absent.json" in problem.reason
+
+
+def test_fields_of_megatron_that_are_no_keys_pass_through_additional_configs():
+    extra = {"cuda_graph_impl": "local"}
+    assert training(additional_configs=extra).additional_configs == extra
+    problem = keys_of(training, additional_configs={"fp8": "hybrid"})["additional_configs.fp8"]
+    assert problem.suggestion == "fp8: hybrid"
+
+
+def test_a_warm_up_that_the_schedule_does_not_have_is_said():
+    said = [
+        any("no warm-up" in note for note in training(lr_scheduler_type=kind, **keys).notes)
+        for kind, keys in (
+            ("constant", dict(warmup_steps=3)),
+            ("constant", dict(warmup_ratio=0.1)),
+            ("constant", {}),
+            ("constant_with_warmup", dict(warmup_steps=3)),
+        )
+    ]
+    assert said == [True, True, False, False]

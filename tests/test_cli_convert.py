@@ -1,5 +1,6 @@
 """`python -m mca_lite convert`, and the Hugging Face folders that checkpoints hold."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mca_lite.args_run import parse_args
+from mca_lite.args_values import ConfigError
+from mca_lite.model_config import AutoConfig
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import flip_bit, tensors
 from tests.shared.layouts import DIST_OPT, PP2, TP2
@@ -115,3 +119,50 @@ def test_tensors_that_no_model_reads_are_carried_over(tmp_path):
     save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
     world.run(train, 2, source, str(tmp_path / "run"), steps=2, export=True, **TP2)
     assert torch.equal(tensors(tmp_path / "run")[next(iter(extra))], extra[next(iter(extra))])
+
+
+def mcore_adapters_folder(folder: Path) -> Path:
+    """Weights and config.json of Hugging Face's beside mcore_adapter's own configuration."""
+    source = Path(tiny.save_model(folder, "qwen3", dtype=torch.bfloat16))
+    fields = {
+        "hf_model_type": "qwen3",
+        "hf_config_json": (source / "config.json").read_text(),
+        "name_or_path": "/elsewhere/model",
+        "padded_vocab_size": 64,
+        "swiglu": True,
+        "tensor_model_parallel_size": 2,
+        "num_layers": 4,
+        "bf16": True,
+    }
+    (source / "mca_config.json").write_text(json.dumps(fields))
+    return source
+
+
+def test_a_folder_of_mcore_adapter_is_read_as_the_model_beside_its_configuration(tmp_path):
+    source = mcore_adapters_folder(tmp_path / "hf")
+    words = [f"model_name_or_path={source}", "dataset=d.jsonl", f"output_dir={tmp_path}/out"]
+    run = parse_args(words)
+    config = AutoConfig.from_pretrained(str(source), run.training)
+    assert (config.num_layers, config.vocab_size) == (4, tiny.VOCAB)
+    assert config.tensor_model_parallel_size == 1
+    assert world.run(command, 1, ["convert", str(source), str(tmp_path / "mca"), "--verify"]) == [0]
+    assert world.run(command, 1, ["convert", str(tmp_path / "mca"), str(tmp_path / "back")]) == [0]
+    same(tensors(tmp_path / "back"), tensors(source))
+
+
+@pytest.mark.parametrize("inside", ["", "/iter_0000001"])
+def test_a_checkpoint_in_mcore_adapters_own_format_is_refused_with_its_export(
+    tmp_path, inside, capsys
+):
+    source = mcore_adapters_folder(tmp_path / "mcore")
+    (source / "model.safetensors").unlink()
+    (source / "iter_0000001/mp_rank_00").mkdir(parents=True)
+    (source / "latest_checkpointed_iteration.txt").write_text("1")
+    named, export = f"{source}{inside}", f"--checkpoint_path {source} --output_path DST"
+    words = [f"model_name_or_path={named}", "dataset=d.jsonl", f"output_dir={tmp_path}/out"]
+    for call in (lambda: parse_args(words), lambda: AutoConfig.from_pretrained(named)):
+        with pytest.raises(ConfigError) as error:
+            call()
+        (problem,) = error.value.problems
+        assert "mcore_adapter's own format" in problem.reason and export in problem.suggestion
+    assert command(["convert", named, str(tmp_path / "dst")]) and export in capsys.readouterr().err

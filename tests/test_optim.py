@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from mca_lite.args import TrainingArguments
 from mca_lite.args_rules_schedule import warmup_steps
@@ -171,6 +172,19 @@ def test_warmup_stable_decay_that_ends_before_the_run_stays_at_the_minimum():
     assert rates(args, 10) == wsd("linear", 10, 2, 3, 2, low=0.1)
 
 
+def test_the_stable_schedule_decays_as_transformers_where_no_type_is_given():
+    kwargs = {"num_decay_steps": 6}
+    args = arguments(lr_scheduler_type=STABLE, lr_scheduler_kwargs=kwargs, warmup_steps=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=MAX)
+    theirs = transformers.get_wsd_schedule(optimizer, 2, 6, 12)
+    wanted = []
+    for _ in range(12):
+        wanted.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    assert rates(args, 12) == pytest.approx(wanted)
+
+
 def test_a_decay_of_no_steps_drops_at_once():
     args = unchecked("warmup_stable_decay", num_stable_steps=3, num_decay_steps=0)
     assert rates(args, 6) == [MAX, MAX, MAX, MAX, 0.0, 0.0]
@@ -203,7 +217,7 @@ STABLE = "warmup_stable_decay"
         ("linear", {"power": 2}, "power", "no schedule takes it"),
         ("cosine", {"decay_type": "linear"}, "decay_type", "no effect on .* cosine"),
         ("linear", {"num_stable_steps": 2}, "num_stable_steps", "no effect on .* linear"),
-        (STABLE, {"num_decay_steps": 2, "warmup_type": "cosine"}, "warmup_type", "no schedule"),
+        (STABLE, {"num_decay_steps": 2, "warmup_type": "cosine"}, "warmup_type", "it is linear"),
         (STABLE, {"num_decay_steps": 2, "decay_type": "step"}, "decay_type", "expected one of"),
         (STABLE, {"num_decay_steps": -1}, "num_decay_steps", "at least 0"),
         ("cosine", {"min_lr": 0.1, "min_lr_rate": 0.1}, "min_lr_rate", "min_lr is given too"),

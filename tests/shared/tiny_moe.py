@@ -48,6 +48,8 @@ def hf_config(name: str, **changes):
     from transformers import AutoConfig
 
     family, keys = MODELS[name]
+    if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe"):  # a loss of their own by default
+        keys = {"router_aux_loss_coef": 0.0, **keys}
     return AutoConfig.for_model(
         family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}
     )

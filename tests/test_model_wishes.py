@@ -1,0 +1,171 @@
+"""What a config.json asks for: each field of each family's class changes the model's configuration,
+is refused, or has a reason here why training goes on alike. And the load-balancing loss, which a
+model brings along.
+"""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from mca_lite import TrainingArguments
+from mca_lite.args_run import parse_args
+from mca_lite.args_values import ConfigError
+from mca_lite.backend_torch_moe import losses_of
+from mca_lite.log import balance_summary
+from mca_lite.model_config import McaModelConfig, from_hf_config
+from mca_lite.model_families import FAMILIES
+from mca_lite.model_routing import BalancingLosses
+from tests.shared import tiny, tiny_moe
+
+# {field: why another value trains alike}
+WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        "architectures dtype model_type transformers_version _name_or_path".split(),
+        "the name of the class, and of the files: the arguments decide the precision",
+    ),
+    **dict.fromkeys(
+        "bos_token_id eos_token_id pad_token_id".split(), "the tokenizer's are used, in the data"
+    ),
+    **dict.fromkeys(
+        "id2label label2id problem_type is_encoder_decoder chunk_size_feed_forward".split(),
+        "of classifiers and encoders: no decoder reads them",
+    ),
+    **dict.fromkeys(
+        "output_attentions output_hidden_states return_dict use_cache".split(),
+        "what a forward pass hands out, or keeps while it generates",
+    ),
+    "output_router_logits": "said: moe_aux_loss_coeff decides, whatever it is",
+    "pretraining_tp": "transformers no longer reads it",
+    "embd_pdrop": "transformers' Phi-3 does not read it",
+    "num_mtp_layers": "mtp_num_layers decides; files have as many as num_nextn_predict_layers says",
+    "num_nextn_predict_layers": "mtp_num_layers decides how many of them are trained",
+    "qk_head_dim": "the sum of qk_nope_head_dim and qk_rope_head_dim",
+    "original_max_position_embeddings": "of longrope, which is refused",
+    "_sliding_window_pattern": "layer_types holds what follows from it",
+}
+# {(family, field): why}, where only some families read it
+LATENT = "multi-latent attention has one key for all heads, and qk_rope_head_dim turns"
+WITHOUT_EFFECT_THERE = {
+    ("deepseek_v2", "head_dim"): LATENT,
+    ("deepseek_v2", "num_key_value_heads"): LATENT,
+    ("deepseek_v3", "num_key_value_heads"): LATENT,
+}
+VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", [0]]
+VALUES += [[name] * count for name in ("sliding_attention", "full_attention") for count in (2, 4)]
+VALUES += [{"rope_type": "default", "rope_theta": 77.0}]
+VALUES += [{name: VALUES[-1] for name in ("full_attention", "sliding_attention")}]
+
+
+def bases() -> dict[str, list]:
+    """{model_type: transformers' configs, where some fields are in effect only beside others}"""
+    names = [*tiny.FAMILY_KEYS, *tiny.MORE_KEYS]
+    configs = [tiny.hf_config(name) for name in names]
+    configs += [tiny_moe.hf_config(name) for name in tiny_moe.MODELS]
+    window = dict(use_sliding_window=True, sliding_window=5)
+    configs += [tiny.hf_config(name, **window, max_window_layers=2) for name in ("qwen2", "qwen3")]
+    configs += [tiny_moe.hf_config("qwen2_moe", **window, max_window_layers=2)]
+    configs += [tiny_moe.hf_config("qwen3_moe", **window)]
+    out: dict[str, list] = {}
+    for config in configs:
+        out.setdefault(config.model_type, []).append(config)
+    return out
+
+
+BASES = bases()
+
+
+def fields_of(hf) -> dict:
+    """A model's configuration without the copy of its config.json."""
+    return {k: v for k, v in from_hf_config(hf).to_dict().items() if k != "hf_config"}
+
+
+def is_heard(hf, field: str, plain: dict) -> bool:
+    """Whether another value of the field makes another model, or is refused."""
+    given = hf.to_dict()
+    given.pop("layer_types", None)  # it would hold against what it follows from
+    for value in VALUES:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                changed = type(hf)(**{**given, field: value})
+        except Exception:  # transformers takes no such value
+            continue
+        try:
+            if fields_of(changed) != plain:
+                return True
+        except ConfigError:
+            return True
+        except Exception:  # no value that a model could have
+            continue
+    return False
+
+
+def test_every_family_has_a_config_here():
+    assert set(BASES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_a_config_json_is_heard_or_has_a_reason_not_to_be(family):
+    plain = [(hf, fields_of(hf)) for hf in BASES[family]]
+    fields = set().union(*(hf.to_dict() for hf, _ in plain))
+    silent = {f for f in fields if not any(is_heard(hf, f, before) for hf, before in plain)}
+    there = {name for kind, name in WITHOUT_EFFECT_THERE if kind == family}
+    assert silent - set(WITHOUT_EFFECT) - there == set()
+    assert there <= silent, "reasons for fields that are heard"
+
+
+OWN = dict(router_aux_loss_coef=0.03)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+def test_the_models_load_balancing_loss_is_in_effect_on_both_backends_until_a_key_says_otherwise(
+    family, tmp_path
+):
+    hf = tiny_moe.hf_config(family, **OWN)
+    for given, wanted in ((None, 0.03), (0.0, 0.0), (0.5, 0.5)):
+        args = TrainingArguments(output_dir="unused", moe_aux_loss_coeff=given)
+        config = from_hf_config(hf, args)
+        assert config.moe_aux_loss_coeff == wanted
+        assert BalancingLosses.of(config) == losses_of(hf, args)
+        config.save_pretrained(tmp_path)  # a run's own coefficient does not outlive it
+        again = McaModelConfig.from_pretrained(str(tmp_path), TrainingArguments(output_dir="x"))
+        assert again.moe_aux_loss_coeff == 0.03
+    assert from_hf_config(hf).moe_aux_loss_coeff == 0.03
+
+
+def test_the_summary_says_which_load_balancing_loss_is_in_use_and_why():
+    hf, said = tiny_moe.hf_config("qwen3_moe", **OWN), []
+    for given in (None, 0.0, 0.5):
+        args = TrainingArguments(output_dir="unused", moe_aux_loss_coeff=given)
+        backend = SimpleNamespace(
+            statistics_of_routers=object(), losses_of_routers=losses_of(hf, args)
+        )
+        said += balance_summary(backend, args).values()
+    assert said == [
+        "aux_loss x 0.03 (the model's router_aux_loss_coef; moe_aux_loss_coeff: 0 switches it off)",
+        "none",
+        "aux_loss x 0.5 (moe_aux_loss_coeff)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, wishes, word, said",
+    [
+        ("qwen3_moe", dict(output_router_logits=True), "", "output_router_logits"),
+        ("deepseek_v3", dict(aux_loss_alpha=0.001), "", "moe_aux_loss_coeff: 0.001"),
+        ("deepseek_v3", dict(aux_loss_alpha=0.001), "moe_aux_loss_coeff=0", ""),
+        ("granitemoe", dict(router_aux_loss_coef=0.01), "use_mca=false", "router_aux_loss_coef"),
+        ("qwen3_moe", dict(router_aux_loss_coef=0.01), "", ""),
+    ],
+)
+def test_losses_that_a_config_json_asks_for_in_vain_are_named(name, wishes, word, said, tmp_path):
+    values = {"model_type": name}
+    if name in tiny_moe.MODELS:
+        values = tiny_moe.hf_config(name).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**values, **wishes}))
+    words = [f"model_name_or_path={tmp_path}", "dataset=d.jsonl", f"output_dir={tmp_path}/out"]
+    run = parse_args([*words, *word.split()])
+    lines = [line for line in run.warnings if "in config.json has no effect" in line]
+    assert len(lines) == bool(said) and said in "".join(lines)
