@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoConfig": "model_config",
     "AutoModel": "model",
+    "DataArguments": "args",
     "DPOConfig": "trainer_dpo_config",
     "DPOTrainer": "trainer_dpo",
     "McaGPTModel": "model",
@@ -28,6 +29,7 @@ _HOME = {
     "get_ltor_masks_and_position_ids": "packed_rows",
     "get_megatron_lr_scheduler": "optim",
     "get_seqlens_in_batch": "packed_rows",
+    "load_datasets": "data",
     "register_loss": "loss_preference",
     "register_objective": "objectives",
     "register_optimizer": "optimizers",

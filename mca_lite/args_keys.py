@@ -38,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0, None), "label smoothing"),
     "neftune_noise_alpha": ((None,), "noise on embeddings"),
     "enable_thinking": ((None, True), "chat templates with options of their own"),
-    "eval_on_each_dataset": ((None, False), "a loss for each of several evaluation datasets"),
     "new_special_tokens_config": ((None,), "tokens in a file: add_special_tokens lists them"),
     "streaming": ((False, None), "data sets that are never read as a whole"),
 }
@@ -48,8 +47,7 @@ _IGNORED_BY_REASON = {
     "the model's config.json decides it": "multi_latent_attention",
     "the tokenizer's own chat template is used": "template tool_format",
     "the tokenizer's own is used": "use_fast_tokenizer",
-    "training is what train.py does": "do_train",
-    "eval_strategy decides it": "do_eval eval_on_start",
+    "eval_strategy decides it": "eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",
     "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel",

@@ -433,8 +433,8 @@ class McaTrainer:
     # -- evaluation
 
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Metrics over the whole set, sum / count over all ranks. A dict of sets (None: the
-        trainer's) has metrics of each, named <prefix>_<its name>_<metric>. Collective."""
+        """Metrics over the whole set (None: the trainer's), sum / count over all ranks. A dict of
+        sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         return evaluate(self, dataset, metric_key_prefix)
 

@@ -199,15 +199,11 @@ class TrainerCallback:
     def on_evaluate(
         self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
     ):
-        """`metrics` are those of one evaluation, their names starting with eval_."""
+        """`metrics` are those of one evaluation, their names starting with eval_, or with the
+        prefix that evaluate() was given."""
 
     def on_prediction_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         """After each step of an evaluation."""
-
-    def on_predict(
-        self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
-    ):
-        """`metrics` are those of predict(), their names starting with test_."""
 
     def on_save(
         self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs

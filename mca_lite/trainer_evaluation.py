@@ -3,18 +3,20 @@
 import torch
 
 from .data_batches import make_loader
-from .trainer_numbers import EvalLoopOutput
+from .trainer_numbers import EvalLoopOutput, Numbers
 
 
 def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
-    """Metrics over the whole set; over each set of a dict, named <prefix>_<its name>_<metric>.
-    Collective."""
+    """Metrics over the whole set, named <prefix>_<metric>; of a dict, over all of its sets, and
+    over each, named <prefix>_<its name>_<metric>. Collective."""
     if isinstance(dataset, dict):
-        metrics = {}
-        for name, part in dataset.items():
-            metrics.update(_measure(trainer, part, f"{prefix}_{name}"))
+        found = [_measure(trainer, part, f"{prefix}_{name}") for name, part in dataset.items()]
+        whole = sum((one.numbers for one in found), trainer._numbers())
+        metrics = _named(whole, prefix)
+        for one in found:
+            metrics.update(one.metrics)
     else:
-        metrics = _measure(trainer, dataset, prefix)
+        metrics = _measure(trainer, dataset, prefix).metrics
     line = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, **metrics}
     trainer.state.log_history.append(line)
     trainer.report.log(line)
@@ -22,20 +24,19 @@ def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
     return metrics
 
 
-def _measure(trainer, dataset, prefix: str) -> dict[str, float]:
-    loader = loader_of(trainer, dataset)
-    return trainer.evaluation_loop(loader, "evaluation", metric_key_prefix=prefix).metrics
-
-
-def loader_of(trainer, dataset):
-    """A loader of this rank's micro-batches of a whole data set, once, in its order."""
+def _measure(trainer, dataset, prefix: str) -> EvalLoopOutput:
     plan = trainer._plan(dataset, training=False)
-    return make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
+    loader = make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
+    return trainer.evaluation_loop(loader, "evaluation", metric_key_prefix=prefix)
+
+
+def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
+    return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
 
 
 @torch.no_grad()
 def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
-    """Forward passes over a loader of loader_of's kind. Collective."""
+    """Forward passes over a loader of make_loader's kind. Collective."""
     plan, batches = getattr(dataloader.batch_sampler, "plan", None), iter(dataloader)
     if plan is None:
         raise ValueError(
@@ -57,6 +58,5 @@ def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
     trainer._loaders["eval_dataloader"] = None
     trainer.backend.train_mode(True)
     trainer._micro_batch_weight = weight
-    means = trainer._over_ranks(whole).means()
-    metrics = {f"{prefix}_{key}": value for key, value in means.items()}
-    return EvalLoopOutput(None, None, metrics, plan.num_samples)
+    whole = trainer._over_ranks(whole)
+    return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)

@@ -21,6 +21,7 @@ class EvalLoopOutput(NamedTuple):
     label_ids: None
     metrics: dict[str, float]
     num_samples: int
+    numbers: "Numbers | None" = None  # what the metrics are means of, over all ranks
 
 
 @dataclass
