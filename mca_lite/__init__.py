@@ -49,8 +49,8 @@ def __dir__():
 
 # -- the module paths of mcore_adapter, under this package's name
 
-_MOVED = ("models", "training_args", "trainer.trainer", "trainer.utils")
-_MOVED += ("trainer.dpo_config", "trainer.dpo_trainer")
+_MOVED = {"models", "training_args", "trainer.trainer", "trainer.utils"}
+_MOVED |= {"trainer.dpo_config", "trainer.dpo_trainer"}
 
 
 class _MovedModules:
@@ -63,7 +63,7 @@ class _MovedModules:
 
     def create_module(self, spec) -> ModuleType:
         module = ModuleType(spec.name, f"Public names of {__name__}, as mcore_adapter places them.")
-        module.__getattr__ = __getattr__
+        vars(module)["__getattr__"] = __getattr__
         return module
 
     def exec_module(self, module) -> None:
