@@ -3,13 +3,17 @@
 The public names are imported when they are first used, so that `import mca_lite` takes no time.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AutoConfig": "model_config",
     "AutoModel": "model",
+    "DataArguments": "args",
     "DPOConfig": "trainer_dpo_config",
     "DPOTrainer": "trainer_dpo",
     "McaGPTModel": "model",
@@ -25,6 +29,7 @@ _HOME = {
     "get_ltor_masks_and_position_ids": "packed_rows",
     "get_megatron_lr_scheduler": "optim",
     "get_seqlens_in_batch": "packed_rows",
+    "load_datasets": "data",
     "register_loss": "loss_preference",
     "register_objective": "objectives",
     "register_optimizer": "optimizers",
@@ -40,3 +45,29 @@ def __getattr__(name: str):
 
 def __dir__():
     return __all__
+
+
+# -- the module paths of mcore_adapter, under this package's name
+
+_MOVED = {"models", "training_args", "trainer.trainer", "trainer.utils"}
+_MOVED |= {"trainer.dpo_config", "trainer.dpo_trainer"}
+
+
+class _MovedModules:
+    """Finds the modules of _MOVED, which hold the public names."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.removeprefix(f"{__name__}.") in _MOVED and name.startswith(f"{__name__}."):
+            return ModuleSpec(name, self)
+        return None
+
+    def create_module(self, spec) -> ModuleType:
+        module = ModuleType(spec.name, f"Public names of {__name__}, as mcore_adapter places them.")
+        vars(module)["__getattr__"] = __getattr__
+        return module
+
+    def exec_module(self, module) -> None:
+        """Nothing is left to do: names are looked up when they are used."""
+
+
+sys.meta_path.append(_MovedModules())

@@ -53,6 +53,7 @@ class DataArguments(ArgumentGroup):
     )
     dataset_dir: str = arg("data", "the folder of dataset_info.json")
     eval_dataset: list[str] | None = arg(None, "files or names to evaluate on")
+    eval_on_each_dataset: bool = arg(False, "a loss of each eval_dataset: eval_<its name>_loss")
     val_size: float = arg(
         0.0, "samples split off for evaluation: a fraction below 1, or a count", low=0
     )
@@ -154,6 +155,8 @@ class TrainingArguments(ArgumentGroup):
     # output and cadence
     output_dir: str = arg(MISSING, "the folder for checkpoints, logs and the trained model")
     overwrite_output_dir: bool = arg(False, "train into a folder that is not empty")
+    do_train: bool = arg(True, "train; false with do_eval: evaluate alone, and export nothing")
+    do_eval: bool = arg(False, "evaluate at the end too, where eval_strategy has not")
     logging_steps: int = arg(10, "steps between two lines of the log", low=1)
     eval_strategy: Literal["no", "steps", "epoch"] = arg("no", "when to evaluate")
     eval_steps: int | None = arg(None, "steps between evaluations (None: logging_steps)", low=1)

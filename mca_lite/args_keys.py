@@ -59,7 +59,6 @@ _REFUSED_BY_REASON = {
     ("label smoothing", "dpo_label_smoothing with stage: dpo"): "label_smoothing_factor",
     ("noise on embeddings", ""): "neftune_noise_alpha",
     ("chat templates with options of their own", ""): "enable_thinking=true preserve_thinking",
-    ("a loss for each of several evaluation datasets", ""): "eval_on_each_dataset",
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
     ("texts cut at special tokens", ""): "split_special_tokens",
     ("data sets that are never read as a whole", "max_samples"): "streaming",
@@ -81,7 +80,6 @@ _REFUSED_BY_REASON = {
     ("a resume that begins the data anew", "model_name_or_path: <the checkpoint>"): (
         "ignore_data_skip"
     ),
-    ("callbacks whose state is kept", ""): "restore_callback_states_from_checkpoint",
     ("slow kernels that repeat themselves bit for bit", ""): "full_determinism",
     ("samples in another order", "disable_shuffling: true for that of the file"): (
         "train_sampling_strategy=random sortish_sampler"
@@ -120,8 +118,7 @@ _IGNORED_BY_REASON = {
     "the model's config.json decides it": "multi_latent_attention",
     "the tokenizer's own chat template is used": "template tool_format",
     "the tokenizer's own is used": "use_fast_tokenizer",
-    "training is what train.py does": "do_train",
-    "eval_strategy decides it": "do_eval eval_on_start",
+    "eval_strategy decides it": "eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",
     "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
@@ -152,6 +149,7 @@ _IGNORED_BY_REASON = {
     "the allocator keeps its blocks": "torch_empty_cache_steps",
     "report_to decides it": "project trackio_* swanlab_*",
     "a signal saves a checkpoint": "enable_jit_checkpoint",
+    "callbacks that keep a state get it back": "restore_callback_states_from_checkpoint",
     "python -m mca_lite convert exports": "export_*",
     "nccl with CUDA, gloo without": "ddp_backend use_cpu",
     "every parameter is used in every step": "ddp_find_unused_parameters ddp_static_graph",

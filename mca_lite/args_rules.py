@@ -234,7 +234,8 @@ def _check_cadence(a: Any, judge: Judge) -> None:
         judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
     if (
         a.eval_strategy != "no"
-        and a.metric_for_best_model.removeprefix("eval_") not in _all_metrics()
+        # of several sets a metric has its set's name before its own
+        and not a.metric_for_best_model.endswith(tuple(_all_metrics()))
     ):
         reason = "an evaluation gives eval_loss, and with stage dpo its metrics"
         judge.refuse("metric_for_best_model eval_strategy", reason, "metric_for_best_model: loss")
@@ -375,6 +376,14 @@ def check_data(a: Any, judge: Judge) -> None:
     weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
     if not a.dataset:
         judge.refuse("dataset", *_NO_DATA)
+    if a.eval_on_each_dataset and not a.eval_dataset:
+        remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
+        judge.refuse("eval_on_each_dataset", "eval_dataset names none", remedy)
+    elif a.eval_on_each_dataset:
+        names = [os.path.splitext(os.path.basename(name))[0] for name in a.eval_dataset]
+        if len(set(names)) < len(names):
+            reason = f"their losses would have the same names: {', '.join(names)}"
+            judge.refuse("eval_on_each_dataset eval_dataset", reason, "files of different names")
     if a.eval_dataset and a.val_size > 0:
         reason = "eval_dataset is given too, and one of them would not be used"
         judge.refuse("val_size", reason, "val_size: 0, or eval_dataset left out")
@@ -464,6 +473,12 @@ def check_run(a: Any, judge: Judge) -> None:
         remedy = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"
         keys = "eval_strategy eval_dataset val_size"
         judge.refuse(keys, "there is nothing to evaluate on", remedy)
+    elif a.do_eval and not (a.eval_dataset or a.val_size > 0):
+        remedy = "val_size: 0.05, or eval_dataset: <files>, or do_eval: false"
+        judge.refuse("do_eval eval_dataset val_size", "there is nothing to evaluate on", remedy)
+    if not (a.do_train or a.do_eval):
+        remedy = "do_train: true, or do_eval: true"
+        judge.refuse("do_train do_eval", "there is nothing to do", remedy)
     start = a.model_name_or_path
     if os.path.isdir(start or "") and os.path.realpath(start) == os.path.realpath(a.output_dir):
         reason = "the trained model would overwrite the one that it starts from"

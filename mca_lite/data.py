@@ -159,7 +159,7 @@ class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
     train: TokenDataset | Packs | None
-    eval: TokenDataset | Packs | None
+    eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None  # a dict: of each name
     report: list[str] = field(default_factory=list)
 
 
@@ -283,7 +283,11 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         if data_args.mix_weights:
             found["train"], lines = mix(found["train"], data_args.mix_weights, seed)
             loader.report += lines
-    if data_args.eval_dataset:
+    each = {}  # name of an evaluation set -> its key in `found`
+    if data_args.eval_dataset and data_args.eval_on_each_dataset:
+        each = {Path(name).stem: f"eval {name}" for name in data_args.eval_dataset}
+        found |= {f"eval {name}": loader.load([name]) for name in data_args.eval_dataset}
+    elif data_args.eval_dataset:
         found["eval"] = loader.load(data_args.eval_dataset)
     for name, dataset in found.items():
         loader.report.append(
@@ -299,4 +303,5 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
                 f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
                 f"{100 * packed.padding_fraction:.2f} % padding"
             )
-    return DatasetBundle(found.get("train"), found.get("eval"), loader.report)
+    evaluated = {name: found[key] for name, key in each.items()} or found.get("eval")
+    return DatasetBundle(found.get("train"), evaluated, loader.report)

@@ -33,10 +33,10 @@ from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
 from .args_values import Judge, read_config_file, refuse
 from .ckpt_megatron import DIST_NAME
-from .constants import HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
+from .constants import EVAL_RESULTS_NAME, HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import steps_of_run
-from .files import check_can_write, describe_error, read_json
+from .files import check_can_write, describe_error, read_json, write_json
 from .lora_sites import host_of
 from .model_families import FAMILIES
 from .objectives import OBJECTIVES, Objective
@@ -285,11 +285,23 @@ def train(plan: Plan):
     parallel.initialize(args, plan.arguments.backend.use_mca)
     with watchdog.watch(args), output_folder.hold(args.output_dir):
         trainer = _build_trainer(plan)
-        result = trainer.train()
-        with StopSignals():
-            _export(plan, trainer, result)
+        if args.do_train:
+            result = trainer.train()
+            with StopSignals():
+                _export(plan, trainer, result)
+        if args.do_eval and not (args.do_train and args.eval_strategy != "no"):
+            _evaluate(trainer)
     parallel.shutdown()
     return trainer
+
+
+def _evaluate(trainer) -> None:
+    """Evaluate, and write the metrics to eval_results.json. Collective."""
+    metrics = trainer.evaluate()
+    if parallel.is_main():
+        folder = Path(trainer.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / EVAL_RESULTS_NAME, metrics)
 
 
 def _build_trainer(plan: Plan):
@@ -384,7 +396,9 @@ def data_summary(plan: Plan) -> dict[str, str]:
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
-    if datasets.eval is not None:
-        trained = f"{datasets.eval.num_trained_tokens:,} trained tokens"
-        summary["evaluation"] = f"{len(datasets.eval):,} {unit}, {trained}"
+    evaluated = datasets.eval if isinstance(datasets.eval, dict) else {"evaluation": datasets.eval}
+    for name, part in evaluated.items():
+        if part is not None:
+            trained = f"{part.num_trained_tokens:,} trained tokens"
+            summary[name] = f"{len(part):,} {unit}, {trained}"
     return summary

@@ -22,7 +22,7 @@ from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
 from .log import Report, run_summary
-from .log_speed import model_work, peak_memory_gib
+from .log_speed import model_work
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler
 from .packed_rows import (
@@ -39,10 +39,15 @@ from .trainer_callbacks import (
     TrainerControl,
     TrainerState,
     callbacks_of,
+    restore_states,
 )
-from .trainer_checkpoints import answer_signals, finish_checkpoint, save_checkpoint, store_state
+from .trainer_checkpoints import finish_checkpoint, store_state
+from .trainer_evaluation import evaluate, run_loop
+from .trainer_events import StepEnd, agree, as_callback, check_hooks, find_callback
 from .trainer_nonfinite import FiniteGuard
 from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, advance, throughput_of
+
+__path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
 
 
 class McaTrainer:
@@ -52,7 +57,9 @@ class McaTrainer:
     TrainingArguments. tokenizer: saved beside the model; its padding token is used. data_collator:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
-    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style.
+    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style. callbacks: ours or
+    transformers', instances or classes. processing_class: another name of tokenizer.
+    TypeError for a callback that is none, and for a subclass's override that would not be called.
     """
 
     metrics_keys = ["loss"]
@@ -69,7 +76,11 @@ class McaTrainer:
         callbacks: list[TrainerCallback] | None = None,
         shuffle: bool = True,
         summary: dict[str, Any] | None = None,
+        processing_class=None,
+        optimizers: tuple = (None, None),
     ):
+        check_hooks(self, McaTrainer, optimizers)
+        tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
         self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
@@ -94,7 +105,10 @@ class McaTrainer:
             disable_tqdm=args.disable_tqdm,
             config=args.to_dict(),
         )
-        self.callbacks = [*(callbacks or []), *callbacks_of(args), self.report]
+        self._loaders = {"train_dataloader": None, "eval_dataloader": None}
+        given = [as_callback(callback) for callback in callbacks or []]
+        self.callbacks = [*given, *callbacks_of(args), self.report]
+        self._notify("on_init_end")
 
     # -- a run of the command line: what an objective needs beside model, data and arguments
 
@@ -132,13 +146,15 @@ class McaTrainer:
         plan = self._prepare_train_loop(resume_from_checkpoint)
         state, throughput, started = self.state, throughput_of(self.args), time.perf_counter()
         self._work = model_work(self.model)
-        epoch, step = divmod(state.global_step, plan.steps_per_epoch)
-        loader = iter(self._train_loader(plan, epoch, step))
+        epoch_begins, loader = True, None
         whole_run, window, skips = self._numbers(), self._numbers(), 0
         self._notify("on_train_begin")
-        while state.global_step < state.max_steps and not self.control.should_stop:
-            if self.control.should_log:  # the last step closed a line of the log
-                window, skips = self._numbers(), 0
+        agree(self)
+        while not (state.is_over or self.control.should_training_stop):
+            epoch, step = divmod(state.position, plan.steps_per_epoch)
+            if loader is None or self.control.should_epoch_stop:
+                loader = self._open_loader(plan, epoch, step)
+            self._begin_step(epoch_begins)
             throughput.start()
             data, seq_length, numbers = self._get_step_iterator_and_seq_length(loader, plan, step)
             _, metrics, skipped, grad_norm, num_zeros = self.training_step(
@@ -151,17 +167,28 @@ class McaTrainer:
             window, whole_run, skips = window + numbers, whole_run + numbers, skips + skipped
             loss, counts = numbers.read()
             self._guard.note_loss(loss, metrics, plan)
-            samples, step = plan.num_samples_of(step), step + 1
-            advance(self, plan, samples, counts, throughput, step)
+            advance(self, plan, plan.num_samples_of(step), counts, throughput)
             extra = {"grad_norm": grad_norm, "skipped_iter": skips}
             if num_zeros is not None:
                 extra["num_zeros_in_grad"] = num_zeros
-            end_of_epoch = step == plan.steps_per_epoch
-            self._after_step(window, throughput, extra, end_of_epoch)
-            if end_of_epoch:
-                step = 0
-            answer_signals(self, signals)
+            line = functools.partial(self._line, window, extra, throughput)
+            end = StepEnd(self, line, plan.steps_per_epoch - step - 1)
+            epoch_begins = end.run()
+            if "should_log" in end.done:  # the step closed a line of the log
+                window, skips = self._numbers(), 0
         return self._finish(whole_run, time.perf_counter() - started)
+
+    def _open_loader(self, plan: BatchPlan, epoch: int, step: int) -> Iterator:
+        self._loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
+        return iter(loader)
+
+    def _begin_step(self, epoch_begins: bool) -> None:
+        control = self.control
+        if epoch_begins:
+            control.should_epoch_stop = False
+            self._notify("on_epoch_begin")
+        control.should_log = control.should_evaluate = control.should_save = False
+        self._notify("on_step_begin")
 
     def training_step(self, models, data_iterator, seq_length: int):
         """One optimizer step over the micro-batches of `data_iterator` -> (loss: mean per token of
@@ -176,8 +203,12 @@ class McaTrainer:
         self.backend.train_mode(True)
         self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
+        for _ in micro_batches[1:]:
+            self._notify("on_substep_end")
+        self._notify("on_pre_optimizer_step")
         watchdog.note("updating the weights")
         updated, grad_norm, num_zeros = self.backend.step()
+        self._notify("on_optimizer_step")
         if updated:
             self.lr_scheduler.step(1)
         total, count = self._numbers(metrics).vector[:2]
@@ -354,38 +385,36 @@ class McaTrainer:
         self.lr_scheduler = get_megatron_lr_scheduler(self.args, num_training_steps, optimizer)
         return self.lr_scheduler
 
-    def _after_step(self, window: Numbers, throughput, extra, end_of_epoch: bool) -> None:
-        """Log, evaluate and save where it is time."""
-        args, state, control = self.args, self.state, self.control
-        watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
-        control.set_for_step(args, state, end_of_epoch)
-        self._notify("on_step_end")
-        if control.should_log:
-            of_router = self.backend.router_statistics()
-            means = window.means(uncounted=None if extra["skipped_iter"] else 0.0)
-            self._log({**means, **extra, **of_router, **throughput.take()})
-        if control.should_evaluate and self.eval_dataset is not None:
-            self._guard.check_evaluation(self.evaluate())
-        if control.should_save:
-            save_checkpoint(self)
-
-    def _log(self, numbers: dict) -> None:
-        state = self.state
-        logs = {
-            "step": state.global_step,
-            "epoch": state.epoch,
-            **numbers,
-            "learning_rate": self.lr_scheduler.get_last_lr()[0],
-            "consumed_samples": state.consumed_samples,
-            "consumed_tokens": state.consumed_tokens,
-            "peak_memory_gib": peak_memory_gib(),
-        }
-        state.log_history.append({k: v for k, v in logs.items() if not isinstance(v, list)})
-        self._notify("on_log", logs=logs)
+    def _line(self, window: Numbers, extra: dict, throughput) -> dict:
+        """The numbers of a line of the log, of the steps since the line before. Collective."""
+        of_router = self.backend.router_statistics()
+        means = window.means(uncounted=None if extra["skipped_iter"] else 0.0)
+        return {**means, **extra, **of_router, **throughput.take()}
 
     def _notify(self, event: str, **kwargs) -> None:
+        kwargs.update(
+            self._loaders, trainer=self, model=self.model, processing_class=self.tokenizer
+        )
+        kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
         for callback in self.callbacks:
-            getattr(callback, event)(self.args, self.state, self.control, trainer=self, **kwargs)
+            answer = getattr(callback, event)(self.args, self.state, self.control, **kwargs)
+            if answer is not None:
+                self.control = answer
+
+    def add_callback(self, callback) -> None:
+        """Add a callback, ours or transformers', an instance or a class."""
+        self.callbacks.append(as_callback(callback))
+
+    def pop_callback(self, callback):
+        """Remove a callback, or the first of a class, and return it; None where there is none."""
+        found = find_callback(self.callbacks, callback)
+        if found is not None:
+            self.callbacks.remove(found)
+        return found
+
+    def remove_callback(self, callback) -> None:
+        """pop_callback without its answer."""
+        self.pop_callback(callback)
 
     def _finish(self, whole_run: Numbers, seconds: float) -> TrainOutput:
         if self._writer.is_busy:
@@ -404,20 +433,11 @@ class McaTrainer:
     # -- evaluation
 
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Metrics over the whole set, sum / count over all ranks. Collective."""
+        """Metrics over the whole set (None: the trainer's), sum / count over all ranks. A dict of
+        sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        plan = self._plan(dataset, training=False)
-        loader = make_loader(dataset, self.data_collator, plan, num_epochs=1)
-        metrics = self.evaluation_loop(
-            loader, "evaluation", metric_key_prefix=metric_key_prefix
-        ).metrics
-        line = {"step": self.state.global_step, "epoch": self.state.epoch, **metrics}
-        self.state.log_history.append(line)
-        self.report.log(line)
-        self._notify("on_evaluate", metrics=metrics)
-        return metrics
+        return evaluate(self, dataset, metric_key_prefix)
 
-    @torch.no_grad()
     def evaluation_loop(
         self,
         dataloader,
@@ -429,27 +449,7 @@ class McaTrainer:
         """Forward passes over a loader of get_train_dataloader's kind -> metrics and the number of
         samples.
         """
-        plan, batches = getattr(dataloader.batch_sampler, "plan", None), iter(dataloader)
-        if plan is None:
-            raise ValueError(
-                "evaluation_loop takes a loader of batches.make_loader; for a dataset call "
-                "evaluate(dataset)"
-            )
-        weight, self._micro_batch_weight = self._micro_batch_weight, 1.0
-        self.backend.train_mode(False)
-        whole = self._numbers()
-        for step in range(plan.steps_per_epoch):
-            data, seq_length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
-            data = self._prepare_micro_batches(data, seq_length)
-            metrics = self.backend.forward_backward(
-                self.forward_step, data, seq_length, forward_only=True
-            )
-            whole = whole + numbers.add_metrics(metrics)
-        self.backend.train_mode(True)
-        self._micro_batch_weight = weight
-        means = self._over_ranks(whole).means()
-        metrics = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
-        return EvalLoopOutput(None, None, metrics, plan.num_samples)
+        return run_loop(self, dataloader, metric_key_prefix)
 
     # -- files
 
@@ -467,6 +467,7 @@ class McaTrainer:
         folder = ckpt.find(self, resume_from_checkpoint)
         if folder is not None:
             ckpt.load(folder, self)
+            restore_states(self.callbacks, self.state.stateful_callbacks)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All

@@ -1,8 +1,8 @@
 """TrainerState, TrainerControl, the callbacks, and the signals that end a run early.
 
-The loop calls every callback on every rank with the same numbers, so a callback that changes
-`TrainerControl` changes it everywhere and no rank is left alone in a collective. A callback that
-writes files does so on one rank only.
+They bear the names of transformers' trainer, whose own callbacks work as they are. The loop calls
+every callback on every rank with the same numbers. A flag of `TrainerControl` that any rank raises
+counts on all. A callback that writes files does so on one rank only (state.is_world_process_zero).
 
 SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGINT (Ctrl-C)
 mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself,
@@ -18,6 +18,7 @@ import signal
 import threading
 from dataclasses import asdict, dataclass, field
 
+from . import parallel
 from .args import TrainingArguments
 from .args_values import ConfigError, check_keys
 from .files import read_json
@@ -32,6 +33,8 @@ _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are no
     "best_metric": (int, float, type(None)),
     "best_step": (int, type(None)),
     "best_model_checkpoint": (str, type(None)),
+    "left_out_steps": (int,),
+    "stateful_callbacks": (dict,),
 }
 
 
@@ -51,6 +54,33 @@ class TrainerState:
     best_metric: float | None = None
     best_step: int | None = None
     best_model_checkpoint: str | None = None
+    left_out_steps: int = 0  # of epochs that a callback stopped early
+    stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
+
+    @property
+    def position(self) -> int:
+        """The steps of the data's order that are behind the run, made or left out."""
+        return self.global_step + self.left_out_steps
+
+    @property
+    def is_over(self) -> bool:
+        return self.position >= self.max_steps
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        return parallel.is_main()
+
+    @property
+    def is_local_process_zero(self) -> bool:
+        return parallel.local_rank() == 0
+
+    @property
+    def best_global_step(self) -> int | None:
+        return self.best_step
+
+    @property
+    def num_input_tokens_seen(self) -> int:
+        return self.consumed_tokens
 
     def to_record(self) -> dict:
         """The state under Hugging Face's names."""
@@ -82,7 +112,7 @@ class TrainerState:
         for name, value in found.items():
             if type(value) not in _STATE_TYPES.get(name, (type(value),)):
                 raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
-        counts = ("global_step", "consumed_samples", "consumed_tokens")
+        counts = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
         if any(found.get(name, 0) < 0 for name in counts):
             raise ValueError(f"{path}: expected counts of at least 0")
         if not all(isinstance(line, dict) for line in found.get("log_history", [])):
@@ -92,64 +122,97 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """What callbacks ask of the loop. The loop acts on a flag after the callbacks of a step, and
-    lowers it. Another name (transformers' should_training_stop) is an AttributeError.
+    """What callbacks ask of the loop, in transformers' names; another name is an AttributeError.
+
+    should_training_stop ends the run after this step. should_epoch_stop goes on with the next
+    epoch: the steps that are left out count as steps of the run, which ends no later. should_log,
+    should_evaluate and should_save ask for this step, and are lowered when it is done.
     """
 
-    should_stop: bool = False
-    should_save: bool = False
-    should_evaluate: bool = False
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
     should_log: bool = False
+    should_evaluate: bool = False
+    should_save: bool = False
 
-    def set_for_step(self, args, state: TrainerState, end_of_epoch: bool) -> None:
-        """What the TrainingArguments ask for after the step that `state` has just counted."""
-        step, last = state.global_step, state.global_step >= state.max_steps
 
-        def is_time(strategy: str, interval: int | None) -> bool:
-            if strategy == "no":
-                return False
-            if strategy == "epoch":
-                return last or end_of_epoch
-            return last or (interval is not None and step % interval == 0)
+FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
-        self.should_log = is_time("steps", args.logging_steps)
-        self.should_evaluate = is_time(args.eval_strategy, args.eval_steps)
-        self.should_save = is_time(args.save_strategy, args.save_steps)
+
+def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch: bool) -> None:
+    """Raise what the TrainingArguments ask for after the step that `state` has just counted."""
+    step, last = state.global_step, state.is_over
+
+    def is_time(strategy: str, interval: int | None) -> bool:
+        if strategy == "no":
+            return False
+        if strategy == "epoch":
+            return last or end_of_epoch
+        return last or (interval is not None and step % interval == 0)
+
+    control.should_log |= is_time("steps", args.logging_steps)
+    control.should_evaluate |= is_time(args.eval_strategy, args.eval_steps)
+    control.should_save |= is_time(args.save_strategy, args.save_steps)
 
 
 class TrainerCallback:
-    """Base of all callbacks: each method may read `args` and `state` and set flags of `control`;
-    none returns anything.
+    """Base of callbacks: each method may read `args` and `state` and set flags of `control`; it
+    returns None, or the control.
 
-    Order within a step: on_step_end, on_log, on_evaluate, on_save.
+    Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
+    on_step_end, on_log, on_evaluate, on_save. Each gets as keywords: trainer, model, optimizer,
+    lr_scheduler, processing_class, train_dataloader and eval_dataloader (None outside of a loop).
     """
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_init_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """At the end of McaTrainer's constructor; there is no optimizer yet."""
+
+    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         """Before the first step; `state.global_step` is not 0 in a resumed run."""
 
-    def on_step_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_epoch_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """Before the first step of an epoch, or of a run that resumes within one."""
+
+    def on_step_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """Before the data of a step is read."""
+
+    def on_substep_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """Once for each micro-batch but the last, after the schedule has run all of them."""
+
+    def on_pre_optimizer_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """Gradients are there, summed over ranks, before they are clipped."""
+
+    def on_optimizer_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """After the update, before the step is counted."""
+
+    def on_step_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         """After each optimizer step, skipped ones included."""
 
-    def on_log(
-        self, args, state: TrainerState, control: TrainerControl, logs: dict, **kwargs
-    ) -> None:
+    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """After the last step of an epoch, or of the run."""
+
+    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict, **kwargs):
         """`logs` is one line of the log: numbers over all ranks, for the steps since the line
         before.
         """
 
     def on_evaluate(
         self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
-    ) -> None:
-        """`metrics` are those of one evaluation, their names starting with eval_."""
+    ):
+        """`metrics` are those of one evaluation, their names starting with eval_, or with the
+        prefix that evaluate() was given."""
+
+    def on_prediction_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+        """After each step of an evaluation."""
 
     def on_save(
         self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs
-    ) -> None:
+    ):
         """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps
         may have been made.
         """
 
-    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         """After the last step, before the final export."""
 
 
@@ -184,6 +247,10 @@ class _MetricWatcher(TrainerCallback):
         if self.greater_is_better is None:
             self.greater_is_better = greater_is_better_by_name(self.metric)
 
+    def _decides(self, metrics: dict) -> bool:
+        """Whether these are of an evaluation of the loop's kind: others have a prefix of theirs."""
+        return any(name.startswith("eval_") for name in metrics)
+
     def _value(self, metrics: dict) -> float:
         if self.metric not in metrics:
             raise ValueError(
@@ -215,6 +282,8 @@ class BestModel(_MetricWatcher):
         self._last_saved: tuple[int, str] | None = None
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if not self._decides(metrics):
+            return
         self._settle(args)
         value = self._value(metrics)
         if not self._improves(value, state.best_metric):
@@ -270,10 +339,12 @@ class EarlyStopping(_MetricWatcher):
                 self._count(float(record[self.metric]))
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if not self._decides(metrics):
+            return
         self._settle(args)
         self._count(self._value(metrics))
         if self.evaluations_without_gain >= self.patience:
-            control.should_stop = True
+            control.should_training_stop = True
 
 
 def callbacks_of(args) -> list[TrainerCallback]:
@@ -284,6 +355,41 @@ def callbacks_of(args) -> list[TrainerCallback]:
     if args.early_stopping_patience is not None:
         found.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
     return found
+
+
+# -- their states, in checkpoints
+
+
+def export_states(callbacks: list) -> dict:
+    """Class name -> the state of each callback that has one: transformers' ExportableState's
+    state(), or state_dict(). A list of them where a class has several callbacks."""
+    states: dict = {}
+    for callback in callbacks:
+        if not _has_state(callback):
+            continue
+        take = getattr(callback, "state_dict", None) or callback.state
+        states.setdefault(type(callback).__name__, []).append(take())
+    return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+
+
+def restore_states(callbacks: list, states: dict) -> None:
+    """Put callbacks where a checkpoint's `states` say that they were, in place."""
+    left = {k: list(v) if isinstance(v, list) else [v] for k, v in states.items()}
+    for callback in callbacks:
+        found = left.get(type(callback).__name__)
+        if not found or not _has_state(callback):
+            continue
+        state = found.pop(0)
+        if hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(state)
+        else:  # its arguments are this run's
+            vars(callback).update(state["attributes"])
+
+
+def _has_state(callback) -> bool:
+    return hasattr(callback, "load_state_dict") or (
+        callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
+    )
 
 
 # -- signals

@@ -5,7 +5,7 @@ import os
 from . import ckpt_folder, parallel, watchdog
 from .ckpt_folder import CheckpointError
 from .constants import TRAINER_STATE_NAME
-from .trainer_callbacks import Interrupted, StopSignals
+from .trainer_callbacks import Interrupted, export_states
 
 
 def save_checkpoint(trainer) -> None:
@@ -19,6 +19,7 @@ def save_checkpoint(trainer) -> None:
     if trainer._writer.is_busy:
         finish_checkpoint(trainer)
     trainer._guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
+    trainer.state.stateful_callbacks = export_states(trainer.callbacks)
     trainer._writer.begin()
     if not trainer.args.async_save:
         finish_checkpoint(trainer)
@@ -44,23 +45,11 @@ def prune(trainer, folder) -> None:
     parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
 
 
-def answer_signals(trainer, signals: StopSignals) -> None:
-    """Agree between two steps on whether to stop, whether a checkpoint is written by now, and
-    whether the loss was a spike, which is named. Collective; Interrupted on every rank, with the
-    run saved, where any rank got a signal."""
-    writer, guard = trainer._writer, trainer._guard
-    signal, still_writes, is_spike = parallel.largest(
-        signals.received, writer.still_writes, guard.is_spike
-    )
-    if is_spike:
-        guard.name_spike()
-    if writer.is_busy and (signal or not still_writes):
-        finish_checkpoint(trainer)
-    if not signal:
-        return
-    if writer.written_step != trainer.state.global_step:
+def answer_signals(trainer, signal: int) -> None:
+    """Save the run and raise Interrupted, after a signal to any rank. Collective."""
+    if trainer._writer.written_step != trainer.state.global_step:
         save_checkpoint(trainer)
-        if writer.is_busy:
+        if trainer._writer.is_busy:
             finish_checkpoint(trainer)
     store_state(trainer)
     stop = Interrupted(signal, trainer.state.global_step)
@@ -73,6 +62,7 @@ def answer_signals(trainer, signals: StopSignals) -> None:
 
 def store_state(trainer) -> None:
     """Write trainer_state.json to output_dir, on the main rank."""
+    trainer.state.stateful_callbacks = export_states(trainer.callbacks)
     if parallel.is_main():
         os.makedirs(trainer.args.output_dir, exist_ok=True)
         trainer.state.save(os.path.join(trainer.args.output_dir, TRAINER_STATE_NAME))

@@ -66,7 +66,10 @@ class DPOTrainer(McaTrainer):
         self.reference = choose_reference(config, model, ref_model)
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
         check_together(args, stage="dpo", mtp_num_layers=mtp)
-        for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
+        evaluated = kwargs.get("eval_dataset")
+        if not isinstance(evaluated, dict):
+            evaluated = {"eval": evaluated}
+        for dataset in (kwargs.get("train_dataset"), *evaluated.values()):
             if dataset is not None and len(dataset):
                 _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
@@ -325,6 +328,8 @@ class DPOTrainer(McaTrainer):
         """The dataset, its pairs with the log-probabilities of a cached reference. Collective."""
         if dataset is None or self.reference != "cached":
             return dataset
+        if isinstance(dataset, dict):
+            return {name: self._with_reference(part) for name, part in dataset.items()}
         view = dataset.dataset if isinstance(dataset, Packs) else dataset
         if isinstance(view, WithReference):
             return dataset

@@ -21,6 +21,7 @@ class EvalLoopOutput(NamedTuple):
     label_ids: None
     metrics: dict[str, float]
     num_samples: int
+    numbers: "Numbers | None" = None  # what the metrics are means of, over all ranks
 
 
 @dataclass
@@ -65,13 +66,13 @@ class Numbers:
         return means
 
 
-def advance(trainer, plan, samples: int, counts: list[float], throughput: Throughput, step: int):
-    """Count a step whose numbers are `counts`, as Numbers.read gives them. step: of the epoch."""
+def advance(trainer, plan, samples: int, counts: list[float], throughput: Throughput):
+    """Count a step whose numbers are `counts`, as Numbers.read gives them."""
     state, (tokens, squares, positions) = trainer.state, counts
     state.global_step += 1
     state.consumed_samples += samples
     state.consumed_tokens += int(tokens)
-    state.epoch = (state.global_step - 1) // plan.steps_per_epoch + step / plan.steps_per_epoch
+    state.epoch = state.position / plan.steps_per_epoch
     flops = 0.0
     if trainer._work is not None:
         flops = trainer._work.flops(tokens, squares)

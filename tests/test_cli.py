@@ -188,6 +188,4 @@ def test_a_llama_factory_mca_file_runs_after_its_paths_are_changed(tmp_path):
     )
     result = run(words, tmp_path, nproc=2)
     assert len(read_log(tmp_path / "out")) == 2
-    assert "template" in result.stdout and "do_train" in result.stdout, (
-        "keys without meaning are named"
-    )
+    assert "template" in result.stdout, "keys without meaning are named"

@@ -227,9 +227,9 @@ def test_a_flag_that_the_loop_does_not_know_is_an_error():
     from mca_lite.trainer_callbacks import TrainerControl
 
     control = TrainerControl()
-    control.should_stop = True
-    with pytest.raises(AttributeError, match="should_training_stop"):
-        control.should_training_stop = True
+    control.should_training_stop = True
+    with pytest.raises(AttributeError, match="should_stop"):
+        control.should_stop = True
 
 
 def test_a_deepseek_without_its_number_of_experts_is_refused_on_plain_torch():

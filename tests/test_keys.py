@@ -422,6 +422,11 @@ def test_revision_and_trust_reach_what_loads_from_the_hub(folder, monkeypatch, c
 
 # {key: the test that shows it}, for what only files and restarts show
 SHOWN_BY = {
+    **dict.fromkeys(
+        "do_train do_eval eval_on_each_dataset".split(),
+        "test_trainer_evaluation.py::"
+        "test_evaluation_alone_gives_what_the_end_of_training_gave_and_exports_nothing",
+    ),
     "resize_vocab": "test_weights_vocabulary.py::test_keys_add_tokens_and_both_backends_agree",
     "dataset_dir": "test_cli.py::test_a_llama_factory_mca_file_runs_after_its_paths_are_changed",
     "preprocessing_num_workers": "test_data.py::test_several_processes_give_the_same_files_as_one",

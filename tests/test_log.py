@@ -64,7 +64,7 @@ def test_state_survives_a_round_trip_and_bears_hugging_face_names(tmp_path):
     assert TrainerState.load(str(path)) == state
     written = json.loads(path.read_text())
     hf_names = set(HFTrainerState.__dataclass_fields__)
-    assert set(written) - hf_names == {"consumed_samples", "consumed_tokens"}
+    assert set(written) - hf_names == {"consumed_samples", "consumed_tokens", "left_out_steps"}
     assert written["best_global_step"] == 5
 
 
@@ -140,7 +140,7 @@ def test_early_stopping_counts_evaluations_in_a_row_and_respects_the_threshold()
     stopping, state = EarlyStopping(patience=3, threshold=0.1), TrainerState()
     stopping.on_train_begin(ARGS, state, TrainerControl())
     stops = [
-        evaluate(stopping, state, step, eval_loss=loss).should_stop
+        evaluate(stopping, state, step, eval_loss=loss).should_training_stop
         for step, loss in enumerate(losses)
     ]
     assert stops == [False] * 6 + [True]
@@ -155,7 +155,7 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     stopping, state = EarlyStopping(patience=2), TrainerState(global_step=2, log_history=history)
     stopping.on_train_begin(ARGS, state, TrainerControl())
     assert stopping.evaluations_without_gain == 1
-    assert evaluate(stopping, state, 3, eval_loss=1.0).should_stop
+    assert evaluate(stopping, state, 3, eval_loss=1.0).should_training_stop
 
 
 @pytest.mark.parametrize("options", [{"patience": 0}, {"patience": 1, "threshold": -0.5}])

@@ -1,0 +1,117 @@
+"""Evaluation alone, at the end, of several sets, and under a name of its own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.shared import tiny, world
+from tests.shared.small_runs import save_tokenizer, write_data
+
+BASE = (
+    "dataset={folder}/chat.jsonl eval_dataset={folder}/chat.jsonl,{folder}/other.jsonl "
+    "cutoff_len=40 cache_dir={folder}/cache max_steps=2 global_batch_size=4 learning_rate=1e-2 "
+    "per_device_train_batch_size=2 save_strategy=no logging_steps=1 disable_tqdm=true do_eval=true "
+)
+RUNS = {
+    "trained": "model_name_or_path={folder}/model eval_on_each_dataset=true",
+    "alone": "model_name_or_path={folder}/trained do_train=false eval_on_each_dataset=true",
+    "joined": "model_name_or_path={folder}/trained do_train=false",
+    "best": "model_name_or_path={folder}/model eval_on_each_dataset=true eval_strategy=steps "
+    "eval_steps=1 metric_for_best_model=other_loss",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    tiny.save_model(folder / "model", "llama", num_hidden_layers=2)
+    save_tokenizer(folder / "model")
+    write_data(folder)
+    world.run(run_all, 1, str(folder), timeout_s=240)
+    return folder
+
+
+def run_all(folder: str) -> None:
+    from mca_lite import cli
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    for name, words in RUNS.items():
+        words = f"{BASE}{words} output_dir={folder}/{name}".format(folder=folder)
+        assert cli.main(words.split()) == 0, name
+
+
+def results(folder: Path, name: str) -> dict:
+    return json.loads((folder / name / "eval_results.json").read_text())
+
+
+def test_evaluation_alone_gives_what_the_end_of_training_gave_and_exports_nothing(folder):
+    trained, alone = results(folder, "trained"), results(folder, "alone")
+    assert sorted(trained) == ["eval_chat_loss", "eval_loss", "eval_other_loss"]
+    assert alone == pytest.approx(trained, rel=1e-5)
+    assert not list((folder / "alone").rglob("*.safetensors"))
+    assert (folder / "trained" / "model.safetensors").is_file()
+
+
+def test_the_loss_over_several_sets_is_that_of_their_tokens(folder):
+    alone = results(folder, "alone")
+    assert alone["eval_chat_loss"] != pytest.approx(alone["eval_other_loss"], rel=1e-3)
+    assert results(folder, "joined") == {"eval_loss": pytest.approx(alone["eval_loss"], rel=1e-5)}
+
+
+def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
+    state = json.loads((folder / "best" / "trainer_state.json").read_text())
+    losses = [line["eval_other_loss"] for line in state["log_history"] if "eval_loss" in line]
+    assert len(losses) == 2 and state["best_metric"] == min(losses)
+    assert not (folder / "best" / "eval_results.json").exists(), "the last step was evaluated"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("do_train=false", "do_train"),
+        ("do_eval=true", "do_eval"),
+        ("eval_on_each_dataset=true", "eval_on_each_dataset"),
+        (
+            "do_eval=true eval_on_each_dataset=true eval_dataset={folder}/chat.jsonl,chat.json",
+            "eval_on_each_dataset",
+        ),
+        ("eval_strategy=steps val_size=2 metric_for_best_model=bleu", "metric_for_best_model"),
+    ],
+)
+def test_nothing_to_do_or_to_evaluate_on_is_refused(folder, words, key):
+    from mca_lite.args_run import parse_args
+    from mca_lite.args_values import ConfigError
+
+    base = "model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir=unused "
+    with pytest.raises(ConfigError) as refused:
+        parse_args((base + words).format(folder=folder).split())
+    assert key in [problem.key for problem in refused.value.problems]
+
+
+def evaluate_under_another_name(path, out) -> tuple[dict, int]:
+    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    args = TrainingArguments(
+        output_dir=out, max_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="no",
+        early_stopping_patience=3, disable_tqdm=True,
+    )  # fmt: skip
+    sets = {"one": tiny.samples(4, seed=2), "two": tiny.samples(5, seed=3)}
+    trainer = McaTrainer(
+        load_torch_model(path), args, train_dataset=tiny.samples(8), eval_dataset=sets
+    )
+    trainer.train()
+    best = trainer.state.best_metric
+    metrics = trainer.evaluate(sets["two"], metric_key_prefix="held_out")
+    assert trainer.state.best_metric == best
+    return metrics, trainer.state.log_history[-2]["eval_two_loss"]
+
+
+def test_another_prefix_works_beside_eval_strategy(folder, tmp_path):
+    [(metrics, in_training)] = world.run(
+        evaluate_under_another_name, 1, str(folder / "model"), str(tmp_path)
+    )
+    assert metrics == {"held_out_loss": pytest.approx(in_training, rel=1e-6)}

@@ -1,0 +1,280 @@
+"""Callbacks of transformers: their events, flags that all ranks follow, states; overrides that
+would not be called; the import lines of mcore_adapter.
+"""
+
+import importlib
+import json
+import os
+
+import pytest
+
+from tests.shared import tiny, world
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("events") / "model", "qwen3")
+
+
+def recorder(events: list, actions=None):
+    """A callback of transformers that notes each event, and does `actions[event]`."""
+    from transformers import TrainerCallback
+
+    def method(name):
+        def on_event(self, args, state, control, **kwargs):
+            events.append(f"{name.removeprefix('on_')} {state.global_step}")
+            for key in ("model", "processing_class", "optimizer", "lr_scheduler"):
+                assert key in kwargs
+            if name == "on_step_begin":
+                assert kwargs["train_dataloader"] is not None and kwargs["optimizer"] is not None
+            if name in (actions or {}):
+                actions[name](state, control)
+                return control
+
+        return on_event
+
+    names = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+    return type("Recorder", (TrainerCallback,), {name: method(name) for name in names})()
+
+
+KEYS = dict(
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    logging_steps=2,
+    eval_strategy="steps",
+    eval_steps=2,
+    save_steps=4,
+    learning_rate=1e-3,
+)
+
+
+def our_trainer(path, out, callbacks, count=12, **changes):
+    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    keys = {**KEYS, "num_train_epochs": 2, "disable_tqdm": True, **changes}
+    return McaTrainer(
+        load_torch_model(path),
+        TrainingArguments(output_dir=out, **keys),
+        train_dataset=tiny.samples(count),
+        eval_dataset=tiny.samples(8, seed=2),
+        callbacks=callbacks,
+    )
+
+
+def our_events(path, out) -> list[str]:
+    events: list[str] = []
+    our_trainer(path, out, [recorder(events)]).train()
+    return events
+
+
+def events_of_transformers(path, out) -> list[str]:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from mca_lite.data_batches import Collator
+
+    events: list[str] = []
+    trainer = Trainer(
+        AutoModelForCausalLM.from_pretrained(path),
+        TrainingArguments(out, num_train_epochs=2, use_cpu=True, report_to=[], **KEYS),
+        data_collator=Collator(0),
+        train_dataset=tiny.samples(12),
+        eval_dataset=tiny.samples(8, seed=2),
+        callbacks=[recorder(events)],
+    )
+    trainer.train()
+    return events
+
+
+def test_events_come_in_the_order_of_transformers(model_path, tmp_path):
+    [ours] = world.run(our_events, 1, model_path, str(tmp_path / "ours"))
+    [theirs] = world.run(events_of_transformers, 1, model_path, str(tmp_path / "theirs"))
+    # theirs: a prediction step is a micro-batch, an evaluation logs its metrics as a line of its
+    # own, and the speed of the run is a line at its end
+    ours = [event for event in ours if not event.startswith("prediction_step")]
+    theirs = [event for event in theirs if not event.startswith("prediction_step")]
+    logs = [i for i, event in enumerate(theirs) if event.startswith("log")]
+    extra = {i for i in logs if theirs[i - 1].startswith("log")} | {logs[-1]}
+    assert ours == [event for i, event in enumerate(theirs) if i not in extra]
+
+
+def run_with_flags(path, out) -> tuple[list[str], int]:
+    """Two ranks, each raising flags that the other does not raise."""
+    rank, events = int(os.environ["RANK"]), []
+
+    def step_end(state, control):
+        if state.global_step == 1:
+            control.should_save = rank == 1
+        if state.global_step == 2:
+            control.should_log = rank == 0
+
+    def log(state, control):
+        control.should_evaluate = rank == 1
+
+    def evaluate(state, control):
+        control.should_training_stop = rank == 0
+
+    actions = {"on_step_end": step_end, "on_log": log, "on_evaluate": evaluate}
+    changes = dict(logging_steps=50, eval_strategy="no", save_strategy="no", num_train_epochs=9)
+    trainer = our_trainer(path, out, [recorder(events, actions)], **changes)
+    trainer.train()
+    kept = ("save", "log", "evaluate", "epoch_end", "train_end")
+    return [event for event in events if event.startswith(kept)], trainer.state.global_step
+
+
+def test_a_flag_that_one_rank_raises_counts_on_all(model_path, tmp_path):
+    wanted = ["save 1", "log 2", "evaluate 2", "epoch_end 2", "train_end 2"]
+    assert world.run(run_with_flags, 2, model_path, str(tmp_path)) == [(wanted, 2)] * 2
+
+
+def run_stopping_epochs(path, out, resume=None, **changes) -> tuple[list, list, dict]:
+    """Three steps an epoch, of which the second is the last one in epoch 0."""
+    events: list[str] = []
+
+    def stop(state, control):
+        control.should_epoch_stop = state.global_step == 2
+
+    callback = recorder(events, {"on_step_end": stop})
+    keys = dict(logging_steps=1, save_steps=1, num_train_epochs=3, eval_strategy="no", **changes)
+    trainer = our_trainer(path, out, [callback], **keys)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    kept = [event for event in events if event.startswith(("epoch", "train_end"))]
+    return kept, losses, vars(trainer.state) | {"stateful_callbacks": None, "log_history": None}
+
+
+def test_an_epoch_that_is_stopped_goes_on_with_the_next_also_after_a_resume(model_path, tmp_path):
+    [(events, losses, state)] = world.run(run_stopping_epochs, 1, model_path, str(tmp_path))
+    assert events == [
+        "epoch_begin 0", "epoch_end 2", "epoch_begin 2", "epoch_end 5", "epoch_begin 5",
+        "epoch_end 8", "train_end 8",
+    ]  # fmt: skip
+    assert (state["global_step"], state["left_out_steps"], state["epoch"]) == (8, 1, 3.0)
+    again = str(tmp_path / "checkpoint-2")
+    [(_, resumed, end)] = world.run(run_stopping_epochs, 1, model_path, str(tmp_path), again)
+    assert (resumed, end) == (losses, state)
+
+
+def run_early_stopping(path, out, steps, resume=None) -> tuple[int, int]:
+    from transformers import EarlyStoppingCallback
+
+    callback = EarlyStoppingCallback(3, early_stopping_threshold=10.0)  # no gain is so large
+    keys = dict(
+        max_steps=steps, eval_steps=1, save_steps=1, metric_for_best_model="loss",
+        lr_scheduler_type="constant", overwrite_output_dir=resume is None,
+    )  # fmt: skip
+    trainer = our_trainer(path, out, [callback], **keys)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.state.global_step, callback.early_stopping_patience_counter
+
+
+def test_early_stopping_of_transformers_goes_on_counting_after_a_resume(model_path, tmp_path):
+    out = str(tmp_path)
+    assert world.run(run_early_stopping, 1, model_path, out, 3) == [(3, 2)]
+    saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    attributes = saved["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
+    assert attributes == {"early_stopping_patience_counter": 2}
+    assert world.run(run_early_stopping, 1, model_path, out, 9, "auto") == [(4, 3)]
+
+
+def callbacks_of_every_kind(path, out) -> None:
+    from transformers import PrinterCallback, TrainerCallback
+
+    class Mine(TrainerCallback):
+        def __init__(self):
+            self.steps = []
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+        def on_step_end(self, args, state, control, **kwargs):
+            assert state.is_world_process_zero and state.is_local_process_zero
+            self.steps.append(state.global_step)
+
+    trainer = our_trainer(path, out, [Mine, PrinterCallback])
+    mine = next(one for one in trainer.callbacks if isinstance(one, Mine))
+    trainer.add_callback(Mine)
+    assert trainer.pop_callback(Mine) is mine
+    second = trainer.pop_callback(Mine)
+    assert trainer.pop_callback(Mine) is None
+    trainer.add_callback(second)
+    trainer.remove_callback(PrinterCallback)
+    assert not any(isinstance(one, PrinterCallback) for one in trainer.callbacks)
+    trainer.train()
+    third = our_trainer(path, out, [Mine], num_train_epochs=3)
+    third.train(resume_from_checkpoint=True)
+    assert next(one for one in third.callbacks if isinstance(one, Mine)).steps == [*range(1, 10)]
+    with pytest.raises(TypeError, match="has no on_init_end: derive it from"):
+        our_trainer(path, out, [object()])
+    with pytest.raises(ValueError, match=r"optimizers: expected \(None, None\)"):
+        trainer.__class__(trainer.model, trainer.args, optimizers=(trainer.optimizer, None))
+
+
+def test_callbacks_are_added_and_removed_and_keep_their_state(model_path, tmp_path):
+    world.run(callbacks_of_every_kind, 1, model_path, str(tmp_path))
+
+
+def hook(*names: str):
+    """A function with these arguments."""
+    return eval(f"lambda {', '.join(['self', *names])}: None")
+
+
+@pytest.mark.parametrize(
+    ("name", "member", "said"),
+    [
+        ("compute_loss", hook("model", "inputs"), r"never be called: override _post_compute_loss"),
+        ("_inner_forward_step", hook("data_iterator", "model"), "override forward_step"),
+        ("get_batch", hook("data_iterator"), "override _prepare_train_inputs"),
+        (
+            "_pre_compute_loss",
+            hook("data_iterator", "model", "x"),
+            r"called with \(batch, inputs\)",
+        ),
+        ("_post_compute_loss", hook("outputs"), r"called with \(labels, losses\)"),
+        ("_prepare_train_inputs", hook("data_iterator"), None),
+        ("_post_compute_loss", hook("labels", "losses", "more=1"), None),
+    ],
+)
+def test_an_override_is_called_or_refused(name, member, said):
+    from mca_lite import DPOTrainer, McaTrainer
+    from mca_lite.trainer_events import check_hooks
+
+    check_hooks(object.__new__(DPOTrainer), McaTrainer, (None, None))
+    trainer = object.__new__(type("Mine", (McaTrainer,), {name: member}))
+    if said is None:
+        check_hooks(trainer, McaTrainer, (None, None))
+        return
+    with pytest.raises(TypeError, match=f"Mine.{name} .*{said}"):
+        check_hooks(trainer, McaTrainer, (None, None))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("trainer.trainer", "McaTrainer"),
+        ("models", "AutoModel AutoConfig"),
+        ("trainer", "McaTrainer"),
+        ("training_args", "Seq2SeqTrainingArguments TrainingArguments"),
+        ("trainer.dpo_trainer", "DPOTrainer"),
+        ("trainer.dpo_config", "DPOConfig"),
+        (
+            "trainer.utils",
+            "get_ltor_masks_and_position_ids get_seqlens_in_batch check_pack_seq_aligned "
+            "MegatronLRScheduler get_megatron_lr_scheduler",
+        ),
+    ],
+)
+def test_an_import_line_of_mcore_adapter_works(module, names):
+    import mca_lite
+
+    found = importlib.import_module(f"mca_lite.{module}")
+    for name in names.split():
+        assert getattr(found, name) is getattr(mca_lite, name)
+
+
+def test_a_module_that_there_is_not_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match="trainer.nothing"):
+        importlib.import_module("mca_lite.trainer.nothing")
