@@ -73,8 +73,18 @@ class TokenDataset(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Names the samples and their order: a run that goes on must have the same."""
-        digest = hashlib.sha256("\n".join(shard.folder.name for shard in self.shards).encode())
+        """Names the tokens of the samples and their order, with the code that made them: what is
+        computed from them may be kept under it."""
+        return self._digest([shard.folder.name for shard in self.shards])
+
+    @property
+    def identity(self) -> str:
+        """Names the samples by their files, keys and tokenizer, and their order: a run that goes on
+        must have the same, and may have newer code."""
+        return self._digest([shard.identity for shard in self.shards])
+
+    def _digest(self, names: list[str]) -> str:
+        digest = hashlib.sha256("\n".join(names).encode())
         digest.update(self.index.tobytes())
         return digest.hexdigest()[:16]
 

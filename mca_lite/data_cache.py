@@ -81,14 +81,15 @@ def _tokenizer_identity(tokenizer) -> list:
     return [type(tokenizer).__name__, core, tokenizer.chat_template, special]
 
 
-def _cache_key(encoder: Encoder, limit: int | None, cache_dir: Path) -> str:
+def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, str]:
+    """(the name of the shard's folder, what names the data in a checkpoint).
+
+    The first one changes with the code that tokenises, so that no shard is older than its code. The
+    second one does not: another comment in a module makes no other data, and a checkpoint that
+    lasts longer than this version has to go on.
+    """
     spec = encoder.spec
     identity = {
-        "format": CACHE_FORMAT,
-        "code": [
-            inspect.getsource(module)
-            for module in (data_files, data_records, data_chat, data_encode, data_shard)
-        ],
         "tokenizer": _tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options(), "limit": limit},
         "declaration": {
@@ -97,6 +98,12 @@ def _cache_key(encoder: Encoder, limit: int | None, cache_dir: Path) -> str:
         # the suffix says how the file is read, the name only what it is called
         "files": [[Path(file).suffix, _content_hash(Path(file), cache_dir)] for file in spec.files],
     }
+    modules = (data_files, data_records, data_chat, data_encode, data_shard)
+    code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
+    return _hash(identity | code), _hash(identity)
+
+
+def _hash(identity: dict) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -188,7 +195,8 @@ def load_shard(
     Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir
     cannot be written.
     """
-    folder = cache_dir / "tokens" / _cache_key(encoder, limit, cache_dir)
+    name_of_folder, identity = _keys(encoder, limit, cache_dir)
+    folder = cache_dir / "tokens" / name_of_folder
 
     def build(temporary: Path, progress) -> None:
         if folder.exists() and (found := damage(folder)):
@@ -211,4 +219,4 @@ def load_shard(
 
     name = encoder.spec.name
     build_once(folder, build, f"tokenising {name}", is_good)
-    return Shard(folder, encoder.documents_per_sample)
+    return Shard(folder, encoder.documents_per_sample, identity)

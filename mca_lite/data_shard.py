@@ -136,12 +136,12 @@ class Shard:
     [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
 
     document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
-    labels that are not IGNORE_INDEX. meta: the report's facts. The process that reads samples opens
-    the maps.
+    labels that are not IGNORE_INDEX. meta: the report's facts. identity: names the files, keys and
+    tokenizer that it was made from. The process that reads samples opens the maps.
     """
 
-    def __init__(self, folder: Path, documents_per_sample: int):
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, documents_per_sample: int, identity: str):
+        self.folder, self.identity = Path(folder), identity
         self.meta = json.loads((self.folder / "meta.json").read_text())
         spans = np.fromfile(self.folder / "spans.bin", dtype=np.int64)
         learned = np.fromfile(self.folder / "learned.bin", dtype=np.int64)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,6 +247,25 @@ def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
     moved = str(tmp_path / "moved.jsonl")
     os.rename(file, moved)
     assert f"{moved}: openai records" in load(tokenizer, "sft", moved).report and calls == [2, 2, 3]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
+    tokenizer, tmp_path, monkeypatch, packing
+):
+    file = write(tmp_path / "a.jsonl", "b", "c")
+    first = load(tokenizer, "sft", file, packing=packing).train
+    monkeypatch.setattr(data_cache, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
+    again = load(tokenizer, "sft", file, packing=packing).train
+    assert again.fingerprint != first.fingerprint and again.identity == first.identity
+    others = dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)
+    other = [load(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
+    write(tmp_path / "a.jsonl", "b", "d")
+    other.append(load(tokenizer, "sft", file, packing=packing).train)
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = CHATML.replace("\n", "#")
+    other.append(load(changed, "sft", file, packing=packing).train)
+    assert len({first.identity, *(dataset.identity for dataset in other)}) == 6
 
 
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
