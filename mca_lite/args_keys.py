@@ -37,7 +37,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope_scaling": ((None,), "rope scaling other than that of the model's config.json"),
     "label_smoothing_factor": ((0, None), "label smoothing"),
     "neftune_noise_alpha": ((None,), "noise on embeddings"),
-    "enable_thinking": ((None, True), "chat templates with options of their own"),
     "eval_on_each_dataset": ((None, False), "a loss for each of several evaluation datasets"),
     "new_special_tokens_config": ((None,), "tokens in a file: add_special_tokens lists them"),
     "streaming": ((False, None), "data sets that are never read as a whole"),
@@ -46,7 +45,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 # Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
 _IGNORED_BY_REASON = {
     "the model's config.json decides it": "multi_latent_attention",
-    "the tokenizer's own chat template is used": "template tool_format",
+    "the chat template decides it": "tool_format",
     "the tokenizer's own is used": "use_fast_tokenizer",
     "training is what train.py does": "do_train",
     "eval_strategy decides it": "do_eval eval_on_start",

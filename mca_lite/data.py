@@ -17,6 +17,7 @@ from .args_rules import check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
+from .data_chat import set_chat_template
 from .data_encode import Encoder
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_packs import Packs
@@ -199,6 +200,7 @@ class _Loader:
             train_on_prompt=args.train_on_prompt,
             mask_history=args.mask_history,
             default_system=args.default_system,
+            enable_thinking=args.enable_thinking,
         )
         limits = [n for n in (args.max_samples, spec.num_samples) if n is not None]
         shard = load_shard(
@@ -276,15 +278,19 @@ def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with the lines that describe them.
 
-    data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is. Every
-    rank may call it: one process of those that share cache_dir writes, the others wait; nothing
-    collective happens. The split of val_size and the mixing depend on the seed and the files alone.
+    data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is.
+    tokenizer: gets the chat template of the keys, with which it is exported. Every rank may call
+    it: one process of those that share cache_dir writes, the others wait; nothing collective
+    happens. The split of val_size and the mixing depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
     judge = Judge(data_args)
     check_records(data_args, objective_of(stage), judge)
     judge.close()
     loader = _Loader(data_args, stage, tokenizer)
+    if not loader.objective.joins_documents:
+        names = data_args.chat_template, data_args.template
+        loader.report += set_chat_template(tokenizer, *names)
     found: dict[str, TokenDataset | Packs] = {}
     if data_args.dataset:
         found["train"] = loader.load(data_args.dataset)

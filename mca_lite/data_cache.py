@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from . import data_chat, data_encode, data_files, data_records, data_shard
+from . import data_chat, data_encode, data_files, data_records, data_shard, data_turns
 from .data_build_once import build_once
 from .data_encode import Encoder
 from .data_shard import Shard, damage, write_shard
@@ -98,7 +98,7 @@ def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, st
         # the suffix says how the file is read, the name only what it is called
         "files": [[Path(file).suffix, _content_hash(Path(file), cache_dir)] for file in spec.files],
     }
-    modules = (data_files, data_records, data_chat, data_encode, data_shard)
+    modules = (data_files, data_turns, data_records, data_chat, data_encode, data_shard)
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
     return _hash(identity | code), _hash(identity)
 

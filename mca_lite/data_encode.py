@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from .data_chat import ChatRenderer
 from .data_files import SIDES, DatasetSpec
@@ -51,10 +50,11 @@ class Encoder:
         train_on_prompt: bool = False,
         mask_history: bool = False,
         default_system: str | None = None,
+        enable_thinking: bool | None = None,
     ):
         self.tokenizer, self.spec, self.stage = tokenizer, spec, stage
         self.cutoff_len, self.joins, self.default_system = cutoff_len, joins, default_system
-        self.train_on_prompt = train_on_prompt
+        self.train_on_prompt, self.enable_thinking = train_on_prompt, enable_thinking
         # asked once: worker processes need not know the objectives that a script registers
         objective = objective_of(stage)
         self.has_pairs, self.is_text = objective.has_pairs, objective.joins_documents
@@ -68,7 +68,10 @@ class Encoder:
                     "in its config"
                 )
         else:
-            self.renderer = ChatRenderer(tokenizer)
+            self.renderer = ChatRenderer(tokenizer, enable_thinking)
+            template = str(tokenizer.chat_template)
+            if enable_thinking is not None and "enable_thinking" not in template:
+                self.notes.append("the chat template does not read enable_thinking")
             if not self.renderer.ends_turns():
                 self.notes.append(
                     "the chat template writes nothing after an answer: the model will not learn to "
@@ -84,6 +87,7 @@ class Encoder:
             "train_on_prompt": self.train_on_prompt,
             "last_answer_only": self.last_answer_only,
             "default_system": self.default_system,
+            "enable_thinking": self.enable_thinking,
         }
 
     def format_of(self, record, where: str) -> str:
@@ -169,24 +173,30 @@ class Encoder:
                     _count(
                         tallies, "samples have an empty answer, of which the end is trained", where
                     )
-                places.append(where)
-                rendered += [self._render(messages, tools, where) for messages in found]
+                samples = [
+                    sample
+                    for messages in found
+                    for sample in self._render(messages, tools, where, tallies)
+                ]
+                places += [where] * (len(samples) // self.documents_per_sample)
+                rendered += samples
         documents = self._tokenize(rendered) if rendered else []
         count = self.documents_per_sample
         return [(where, documents[i * count :][:count]) for i, where in enumerate(places)]
 
-    def _render(self, messages: list[dict], tools: list | None, where: str) -> tuple[str, list]:
-        """(text, spans): the conversation by the chat template, and the characters that are
-        learned."""
-        if not self.train_on_prompt:
-            return self.renderer.render(messages, tools, self.last_answer_only, where)
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"{where}: the chat template refuses the conversation: {error}"
-            ) from error
-        return text, [(-1, len(text) + 1)]
+    def _render(
+        self, messages: list[dict], tools: list | None, where: str, tallies: dict
+    ) -> list[tuple[str, list]]:
+        """(text, spans) of each sample of a conversation: what the chat template writes, and the
+        characters that are learned."""
+        if self.train_on_prompt:
+            text = self.renderer.whole(messages, tools, where)
+            return [(text, [(-1, len(text) + 1)])]
+        samples = self.renderer.render(messages, tools, self.last_answer_only, where)
+        if len(samples) > 1:
+            what = "conversations became several samples, for the template strips their thinking"
+            _count(tallies, what, where)
+        return samples
 
     def _tokenize(self, rendered: list[tuple[str, list]]) -> list[tuple]:
         """(ids, mask) of each text and its spans."""

@@ -133,12 +133,11 @@ def test_a_system_message_that_moves_with_the_conversation_leaves_the_mask_right
     assert part.mask.tolist().index(1) == len("[INST] 5 [/INST] ") + 1
 
 
-def test_thinking_that_the_template_drops_from_the_history_is_trained_only_where_it_stands():
+def test_thinking_that_the_template_drops_from_the_history_is_trained_before_it_is_dropped():
     record = chat("Hi", "<think>\nold\n</think>\n\nHello", "2+3?", "<think>\nadd\n</think>\n\n5")
-    assert trained_texts(record, QWEN3) == [
-        "Hello<|im_end|>",
-        "<think>\nadd\n</think>\n\n5<|im_end|>",
-    ]
+    last = "<think>\nadd\n</think>\n\n5<|im_end|>"
+    assert trained_texts(record, QWEN3) == ["<think>\nold\n</think>\n\nHello<|im_end|>", last]
+    assert trained_texts(record, QWEN3, mask_history=True) == [last]
 
 
 def test_tool_calls_are_trained_and_tool_results_are_not():
@@ -160,10 +159,6 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
     assert trained_texts(record, QWEN3, form="sharegpt") == expected
     tokenizer, part = encode(record, QWEN3, form="sharegpt")
     assert '{"type": "function", "function": {"name": "add"}}' in tokenizer.decode(part.ids)
-    with pytest.raises(
-        ValueError, match="t.json:1: the record has tools, but .* template takes none"
-    ):
-        encode(record, CHATML, form="sharegpt")
     openai = [
         {"role": "user", "content": "2+3?"},
         {
@@ -348,7 +343,7 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch):
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_set():
-    with pytest.raises(ValueError, match="no chat template.*set model_name_or_path"):
+    with pytest.raises(ValueError, match="no chat template.*set chat_template to one of chatml"):
         encode(TWO_TURNS, None)
 
 
