@@ -67,6 +67,11 @@ class DataArguments(ArgumentGroup):
     mix_weights: list[float] | None = arg(
         None, "relative sampling rate of each dataset (None: everything once an epoch)"
     )
+    on_bad_record: Literal["stop", "skip"] = arg(
+        "stop",
+        "a record that cannot be used ends the run, or is left out: counted, at most a tenth of a "
+        "dataset",
+    )
     max_samples: int | None = arg(None, "only the first so many samples of each dataset", low=1)
     preprocessing_num_workers: int | None = arg(
         None, "processes that tokenise (None: chosen)", low=1, high=1024

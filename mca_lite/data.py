@@ -201,6 +201,7 @@ class _Loader:
             mask_history=args.mask_history,
             default_system=args.default_system,
             enable_thinking=args.enable_thinking,
+            on_bad_record=args.on_bad_record,
         )
         limits = [n for n in (args.max_samples, spec.num_samples) if n is not None]
         shard = load_shard(
@@ -242,11 +243,22 @@ class _Loader:
             file, _, number = first.rpartition(":")
             place = f"{names.get(file, file)}:{number}"
             self.report.append(f"  warning: {count:,} {what}, the first at {place}")
+        self._describe_bad(meta["bad"], names)
         if len(dataset):
             parts = SIDES if self.objective.has_pairs else ("sample",)
             for part, shown in zip(parts, dataset[0], strict=True):
                 text = show_document(shown, self.tokenizer)
                 self.report.append(f"  first {part}, trained tokens in «»: {text}")
+
+    def _describe_bad(self, bad: dict, names: dict[str, str]) -> None:
+        if not bad["count"]:
+            return
+        self.report.append(f"  warning: {bad['count']:,} records cannot be used and were left out")
+        self.report += [f"    {count:,}: {reason}" for reason, count in bad["reasons"].items()]
+        self.report.append("  the first of them:")
+        for line in bad["first"]:
+            file = next((file for file in names if line.startswith(f"{file}:")), "")
+            self.report.append(f"    {names.get(file, file)}{line.removeprefix(file)}")
 
 
 def data_args_join(data_args) -> bool:

@@ -26,7 +26,7 @@ from .data_build_once import build_once
 from .data_encode import Encoder
 from .data_shard import Shard, damage, write_shard
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 CHUNK_RECORDS = 500  # records handed to the tokenizer at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
@@ -96,7 +96,9 @@ def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, st
             k: v for k, v in asdict(spec).items() if k not in ("name", "files", "notes")
         },
         # the suffix says how the file is read, the name only what it is called
-        "files": [[Path(file).suffix, _content_hash(Path(file), cache_dir)] for file in spec.files],
+        "files": [
+            [data_files.kind_of(file), _content_hash(Path(file), cache_dir)] for file in spec.files
+        ],
     }
     modules = (data_files, data_turns, data_records, data_chat, data_encode, data_shard)
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
@@ -133,11 +135,18 @@ def _chunks(encoder: Encoder, limit: int | None, formats: dict):
 
 
 def _file_items(file: str, encoder: Encoder, formats: dict):
-    for where, record in data_files.read_records(file):
-        if file not in formats:
-            formats[file] = encoder.format_of(record, where)
-        yield where, formats[file], record
-    if file not in formats:
+    num_records = 0
+    for where, record in data_files.read_records(file, encoder.skips):
+        num_records += 1
+        if file not in formats and not isinstance(record, ValueError):
+            try:
+                formats[file] = encoder.format_of(record, where)
+            except ValueError as error:
+                if not encoder.skips:
+                    raise
+                record = error
+        yield where, formats.get(file, ""), record
+    if not num_records:
         raise ValueError(f"{file}: the file holds no record")
 
 

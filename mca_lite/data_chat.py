@@ -159,7 +159,8 @@ class ChatRenderer:
         def shows(end: int, number: int) -> bool:
             return marks[number] in self._render(marked[:end], tools)
 
-        parts, end = [], len(messages)
+        parts: list[tuple[int, int]] = []
+        end = len(messages)
         while True:
             others = [number for number in marks if number < end - 1]
             text = self._render(marked[:end], tools) if others else ""

@@ -1,5 +1,6 @@
 """From records to token ids with a loss mask: the documents of each sample, not shifted yet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,8 @@ class Encoded:
 
     ids: int32 [T]. mask: uint8 [T], 1: learned; None: all are. lengths, learned: of each document
     its number of tokens, and of learned labels. records: how many records were read. tallies: what
-    happened -> (how often, first place).
+    happened -> (how often, first place). bad: (place, reason) of each record that was left out
+    because it cannot be used.
     """
 
     ids: np.ndarray
@@ -27,6 +29,7 @@ class Encoded:
     learned: list[int]
     records: int
     tallies: dict[str, tuple[int, str]]
+    bad: list[tuple[str, str]]
 
 
 class Encoder:
@@ -51,9 +54,11 @@ class Encoder:
         mask_history: bool = False,
         default_system: str | None = None,
         enable_thinking: bool | None = None,
+        on_bad_record: str = "stop",
     ):
         self.tokenizer, self.spec, self.stage = tokenizer, spec, stage
         self.cutoff_len, self.joins, self.default_system = cutoff_len, joins, default_system
+        self.skips = on_bad_record == "skip"
         self.train_on_prompt, self.enable_thinking = train_on_prompt, enable_thinking
         # asked once: worker processes need not know the objectives that a script registers
         objective = objective_of(stage)
@@ -88,25 +93,26 @@ class Encoder:
             "last_answer_only": self.last_answer_only,
             "default_system": self.default_system,
             "enable_thinking": self.enable_thinking,
+            "skips": self.skips,
         }
 
     def format_of(self, record, where: str) -> str:
         """The format of a file, from its first record."""
-        if isinstance(record, dict) and not (self.is_text or self.has_pairs):
-            _refuse_other_kinds(record, where)
+        self._refuse_other_kinds(record, where)
         return detect_format(record, self.spec, self.stage, where)
 
     def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
         """The documents of the samples that are kept. chunk: (place, format, record) of each
-        record.
+        record; a ValueError stands for one that could not be read.
 
-        Raises: ValueError with the place for a record that cannot be used.
+        Raises: ValueError with the place for a record that cannot be used, unless it skips them.
         """
         tallies: dict[str, tuple[int, str]] = {}
+        bad: list[tuple[str, str]] = []
         if self.is_text:
-            samples = self._texts(chunk)
+            samples = self._texts(chunk, bad)
         else:
-            samples = self._conversations(chunk, tallies)
+            samples = self._conversations(chunk, tallies, bad)
         kept, learned = [], []
         for where, documents in samples:
             documents = self._cut(documents, tallies, where)
@@ -126,6 +132,7 @@ class Encoder:
             learned=learned,
             records=len(chunk),
             tallies=tallies,
+            bad=bad,
         )
 
     def _why_left_out(self, documents: list[tuple], targets: list[int]) -> str | None:
@@ -140,49 +147,72 @@ class Encoder:
 
     # -- records to documents
 
-    def _texts(self, chunk) -> list[tuple[str, list]]:
+    def _read(self, chunk, read: Callable, bad: list) -> list[tuple]:
+        """(place, read(place, format, record)) of each record; `bad` gets those that it refuses."""
+        found = []
+        for where, form, record in chunk:
+            try:
+                if isinstance(record, ValueError):
+                    raise record
+                self._refuse_other_kinds(record, where)
+                found.append((where, read(where, form, record)))
+            except ValueError as error:
+                if not self.skips:
+                    raise
+                bad.append((where, str(error).removeprefix(where).removeprefix(": ")))
+        return found
+
+    def _refuse_other_kinds(self, record, where: str) -> None:
+        if isinstance(record, dict) and not self.is_text:
+            _refuse_other_kinds(record, where, self.has_pairs)
+
+    def _texts(self, chunk, bad: list) -> list[tuple[str, list]]:
         """(place, [(ids, mask)]) of each text, with the end token."""
-        texts = [document(record, self.spec, where) for where, _, record in chunk]
+        found = self._read(chunk, lambda where, _, record: document(record, self.spec, where), bad)
+        if not found:
+            return []
+        places, texts = zip(*found, strict=True)
         eos = self.tokenizer.eos_token_id
         # With the tokenizer's own special tokens: a model that was trained with bos before each
         # document gets it.
         batch = self.tokenizer(
-            texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         samples = []
-        for (where, _, _), text, row in zip(chunk, texts, batch["input_ids"], strict=True):
+        for where, text, row in zip(places, texts, batch["input_ids"], strict=True):
             if row[-1:] != [eos]:
                 row = [*row, eos]
             ids = np.array(row if text else [], dtype=np.int32)
             samples.append((where, [(ids, np.ones(len(ids), np.uint8))]))
         return samples
 
-    def _conversations(self, chunk, tallies: dict) -> list[tuple[str, list]]:
+    def _conversations(self, chunk, tallies: dict, bad: list) -> list[tuple[str, list]]:
         """(place, [(ids, mask) of each document]) of each record that has something to learn."""
+
+        def read(where: str, form: str, record) -> list[tuple[str, list]]:
+            return self._rendered(where, form, record, tallies)
+
         places, rendered = [], []
-        for where, form, record in chunk:
-            found, tools = conversations(
-                record, self.spec, form, self.has_pairs, self.default_system, where
-            )
-            if self.has_pairs and any(_is_empty(messages[-1]) for messages in found):
-                _count(tallies, "pairs have an empty answer and were left out", where)
-            elif self.has_pairs and found[0] == found[1]:
-                _count(tallies, _IDENTICAL, where)
-            else:
-                if _is_empty(found[0][-1]):
-                    _count(
-                        tallies, "samples have an empty answer, of which the end is trained", where
-                    )
-                samples = [
-                    sample
-                    for messages in found
-                    for sample in self._render(messages, tools, where, tallies)
-                ]
-                places += [where] * (len(samples) // self.documents_per_sample)
-                rendered += samples
+        for where, samples in self._read(chunk, read, bad):
+            places += [where] * (len(samples) // self.documents_per_sample)
+            rendered += samples
         documents = self._tokenize(rendered) if rendered else []
         count = self.documents_per_sample
         return [(where, documents[i * count :][:count]) for i, where in enumerate(places)]
+
+    def _rendered(self, where: str, form: str, record, tallies: dict) -> list[tuple[str, list]]:
+        """(text, spans) of each document of a record, [] for one that has nothing to learn."""
+        found, tools = conversations(
+            record, self.spec, form, self.has_pairs, self.default_system, where
+        )
+        if any(_is_empty(messages[-1]) for messages in found):
+            what = "pairs" if self.has_pairs else "samples"
+            _count(tallies, f"{what} have an empty answer and were left out", where)
+            return []
+        if self.has_pairs and found[0] == found[1]:
+            _count(tallies, _IDENTICAL, where)
+            return []
+        return [sample for turns in found for sample in self._render(turns, tools, where, tallies)]
 
     def _render(
         self, messages: list[dict], tools: list | None, where: str, tallies: dict
@@ -239,9 +269,9 @@ class Encoder:
         return [(ids[start:][:limit], mask[start:][:limit]) for ids, mask in documents]
 
 
-def _refuse_other_kinds(record: dict, where: str) -> None:
+def _refuse_other_kinds(record: dict, where: str, is_pair: bool) -> None:
     """ValueError for records of which a text model would learn what they do not mean."""
-    for column in ("kto_tag", "label"):
+    for column in () if is_pair else ("kto_tag", "label"):
         if isinstance(record.get(column), bool):
             raise ValueError(
                 f"{where}: the column {column!r} says whether an answer is good, and every answer "

@@ -399,7 +399,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
             "num_samples": 3,
             "split": "train",
         },
-        "hub": {"hf_hub_url": "a/b"},
+        "hub": {"ms_hub_url": "a/b"},
         "pairs": {"file_name": "x.jsonl", "ranking": True},
         "typo": {"file_name": "x.jsonl", "columns": {"promt": "text"}},
         "picture": {"file_name": "x.jsonl", "columns": {"images": "images"}},
@@ -419,7 +419,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         == resolve(["x.jsonl"], str(tmp_path))[0].files
     )
     for name, message in [
-        ("hub", "local files: .*file_name instead of hf_hub_url"),
+        ("hub", "hub: set file_name or hf_hub_url instead of ms_hub_url"),
         ("pairs", "stage dpo"),
         ("typo", "unknown column 'promt', did you mean 'prompt'"),
         ("picture", "columns .*images.* are not for"),
@@ -474,14 +474,16 @@ def test_records_that_mean_something_else_are_refused_by_path_too(column, value)
     with pytest.raises(ValueError, match=f"x.jsonl:1: the column '{column}'"):
         encoder.format_of(TWO_TURNS | {column: value}, "x.jsonl:1")
     assert encoder.format_of(TWO_TURNS | {column: None}, "x.jsonl:1") == "openai"
+    with pytest.raises(ValueError, match=f"x.jsonl:2: the column '{column}'"):  # not the first one
+        encoder.encode([("x.jsonl:2", "openai", TWO_TURNS | {column: value})])
     texts = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "pt", 64)
     assert texts.format_of({"text": "a", column: value}, "x.jsonl:1") == "text"
 
 
-def test_empty_answers_are_counted_with_the_first_place():
+def test_empty_answers_are_left_out_and_counted_with_the_first_place():
     _, encoded = encode(chat("Hi", " "), CHATML)
-    what = "samples have an empty answer, of which the end is trained"
-    assert encoded.tallies == {what: (1, "t.json:1")} and len(encoded.lengths) == 1
+    what = "samples have an empty answer and were left out"
+    assert encoded.tallies == {what: (1, "t.json:1")} and not encoded.lengths
 
 
 def test_a_whole_pair_of_surrogates_is_a_character(tmp_path):
