@@ -27,6 +27,7 @@ from mca_lite.data import load_datasets, show_document
 from mca_lite.data_batches import FILLER, BatchPlan, Collator, make_loader
 from mca_lite.data_build_once import build_once
 from mca_lite.data_encode import Encoder
+from mca_lite.data_packs import WithReference
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -258,6 +259,7 @@ def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
     monkeypatch.setattr(data_cache, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
     again = load(tokenizer, "sft", file, packing=packing).train
     assert again.fingerprint != first.fingerprint and again.identity == first.identity
+    assert WithReference(again, None).identity == first.identity
     others = dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)
     other = [load(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
     write(tmp_path / "a.jsonl", "b", "d")
