@@ -14,7 +14,7 @@ class Packs(Dataset):
     documents, those of the samples of row i one after another.
 
     dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
-    num_trained_tokens, fingerprint and identity, as TokenDataset has them. packs: the numbers of
+    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
     the samples of each row. costs: what attention costs in each row, the sum of the squared lengths
     of its documents. padding_fraction: of all positions of full rows.
     """
@@ -27,7 +27,8 @@ class Packs(Dataset):
         self.costs = np.array([squares[pack].sum() for pack in self.packs])
         self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
         self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
-        self.identity = f"{dataset.identity} packed into {capacity}"
+        name = getattr(dataset, "identity", dataset.fingerprint)  # other people's have one name
+        self.identity = f"{name} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
 
     def __len__(self) -> int:
