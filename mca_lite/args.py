@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from .args_rules import check_data, check_finetuning, check_training
 from .args_values import ArgumentGroup, arg, parse_size
+from .chat_templates import TEMPLATES
 from .loss_preference import LOSSES
 from .objectives import OBJECTIVES
 
@@ -67,6 +68,11 @@ class DataArguments(ArgumentGroup):
     mix_weights: list[float] | None = arg(
         None, "relative sampling rate of each dataset (None: everything once an epoch)"
     )
+    on_bad_record: Literal["stop", "skip"] = arg(
+        "stop",
+        "a record that cannot be used ends the run, or is left out: counted, at most a tenth of a "
+        "dataset",
+    )
     max_samples: int | None = arg(None, "only the first so many samples of each dataset", low=1)
     preprocessing_num_workers: int | None = arg(
         None, "processes that tokenise (None: chosen)", low=1, high=1024
@@ -75,6 +81,15 @@ class DataArguments(ArgumentGroup):
     overwrite_cache: bool = arg(False, "tokenise again even where the cache has it")
     disable_shuffling: bool = arg(False, "train in the file's order")
     default_system: str | None = arg(None, "system message of conversations that have none")
+    chat_template: str | None = arg(
+        None,
+        f"{', '.join(TEMPLATES)}, a jinja file, or its text (None: the tokenizer's own); one that "
+        "takes no tools gets them as text, as Qwen writes them",
+    )
+    template: str | None = arg(
+        None, "LLaMA-Factory's name of a chat template, for a tokenizer without one of its own"
+    )
+    enable_thinking: bool | None = arg(None, "given to the chat template (None: not given)")
 
     check = check_data
 

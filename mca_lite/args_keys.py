@@ -58,7 +58,7 @@ _REFUSED_BY_REASON = {
     ("rope scaling other than that of the model's config.json", "config.json"): "rope_scaling",
     ("label smoothing", "dpo_label_smoothing with stage: dpo"): "label_smoothing_factor",
     ("noise on embeddings", ""): "neftune_noise_alpha",
-    ("chat templates with options of their own", ""): "enable_thinking=true preserve_thinking",
+    ("chat templates with options of their own", ""): "preserve_thinking",
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
     ("texts cut at special tokens", ""): "split_special_tokens",
     ("data sets that are never read as a whole", "max_samples"): "streaming",
@@ -116,7 +116,7 @@ UNSUPPORTED = _refused_keys()
 # Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
 _IGNORED_BY_REASON = {
     "the model's config.json decides it": "multi_latent_attention",
-    "the tokenizer's own chat template is used": "template tool_format",
+    "the chat template decides it": "tool_format",
     "the tokenizer's own is used": "use_fast_tokenizer",
     "eval_strategy decides it": "eval_on_start",
     "there is no prediction stage": "do_predict predict_with_generate",

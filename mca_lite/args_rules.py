@@ -20,6 +20,7 @@ from .args_rules_lora import check_no_prediction
 from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule
 from .args_values import Judge
+from .chat_templates import TEMPLATES
 from .objectives import OBJECTIVES, Objective
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
@@ -392,6 +393,11 @@ def check_data(a: Any, judge: Judge) -> None:
         judge.refuse("val_size", reason, "val_size: 0.05")
     elif a.val_size >= 1:
         a.val_size = int(a.val_size)
+    template = a.chat_template
+    if template and "{" not in template and template not in TEMPLATES:
+        if not os.path.isfile(template):
+            reason = "expected a built-in template, a jinja file or its text"
+            judge.refuse("chat_template", reason, f"one of {', '.join(TEMPLATES)}")
     if a.train_on_prompt and a.mask_history:
         judge.refuse("mask_history", "train_on_prompt is on too", "one of the two")
     if weights is not None and min(weights, default=0) <= 0:

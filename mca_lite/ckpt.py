@@ -357,7 +357,7 @@ def _training_record(trainer) -> dict:
         "data_seed": plan.seed,
         "shuffle": plan.shuffle,
         # other people's datasets have none
-        "dataset": getattr(trainer.train_dataset, "fingerprint", None),
+        "dataset": getattr(trainer.train_dataset, "identity", None),
         "layout": layout,
         "objective": trainer.objective_facts(),
     }

@@ -17,6 +17,7 @@ from .args_rules import check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
+from .data_chat import set_chat_template
 from .data_encode import Encoder
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_packs import Packs
@@ -73,8 +74,18 @@ class TokenDataset(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Names the samples and their order: a run that goes on must have the same."""
-        digest = hashlib.sha256("\n".join(shard.folder.name for shard in self.shards).encode())
+        """Names the tokens of the samples and their order, with the code that made them: what is
+        computed from them may be kept under it."""
+        return self._digest([shard.folder.name for shard in self.shards])
+
+    @property
+    def identity(self) -> str:
+        """Names the samples by their files, keys and tokenizer, and their order: a run that goes on
+        must have the same, and may have newer code."""
+        return self._digest([shard.identity for shard in self.shards])
+
+    def _digest(self, names: list[str]) -> str:
+        digest = hashlib.sha256("\n".join(names).encode())
         digest.update(self.index.tobytes())
         return digest.hexdigest()[:16]
 
@@ -189,6 +200,8 @@ class _Loader:
             train_on_prompt=args.train_on_prompt,
             mask_history=args.mask_history,
             default_system=args.default_system,
+            enable_thinking=args.enable_thinking,
+            on_bad_record=args.on_bad_record,
         )
         limits = [n for n in (args.max_samples, spec.num_samples) if n is not None]
         shard = load_shard(
@@ -230,11 +243,22 @@ class _Loader:
             file, _, number = first.rpartition(":")
             place = f"{names.get(file, file)}:{number}"
             self.report.append(f"  warning: {count:,} {what}, the first at {place}")
+        self._describe_bad(meta["bad"], names)
         if len(dataset):
             parts = SIDES if self.objective.has_pairs else ("sample",)
             for part, shown in zip(parts, dataset[0], strict=True):
                 text = show_document(shown, self.tokenizer)
                 self.report.append(f"  first {part}, trained tokens in «»: {text}")
+
+    def _describe_bad(self, bad: dict, names: dict[str, str]) -> None:
+        if not bad["count"]:
+            return
+        self.report.append(f"  warning: {bad['count']:,} records cannot be used and were left out")
+        self.report += [f"    {count:,}: {reason}" for reason, count in bad["reasons"].items()]
+        self.report.append("  the first of them:")
+        for line in bad["first"]:
+            file = next((file for file in names if line.startswith(f"{file}:")), "")
+            self.report.append(f"    {names.get(file, file)}{line.removeprefix(file)}")
 
 
 def data_args_join(data_args) -> bool:
@@ -266,15 +290,19 @@ def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with the lines that describe them.
 
-    data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is. Every
-    rank may call it: one process of those that share cache_dir writes, the others wait; nothing
-    collective happens. The split of val_size and the mixing depend on the seed and the files alone.
+    data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is.
+    tokenizer: gets the chat template of the keys, with which it is exported. Every rank may call
+    it: one process of those that share cache_dir writes, the others wait; nothing collective
+    happens. The split of val_size and the mixing depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
     judge = Judge(data_args)
     check_records(data_args, objective_of(stage), judge)
     judge.close()
     loader = _Loader(data_args, stage, tokenizer)
+    if not loader.objective.joins_documents:
+        names = data_args.chat_template, data_args.template
+        loader.report += set_chat_template(tokenizer, *names)
     found: dict[str, TokenDataset | Packs] = {}
     if data_args.dataset:
         found["train"] = loader.load(data_args.dataset)

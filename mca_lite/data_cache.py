@@ -21,12 +21,12 @@ from pathlib import Path
 
 import psutil
 
-from . import data_chat, data_encode, data_files, data_records, data_shard
+from . import data_chat, data_encode, data_files, data_records, data_shard, data_turns
 from .data_build_once import build_once
 from .data_encode import Encoder
 from .data_shard import Shard, damage, write_shard
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 CHUNK_RECORDS = 500  # records handed to the tokenizer at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
@@ -81,22 +81,31 @@ def _tokenizer_identity(tokenizer) -> list:
     return [type(tokenizer).__name__, core, tokenizer.chat_template, special]
 
 
-def _cache_key(encoder: Encoder, limit: int | None, cache_dir: Path) -> str:
+def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, str]:
+    """(the name of the shard's folder, what names the data in a checkpoint).
+
+    The first one changes with the code that tokenises, so that no shard is older than its code. The
+    second one does not: another comment in a module makes no other data, and a checkpoint that
+    lasts longer than this version has to go on.
+    """
     spec = encoder.spec
     identity = {
-        "format": CACHE_FORMAT,
-        "code": [
-            inspect.getsource(module)
-            for module in (data_files, data_records, data_chat, data_encode, data_shard)
-        ],
         "tokenizer": _tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options(), "limit": limit},
         "declaration": {
             k: v for k, v in asdict(spec).items() if k not in ("name", "files", "notes")
         },
         # the suffix says how the file is read, the name only what it is called
-        "files": [[Path(file).suffix, _content_hash(Path(file), cache_dir)] for file in spec.files],
+        "files": [
+            [data_files.kind_of(file), _content_hash(Path(file), cache_dir)] for file in spec.files
+        ],
     }
+    modules = (data_files, data_turns, data_records, data_chat, data_encode, data_shard)
+    code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
+    return _hash(identity | code), _hash(identity)
+
+
+def _hash(identity: dict) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -126,11 +135,18 @@ def _chunks(encoder: Encoder, limit: int | None, formats: dict):
 
 
 def _file_items(file: str, encoder: Encoder, formats: dict):
-    for where, record in data_files.read_records(file):
-        if file not in formats:
-            formats[file] = encoder.format_of(record, where)
-        yield where, formats[file], record
-    if file not in formats:
+    num_records = 0
+    for where, record in data_files.read_records(file, encoder.skips):
+        num_records += 1
+        if file not in formats and not isinstance(record, ValueError):
+            try:
+                formats[file] = encoder.format_of(record, where)
+            except ValueError as error:
+                if not encoder.skips:
+                    raise
+                record = error
+        yield where, formats.get(file, ""), record
+    if not num_records:
         raise ValueError(f"{file}: the file holds no record")
 
 
@@ -188,7 +204,8 @@ def load_shard(
     Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir
     cannot be written.
     """
-    folder = cache_dir / "tokens" / _cache_key(encoder, limit, cache_dir)
+    name_of_folder, identity = _keys(encoder, limit, cache_dir)
+    folder = cache_dir / "tokens" / name_of_folder
 
     def build(temporary: Path, progress) -> None:
         if folder.exists() and (found := damage(folder)):
@@ -211,4 +228,4 @@ def load_shard(
 
     name = encoder.spec.name
     build_once(folder, build, f"tokenising {name}", is_good)
-    return Shard(folder, encoder.documents_per_sample)
+    return Shard(folder, encoder.documents_per_sample, identity)

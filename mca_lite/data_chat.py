@@ -1,5 +1,5 @@
-"""Conversations as text: the tokenizer's own chat template, and which characters of it the
-assistant says.
+"""Conversations as text: which chat template writes them, and which characters of it the assistant
+says.
 
 A template says what it writes, not where the answers are. Its {% generation %} marks tell it;
 without them it is found by rendering parts of the conversation and comparing.
@@ -10,9 +10,14 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from .args_values import refuse
+from .chat_templates import BUILT_IN_FOR, TEMPLATES
+from .data_turns import for_template, mark_thinking
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
@@ -60,20 +65,53 @@ def _in_time(render: Callable):
     return value
 
 
+def set_chat_template(tokenizer, chat_template: str | None, template: str | None) -> list[str]:
+    """Give the tokenizer the template of the keys, in place -> lines for the report.
+
+    chat_template: the name of a built-in one, a jinja text or a file, used before the tokenizer's
+    own. template: a name of LLaMA-Factory's, whose built-in one is used where there is none.
+    Raises: ConfigError for a file that cannot be read.
+    """
+    if chat_template in TEMPLATES:
+        tokenizer.chat_template = TEMPLATES[chat_template]
+        line = f"chat template: the built-in {chat_template}"
+    elif chat_template and "{" in chat_template:
+        tokenizer.chat_template, line = chat_template, "chat template: the text of chat_template"
+    elif chat_template:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            names = f"one of {', '.join(TEMPLATES)}, or the file of a jinja template"
+            refuse("chat_template", chat_template, f"it cannot be read: {error}", names)
+        line = f"chat template: {chat_template}"
+    elif template and tokenizer.chat_template:
+        return [f"template {template}: the tokenizer's own chat template is used"]
+    elif template in BUILT_IN_FOR:
+        tokenizer.chat_template = TEMPLATES[BUILT_IN_FOR[template]]
+        line = f"chat template: the built-in {BUILT_IN_FOR[template]}, for template {template}"
+    else:
+        return []
+    vocabulary = tokenizer.get_vocab()
+    marks = dict.fromkeys(re.findall(r"<[|｜][^<>]*[|｜]>|<\w+_of_turn>", tokenizer.chat_template))
+    if lacks := [mark for mark in marks if mark not in vocabulary]:
+        line += f"; the tokenizer has no token {', '.join(lacks)}: add_special_tokens adds them"
+    return [line]
+
+
 class ChatRenderer:
-    """Renders conversations with the tokenizer's own chat template and finds what the assistant
-    says in them.
+    """Renders conversations with the tokenizer's chat template and finds what the assistant says in
+    them. enable_thinking: given to the template, None: not given.
 
     Raises: ValueError for a tokenizer without a chat template or without character offsets (not a
     fast one).
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, enable_thinking: bool | None = None):
         if not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template, which stages sft and dpo need: set "
-                "model_name_or_path to a model with a chat_template.jinja (an instruct or chat "
-                "model), or put that file beside tokenizer_config.json"
+                f"chat_template to one of {', '.join(TEMPLATES)} or a jinja file, or "
+                "model_name_or_path to an instruct or chat model"
             )
         if not tokenizer.is_fast:
             raise ValueError(
@@ -81,35 +119,70 @@ class ChatRenderer:
                 "is made: expected a fast tokenizer (one with a tokenizer.json)"
             )
         self.tokenizer = tokenizer
+        self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[str, _Style] = {}
 
     def render(
         self, messages: list[dict], tools: list | None, last_only: bool, where: str
-    ) -> tuple[str, list]:
-        """(text, spans): the whole conversation, and [start, end) in characters of what the
+    ) -> list[tuple[str, list]]:
+        """(text, spans) of each sample: a conversation, and [start, end) in characters of what the
         assistant says in each turn (last_only: in the last one), with the end-of-turn token.
+
+        One sample a conversation; several where the template strips thinking from earlier turns, so
+        that each turn is trained once, after the history that it has when the model is used.
         Raises: ValueError with the place."""
         template = self.tokenizer.get_chat_template(tools=tools)
-        for name, used in (
-            ("tools", tools),
-            ("tool_calls", any("tool_calls" in message for message in messages)),
-        ):
-            if used and name not in template:
-                raise ValueError(
-                    f"{where}: the record has {name}, but the tokenizer's chat template takes none"
-                )
+        messages, tools = for_template(messages, tools, template)
         try:
-            style = self._style(template)
-            if _GENERATION_MARK.search(template):
-                text, spans = self._by_marks(messages, tools, template, style, last_only)
-            else:
-                text, spans = self._render(messages, tools), []
-            spans = spans or self._by_difference(text, messages, tools, style, last_only)
-            spans = spans or self._by_markers(text, messages, tools, style, last_only)
+            parts = [(len(messages), len(messages) - 1)]
+            if not last_only:
+                parts = self._parts(messages, tools)
+            return [
+                self._sample(messages[:end], tools, first, template, where) for end, first in parts
+            ]
         except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"{where}: the chat template refuses the conversation: {error}"
-            ) from error
+            raise _refused(where, error) from error
+
+    def whole(self, messages: list[dict], tools: list | None, where: str) -> str:
+        """The text of the whole conversation. Raises: ValueError with the place."""
+        template = self.tokenizer.get_chat_template(tools=tools)
+        try:
+            return self._render(*for_template(messages, tools, template))
+        except (TemplateError, TypeError) as error:
+            raise _refused(where, error) from error
+
+    def _parts(self, messages: list[dict], tools: list | None) -> list[tuple[int, int]]:
+        """(end, first) of each sample: it is messages[:end], in which the turns from `first` on are
+        trained."""
+        marked, marks = mark_thinking(messages)
+
+        def shows(end: int, number: int) -> bool:
+            return marks[number] in self._render(marked[:end], tools)
+
+        parts: list[tuple[int, int]] = []
+        end = len(messages)
+        while True:
+            others = [number for number in marks if number < end - 1]
+            text = self._render(marked[:end], tools) if others else ""
+            lost = [n for n in others if marks[n] not in text and shows(n + 1, n)]
+            if not lost:
+                return [(end, 0), *parts]
+            turns = [n for n in range(lost[-1], end - 1) if messages[n]["role"] == "assistant"]
+            start = next(n + 1 for n in reversed(turns) if shows(n + 1, lost[-1]))
+            parts.insert(0, (end, start))
+            end = start
+
+    def _sample(
+        self, messages: list[dict], tools: list | None, first: int, template: str, where: str
+    ) -> tuple[str, list]:
+        """(text, spans) of messages, of which the turns from number `first` on are trained."""
+        style = self._style(template)
+        if _GENERATION_MARK.search(template):
+            text, spans = self._by_marks(messages, tools, template, style, first)
+        else:
+            text, spans = self._render(messages, tools), []
+        spans = spans or self._by_difference(text, messages, tools, style, first)
+        spans = spans or self._by_markers(text, messages, tools, style, first)
         if not spans:
             raise ValueError(f"{where}: {self._what_differs(text, messages, tools)}")
         return text, spans
@@ -126,9 +199,12 @@ class ChatRenderer:
                 f"the chat template refuses a question with its answer: {error}"
             ) from error
 
-    def _render(self, messages: list[dict], tools: list | None, prompt: bool = False) -> str:
+    def _render(
+        self, messages: list[dict], tools: list | None, prompt=False, options: dict | None = None
+    ) -> str:
+        options = self.options if options is None else options
         return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
         )
 
     def _style(self, template: str) -> _Style:
@@ -158,7 +234,7 @@ class ChatRenderer:
         return tail[: min(ends)[0] - min(ends)[1]] if ends else tail.rstrip()
 
     def _by_marks(
-        self, messages, tools, template: str, style: _Style, last_only: bool
+        self, messages, tools, template: str, style: _Style, first: int
     ) -> tuple[str, list]:
         """The template's own {% generation %} marks, made to end after the end-of-turn token."""
         # apply_chat_template would map the marks to tokens itself, one conversation at a time, and
@@ -170,6 +246,7 @@ class ChatRenderer:
             chat_template=template,
             return_assistant_tokens_mask=True,
             add_generation_prompt=False,
+            **self.options,
             **self.tokenizer.special_tokens_map,
         )
         text, spans = texts[0], []
@@ -181,22 +258,24 @@ class ChatRenderer:
                 elif text.startswith(style.closing, end):
                     end += len(style.closing)
             spans.append((start, end))
-        if last_only:
-            history = os.path.commonprefix([text, self._render(messages[:-1], tools)])
-            spans = [span for span in spans if span[0] >= len(history)] or spans[-1:]
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = sum(n >= first for n in turns)
+        if len(spans) == len(turns):
+            spans = spans[-trained:]
+        elif first:
+            history = os.path.commonprefix([text, self._render(messages[:first], tools)])
+            spans = [span for span in spans if span[0] >= len(history)] or spans[-trained:]
         return text, spans
 
-    def _by_difference(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
+    def _by_difference(self, text: str, messages, tools, style: _Style, first: int) -> list:
         """Renders the conversation up to each turn, and up to and with it. [] where the whole
         begins otherwise."""
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant" or (last_only and number < len(messages) - 1):
+            if message["role"] != "assistant" or number < first:
                 continue
             try:
-                before = ""
-                if number:
-                    before = self._render(messages[:number], tools, prompt=style.prompted)
+                before = self._prompt(text, messages[:number], tools, style)
                 until = self._render(messages[: number + 1], tools)
             except TemplateError:  # a template may refuse a part of a conversation
                 return []
@@ -218,7 +297,17 @@ class ChatRenderer:
             spans.append((start, start + len(kept)))
         return spans
 
-    def _by_markers(self, text: str, messages, tools, style: _Style, last_only: bool) -> list:
+    def _prompt(self, text: str, messages, tools, style: _Style) -> str:
+        """What stands before the next turn of the assistant."""
+        if not messages:
+            return ""
+        prompt = self._render(messages, tools, style.prompted)
+        if self.options and not text.startswith(prompt):
+            # with enable_thinking: false the prompt has an empty block, which history has not
+            return self._render(messages, tools, style.prompted, options={})
+        return prompt
+
+    def _by_markers(self, text: str, messages, tools, style: _Style, first: int) -> list:
         """Renders the conversation with a marker for each answer: what stands between the markers
         must be what stands between the answers in the real text, from its first character to its
         last. [] where it is not."""
@@ -240,7 +329,8 @@ class ChatRenderer:
                 return []
             spans.append((at, at + len(said) + len(style.closing)))
             at += len(said) + len(rest)
-        return (spans[-1:] if last_only else spans) if at == len(text) else []
+        trained = sum(message["role"] == "assistant" for message in messages[first:])
+        return spans[-trained:] if at == len(text) else []
 
     def _what_differs(self, text: str, messages, tools) -> str:
         reason = ""
@@ -267,6 +357,10 @@ class ChatRenderer:
             "put {% generation %} and {% endgeneration %} round it in the chat template, or set "
             "train_on_prompt: true"
         )
+
+
+def _refused(where: str, error: Exception) -> ValueError:
+    return ValueError(f"{where}: the chat template refuses the conversation: {error}")
 
 
 def _longest_end(turn: str, text: str, start: int) -> str:

@@ -1,9 +1,9 @@
 """From records to token ids with a loss mask: the documents of each sample, not shifted yet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from .data_chat import ChatRenderer
 from .data_files import SIDES, DatasetSpec
@@ -19,7 +19,8 @@ class Encoded:
 
     ids: int32 [T]. mask: uint8 [T], 1: learned; None: all are. lengths, learned: of each document
     its number of tokens, and of learned labels. records: how many records were read. tallies: what
-    happened -> (how often, first place).
+    happened -> (how often, first place). bad: (place, reason) of each record that was left out
+    because it cannot be used.
     """
 
     ids: np.ndarray
@@ -28,6 +29,7 @@ class Encoded:
     learned: list[int]
     records: int
     tallies: dict[str, tuple[int, str]]
+    bad: list[tuple[str, str]]
 
 
 class Encoder:
@@ -51,10 +53,13 @@ class Encoder:
         train_on_prompt: bool = False,
         mask_history: bool = False,
         default_system: str | None = None,
+        enable_thinking: bool | None = None,
+        on_bad_record: str = "stop",
     ):
         self.tokenizer, self.spec, self.stage = tokenizer, spec, stage
         self.cutoff_len, self.joins, self.default_system = cutoff_len, joins, default_system
-        self.train_on_prompt = train_on_prompt
+        self.skips = on_bad_record == "skip"
+        self.train_on_prompt, self.enable_thinking = train_on_prompt, enable_thinking
         # asked once: worker processes need not know the objectives that a script registers
         objective = objective_of(stage)
         self.has_pairs, self.is_text = objective.has_pairs, objective.joins_documents
@@ -68,7 +73,10 @@ class Encoder:
                     "in its config"
                 )
         else:
-            self.renderer = ChatRenderer(tokenizer)
+            self.renderer = ChatRenderer(tokenizer, enable_thinking)
+            template = str(tokenizer.chat_template)
+            if enable_thinking is not None and "enable_thinking" not in template:
+                self.notes.append("the chat template does not read enable_thinking")
             if not self.renderer.ends_turns():
                 self.notes.append(
                     "the chat template writes nothing after an answer: the model will not learn to "
@@ -84,25 +92,27 @@ class Encoder:
             "train_on_prompt": self.train_on_prompt,
             "last_answer_only": self.last_answer_only,
             "default_system": self.default_system,
+            "enable_thinking": self.enable_thinking,
+            "skips": self.skips,
         }
 
     def format_of(self, record, where: str) -> str:
         """The format of a file, from its first record."""
-        if isinstance(record, dict) and not (self.is_text or self.has_pairs):
-            _refuse_other_kinds(record, where)
+        self._refuse_other_kinds(record, where)
         return detect_format(record, self.spec, self.stage, where)
 
     def encode(self, chunk: list[tuple[str, str, object]]) -> Encoded:
         """The documents of the samples that are kept. chunk: (place, format, record) of each
-        record.
+        record; a ValueError stands for one that could not be read.
 
-        Raises: ValueError with the place for a record that cannot be used.
+        Raises: ValueError with the place for a record that cannot be used, unless it skips them.
         """
         tallies: dict[str, tuple[int, str]] = {}
+        bad: list[tuple[str, str]] = []
         if self.is_text:
-            samples = self._texts(chunk)
+            samples = self._texts(chunk, bad)
         else:
-            samples = self._conversations(chunk, tallies)
+            samples = self._conversations(chunk, tallies, bad)
         kept, learned = [], []
         for where, documents in samples:
             documents = self._cut(documents, tallies, where)
@@ -122,6 +132,7 @@ class Encoder:
             learned=learned,
             records=len(chunk),
             tallies=tallies,
+            bad=bad,
         )
 
     def _why_left_out(self, documents: list[tuple], targets: list[int]) -> str | None:
@@ -136,57 +147,86 @@ class Encoder:
 
     # -- records to documents
 
-    def _texts(self, chunk) -> list[tuple[str, list]]:
+    def _read(self, chunk, read: Callable, bad: list) -> list[tuple]:
+        """(place, read(place, format, record)) of each record; `bad` gets those that it refuses."""
+        found = []
+        for where, form, record in chunk:
+            try:
+                if isinstance(record, ValueError):
+                    raise record
+                self._refuse_other_kinds(record, where)
+                found.append((where, read(where, form, record)))
+            except ValueError as error:
+                if not self.skips:
+                    raise
+                bad.append((where, str(error).removeprefix(where).removeprefix(": ")))
+        return found
+
+    def _refuse_other_kinds(self, record, where: str) -> None:
+        if isinstance(record, dict) and not self.is_text:
+            _refuse_other_kinds(record, where, self.has_pairs)
+
+    def _texts(self, chunk, bad: list) -> list[tuple[str, list]]:
         """(place, [(ids, mask)]) of each text, with the end token."""
-        texts = [document(record, self.spec, where) for where, _, record in chunk]
+        found = self._read(chunk, lambda where, _, record: document(record, self.spec, where), bad)
+        if not found:
+            return []
+        places, texts = zip(*found, strict=True)
         eos = self.tokenizer.eos_token_id
         # With the tokenizer's own special tokens: a model that was trained with bos before each
         # document gets it.
         batch = self.tokenizer(
-            texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         samples = []
-        for (where, _, _), text, row in zip(chunk, texts, batch["input_ids"], strict=True):
+        for where, text, row in zip(places, texts, batch["input_ids"], strict=True):
             if row[-1:] != [eos]:
                 row = [*row, eos]
             ids = np.array(row if text else [], dtype=np.int32)
             samples.append((where, [(ids, np.ones(len(ids), np.uint8))]))
         return samples
 
-    def _conversations(self, chunk, tallies: dict) -> list[tuple[str, list]]:
+    def _conversations(self, chunk, tallies: dict, bad: list) -> list[tuple[str, list]]:
         """(place, [(ids, mask) of each document]) of each record that has something to learn."""
+
+        def read(where: str, form: str, record) -> list[tuple[str, list]]:
+            return self._rendered(where, form, record, tallies)
+
         places, rendered = [], []
-        for where, form, record in chunk:
-            found, tools = conversations(
-                record, self.spec, form, self.has_pairs, self.default_system, where
-            )
-            if self.has_pairs and any(_is_empty(messages[-1]) for messages in found):
-                _count(tallies, "pairs have an empty answer and were left out", where)
-            elif self.has_pairs and found[0] == found[1]:
-                _count(tallies, _IDENTICAL, where)
-            else:
-                if _is_empty(found[0][-1]):
-                    _count(
-                        tallies, "samples have an empty answer, of which the end is trained", where
-                    )
-                places.append(where)
-                rendered += [self._render(messages, tools, where) for messages in found]
+        for where, samples in self._read(chunk, read, bad):
+            places += [where] * (len(samples) // self.documents_per_sample)
+            rendered += samples
         documents = self._tokenize(rendered) if rendered else []
         count = self.documents_per_sample
         return [(where, documents[i * count :][:count]) for i, where in enumerate(places)]
 
-    def _render(self, messages: list[dict], tools: list | None, where: str) -> tuple[str, list]:
-        """(text, spans): the conversation by the chat template, and the characters that are
-        learned."""
-        if not self.train_on_prompt:
-            return self.renderer.render(messages, tools, self.last_answer_only, where)
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"{where}: the chat template refuses the conversation: {error}"
-            ) from error
-        return text, [(-1, len(text) + 1)]
+    def _rendered(self, where: str, form: str, record, tallies: dict) -> list[tuple[str, list]]:
+        """(text, spans) of each document of a record, [] for one that has nothing to learn."""
+        found, tools = conversations(
+            record, self.spec, form, self.has_pairs, self.default_system, where
+        )
+        if any(_is_empty(messages[-1]) for messages in found):
+            what = "pairs" if self.has_pairs else "samples"
+            _count(tallies, f"{what} have an empty answer and were left out", where)
+            return []
+        if self.has_pairs and found[0] == found[1]:
+            _count(tallies, _IDENTICAL, where)
+            return []
+        return [sample for turns in found for sample in self._render(turns, tools, where, tallies)]
+
+    def _render(
+        self, messages: list[dict], tools: list | None, where: str, tallies: dict
+    ) -> list[tuple[str, list]]:
+        """(text, spans) of each sample of a conversation: what the chat template writes, and the
+        characters that are learned."""
+        if self.train_on_prompt:
+            text = self.renderer.whole(messages, tools, where)
+            return [(text, [(-1, len(text) + 1)])]
+        samples = self.renderer.render(messages, tools, self.last_answer_only, where)
+        if len(samples) > 1:
+            what = "conversations became several samples, for the template strips their thinking"
+            _count(tallies, what, where)
+        return samples
 
     def _tokenize(self, rendered: list[tuple[str, list]]) -> list[tuple]:
         """(ids, mask) of each text and its spans."""
@@ -229,9 +269,9 @@ class Encoder:
         return [(ids[start:][:limit], mask[start:][:limit]) for ids, mask in documents]
 
 
-def _refuse_other_kinds(record: dict, where: str) -> None:
+def _refuse_other_kinds(record: dict, where: str, is_pair: bool) -> None:
     """ValueError for records of which a text model would learn what they do not mean."""
-    for column in ("kto_tag", "label"):
+    for column in () if is_pair else ("kto_tag", "label"):
         if isinstance(record.get(column), bool):
             raise ValueError(
                 f"{where}: the column {column!r} says whether an answer is good, and every answer "

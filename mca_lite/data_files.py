@@ -5,25 +5,41 @@ A place in the user's data is "file:line" throughout (parquet: file:row), so tha
 name it.
 """
 
+import csv
 import difflib
+import gzip
 import importlib.util
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .files import describe_error
 from .objectives import objective_of
 
-SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
+_COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
+SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _TOO_DEEP = "it is nested too deep"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
 # What dataset_info.json of LLaMA-Factory may hold
-_HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_HUB_KEYS = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
-_KEYS = ("file_name", "formatting", "columns", "tags", "num_samples", "ranking", *_UNUSED_KEYS)
+_KEYS = (
+    "file_name",
+    "hf_hub_url",
+    "formatting",
+    "columns",
+    "tags",
+    "num_samples",
+    "ranking",
+    *_UNUSED_KEYS,
+)
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
 _TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
 _OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
@@ -61,7 +77,8 @@ class DatasetSpec:
 
 def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[DatasetSpec]:
     """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
-    (as given, or in dataset_dir).
+    (as given, or in dataset_dir), else a dataset of the Hugging Face hub, whose files are taken
+    from its cache where they are there.
 
     Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
     """
@@ -74,6 +91,9 @@ def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> 
             specs.append(_declared(entry, info[entry], info_file, stage))
             continue
         path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
+        if path is None and _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
+            specs.append(DatasetSpec(entry, _files_of_hub(entry, {}, f"dataset {entry!r}")))
+            continue
         if path is None:
             names = f"it has {', '.join(sorted(info))}" if info else "which is not there"
             raise ValueError(
@@ -91,14 +111,59 @@ def _did_you_mean(given: str, known, before: str) -> str:
 
 def _files_of(path: Path) -> list[str]:
     """The file, or the files of a folder in the order of their names."""
-    files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if kind_of(p) in SUFFIXES)
     files = [str(p) for p in files if p.name != "dataset_info.json"]
-    if not files or Path(files[0]).suffix not in SUFFIXES:
+    if not files or kind_of(files[0]) not in SUFFIXES:
         raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
         if not Path(file).is_file():
             raise ValueError(f"{file}: expected a file; a folder, a pipe or a device is not read")
     return files
+
+
+def kind_of(file: str | Path) -> str:
+    """The suffix that says how a file is read: one of SUFFIXES, where it can be."""
+    path = Path(file)
+    return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
+
+
+def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
+    """The files of a dataset of the Hugging Face hub, through its cache: those below `folder` or
+    `subset` whose path names `split`, as dataset_info.json has them. Where no split is given, it is
+    train, or all files where none names it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [f"*{suffix}" for suffix in SUFFIXES]
+        folder = snapshot_download(repository, repo_type="dataset", allow_patterns=patterns)
+    except Exception as error:  # of the network, the hub and its cache
+        raise ValueError(
+            f"{here}: {repository} was not found as a file, and could not be read from the Hugging "
+            f"Face hub or its cache ({describe_error(error)}): set a path, or run `hf download "
+            f"{repository} --repo-type dataset` where there is a network"
+        ) from None
+    paths = sorted(Path(folder).rglob("*"))
+    files = {
+        str(path): re.split(r"[^A-Za-z0-9_]+", path.relative_to(folder).as_posix())
+        for path in paths
+        if kind_of(path) in SUFFIXES and not path.name.startswith("dataset_info")
+    }
+    for key in ("folder", "subset"):
+        if wanted := entry.get(key):
+            start = f"{Path(folder) / wanted}/"
+            files = {file: words for file, words in files.items() if file.startswith(start)}
+    chosen = [file for file, words in files.items() if entry.get("split", "train") in words]
+    if not chosen and "split" not in entry:
+        chosen = list(files)
+    if not chosen:
+        asked = {key: entry[key] for key in _UNUSED_KEYS if key in entry}
+        names = ", ".join(path.relative_to(folder).as_posix() for path in paths if path.is_file())
+        raise ValueError(
+            f"{here}: {repository} has no {', '.join(SUFFIXES)} file for {asked}; it has {names}"
+        )
+    return chosen
 
 
 def _read_info(path: Path) -> dict:
@@ -120,10 +185,12 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
     if not isinstance(entry, dict):
         raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
     hub = [key for key in _HUB_KEYS if key in entry]
-    if hub or "file_name" not in entry:
+    repository = entry.get("hf_hub_url")
+    if not repository and (hub or "file_name" not in entry):
         instead = f" instead of {', '.join(hub)}" if hub else ""
         raise ValueError(
-            f"{here}: datasets are read from local files: download it and set file_name{instead}"
+            f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
+            f"hf_hub_url{instead}"
         )
     if entry.get("ranking") and not has_pairs:
         raise ValueError(
@@ -131,12 +198,13 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
         )
     columns, tags = _names_of(entry, "columns", here), _names_of(entry, "tags", here)
     num_samples = entry.get("num_samples")
-    if not isinstance(entry["file_name"], str):
-        raise ValueError(f"{here}: file_name: expected a path, got {entry['file_name']!r:.80}")
+    for key in ("file_name", "hf_hub_url", *_UNUSED_KEYS):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{here}: {key}: expected a path or a name, got {entry[key]!r:.80}")
     if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
         raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
     for kind, given, known in (
-        ("key", entry, _KEYS),
+        ("key", entry, _KEYS + _HUB_KEYS),
         ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
         ("tag", tags, tuple(TAGS)),
     ):
@@ -149,15 +217,16 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
     formatting = entry.get("formatting")
     if formatting not in (None, *_FORMATTINGS):
         raise ValueError(f"{here}: formatting {formatting!r}: expected alpaca, sharegpt or openai")
-    path = info_file.parent / entry["file_name"]
-    if not path.exists():
-        raise ValueError(f"{here}: there is no file {path}")
-    notes = [
-        f"{key} of dataset_info.json has no meaning for a local file"
-        for key in _UNUSED_KEYS
-        if key in entry
-    ]
-    return DatasetSpec(name, _files_of(path), formatting, columns, tags, num_samples, notes)
+    if repository:
+        files, notes = _files_of_hub(repository, entry, here), []
+    else:
+        path = info_file.parent / entry["file_name"]
+        if not path.exists():
+            raise ValueError(f"{here}: there is no file {path}")
+        files = _files_of(path)
+        unused = [key for key in _UNUSED_KEYS if key in entry]
+        notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
+    return DatasetSpec(name, files, formatting, columns, tags, num_samples, notes)
 
 
 def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
@@ -173,24 +242,50 @@ def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
 # -- readers -------------------------------------------------------------------------------------
 
 
-def read_records(file: str) -> Iterator[tuple[str, object]]:
+def read_records(file: str, skip: bool = False) -> Iterator[tuple[str, object]]:
     """Yield (place, record) in the file's order. A .txt file has one document a line; blank lines
-    are no records.
+    are no records. A .csv file has the columns of its first line.
 
+    skip: a line of .jsonl or .txt that cannot be read is yielded as its ValueError.
     Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
     pyarrow.
     """
-    suffix = Path(file).suffix
+    suffix = kind_of(file).removesuffix(".gz")
     if suffix == ".parquet":
         yield from _read_parquet(file)
-    elif suffix == ".json":
-        yield from _read_json(file)
-    else:
-        with open(file, "rb") as lines:  # only "\n" ends a line; text mode would also break at "\r"
-            for number, line in enumerate(lines, 1):
-                where = f"{file}:{number}"
-                if text := _decode(line, where).strip():
-                    yield where, text if suffix == ".txt" else parse_json(text, where)
+        return
+    read = {".json": _read_json, ".csv": _read_csv}.get(suffix)
+    try:
+        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as raw:
+            yield from read(file, raw) if read else _read_lines(file, raw, suffix == ".txt", skip)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: it cannot be decompressed: {error}") from None
+
+
+def _read_lines(file: str, raw, is_text: bool, skip: bool) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(raw, 1):  # bytes: text mode would break lines at "\r" too
+        where = f"{file}:{number}"
+        try:
+            if text := _decode(line, where).strip():
+                yield where, text if is_text else parse_json(text, where)
+        except ValueError as error:
+            if not skip:
+                raise
+            yield where, error
+
+
+def _read_csv(file: str, raw) -> Iterator[tuple[str, object]]:
+    csv.field_size_limit(1 << 30)  # a document is longer than the 128 KiB of the default
+    lines = io.StringIO(_decode(raw.read(), file), newline="")
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        for record in reader:
+            where = f"{file}:{reader.line_num}"
+            if None in record:
+                raise ValueError(f"{where}: the row has more columns than the first line names")
+            yield where, record
+    except csv.Error as error:
+        raise ValueError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
 
 
 def _check_text(record, where: str):
@@ -227,10 +322,10 @@ def parse_json(text: str, where: str):
     return _check_text(value, where) if _SURROGATE.search(text) else value
 
 
-def _read_json(file: str) -> Iterator[tuple[str, object]]:
+def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
     """A list of records, or objects one after another. Elements are decoded one by one to know
     their lines."""
-    text = _decode(Path(file).read_bytes(), file)
+    text = _decode(raw.read(), file)
     decoder, space = json.JSONDecoder(), re.compile(r"\s*")
     may_be_no_text = _SURROGATE.search(text) is not None
     at = space.match(text).end()

@@ -14,9 +14,9 @@ class Packs(Dataset):
     documents, those of the samples of row i one after another.
 
     dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
-    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of the samples
-    of each row. costs: what attention costs in each row, the sum of the squared lengths of its
-    documents. padding_fraction: of all positions of full rows.
+    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
+    the samples of each row. costs: what attention costs in each row, the sum of the squared lengths
+    of its documents. padding_fraction: of all positions of full rows.
     """
 
     def __init__(self, dataset, capacity: int):
@@ -27,6 +27,8 @@ class Packs(Dataset):
         self.costs = np.array([squares[pack].sum() for pack in self.packs])
         self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
         self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
+        name = getattr(dataset, "identity", dataset.fingerprint)  # other people's have one name
+        self.identity = f"{name} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class WithReference(Dataset):
     def __init__(self, dataset, logps: np.ndarray):
         self.dataset, self.logps = dataset, logps
         self.costs = getattr(dataset, "costs", None)
-        self.fingerprint = getattr(dataset, "fingerprint", None)
+        self.identity = getattr(dataset, "identity", None)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
+from .data_turns import read_blocks
 from .objectives import TEXT, objective_of
 
 # -- what all formats share ----------------------------------------------------------------------
@@ -183,23 +184,22 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
     role = get_column(turn, tags.get("role_tag", "role"), where)
     content_tag = tags.get("content_tag", "content")
     content = get_column(turn, content_tag, where, (str, list), required=False)
-    if isinstance(content, list):  # blocks
-        if not all(
-            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-        ):
-            raise ValueError(
-                f"{where}: content: expected a text or a list of text blocks; only text can be "
-                "trained on"
-            )
-        content = "".join(part["text"] for part in content)
+    blocks = read_blocks(content, where) if isinstance(content, list) else {}
+    content = blocks.pop("content", content)
     renamed = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     renamed["observation_tag"] = "tool"
     roles = {tags[tag]: name for tag, name in renamed.items() if tag in tags}
     message = {key: value for key, value in turn.items() if value is not None}
     for key in (tags.get("role_tag"), content_tag):
         message.pop(key, None)
-    message |= _message(roles.get(role, role), content or "")
-    if calls := get_column(turn, "tool_calls", where, list, required=False):
+    message |= _message(roles.get(role, role), content or "") | blocks
+    weight = message.pop("loss_weight", None)  # LLaMA-Factory's
+    if weight is not None and weight != (message["role"] == "assistant"):
+        raise ValueError(
+            f"{where}: loss_weight {weight} of {role!r}: expected 1 for the assistant and 0 for "
+            "the others"
+        )
+    if calls := get_column(message, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     elif content is None:
         raise ValueError(f"{where}: a message of {role!r} has neither content nor tool_calls")

@@ -12,6 +12,7 @@ machine share it.
 
 import json
 import os
+import re
 import time
 import zlib
 from pathlib import Path
@@ -21,7 +22,8 @@ import numpy as np
 from .constants import IGNORE_INDEX
 from .files import sync, write_json
 
-_META = {"sources", "formats", "records", "tallies", "notes", "created", "checksums"}
+_META = {"sources", "formats", "records", "tallies", "bad", "notes", "created", "checksums"}
+MAX_BAD_SHARE = 0.1  # of the records: above it, it is the declaration that is wrong
 _FILES = ("ids.bin", "mask.bin", "spans.bin", "learned.bin")
 _whole: set[tuple[Path, bytes]] = set()  # (folder, its meta.json) of what this process has checked
 
@@ -55,6 +57,7 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
     folder.mkdir()
     files = {name: _File(folder / name) for name in _FILES}
     tallies, lengths, learned, records = {}, [], [], 0
+    bad = {"count": 0, "reasons": {}, "first": []}
     try:
         for part in parts:
             files["ids.bin"].write(part.ids)
@@ -66,6 +69,7 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
             for what, (count, first) in part.tallies.items():
                 before, first = tallies.get(what, (0, first))
                 tallies[what] = (before + count, first)
+            _count_bad(bad, part.bad)
             progress(f"{records:,} records, {files['ids.bin'].size // 4:,} tokens")
         spans, learned = _spans(lengths, learned, row_length)
         files["spans.bin"].write(spans)
@@ -73,6 +77,12 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
     finally:
         for file in files.values():
             file.close()
+    if bad["count"] > MAX_BAD_SHARE * records:
+        raise ValueError(
+            f"{bad['count']:,} of {records:,} records cannot be used, and on_bad_record: skip "
+            f"leaves out at most {100 * MAX_BAD_SHARE:.0f} %; the first:\n  "
+            + "\n  ".join(bad["first"])
+        )
     if files["mask.bin"].size == 0:
         (folder / "mask.bin").unlink()
         del files["mask.bin"]
@@ -81,11 +91,22 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
         **meta,
         "records": records,
         "tallies": tallies,
+        "bad": bad,
         "created": time.time(),
         "checksums": checksums,
     }
     write_json(folder / "meta.json", meta)
     sync(folder)
+
+
+def _count_bad(bad: dict, found: list[tuple[str, str]]) -> None:
+    """Add (place, reason) of records to their count, the reasons and the first ten."""
+    bad["count"] += len(found)
+    for _, reason in found:
+        kind = re.sub(r"\d+", "N", reason)[:120]  # one reason, whichever message it is
+        bad["reasons"][kind] = bad["reasons"].get(kind, 0) + 1
+    listed = [f"{where}: {reason[:200]}" for where, reason in found]
+    bad["first"] = [*bad["first"], *listed][:10]
 
 
 def _spans(lengths: list[int], learned: list[int], row_length: int | None) -> tuple:
@@ -136,12 +157,12 @@ class Shard:
     [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
 
     document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
-    labels that are not IGNORE_INDEX. meta: the report's facts. The process that reads samples opens
-    the maps.
+    labels that are not IGNORE_INDEX. meta: the report's facts. identity: names the files, keys and
+    tokenizer that it was made from. The process that reads samples opens the maps.
     """
 
-    def __init__(self, folder: Path, documents_per_sample: int):
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, documents_per_sample: int, identity: str):
+        self.folder, self.identity = Path(folder), identity
         self.meta = json.loads((self.folder / "meta.json").read_text())
         spans = np.fromfile(self.folder / "spans.bin", dtype=np.int64)
         learned = np.fromfile(self.folder / "learned.bin", dtype=np.int64)

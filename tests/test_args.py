@@ -193,8 +193,8 @@ def test_a_required_key_of_another_type_is_one_problem_among_others(base):
 
 def test_keys_of_llama_factory_that_tutorials_name_are_known(base):
     assert parse_args([*base, "early_stopping_steps=3", "eval_strategy=steps", "val_size=0.1"])
-    assert parse_args([*base, "enable_thinking=true", "eval_on_each_dataset=false"])
-    words = ["enable_thinking=false", "new_special_tokens_config=x"]
+    assert parse_args([*base, "template=qwen3", "eval_on_each_dataset=false"])
+    words = ["streaming=true", "new_special_tokens_config=x"]
     for word in words:
         key = word.partition("=")[0]
         assert "not in this version" in keys_of(parse_args, [*base, word])[key].reason
@@ -404,7 +404,7 @@ def test_packing_follows_the_stage(base):
 def test_switched_off_values_and_ignored_keys_are_named_once(base):
     words = [
         "sequence_parallel=true",
-        "template=qwen",
+        "tool_format=qwen",
         "tf32=true",
         "image_max_pixels=1",
         "max_steps=3",
@@ -412,7 +412,7 @@ def test_switched_off_values_and_ignored_keys_are_named_once(base):
     run = parse_args([*base, *words, "num_train_epochs=2"])
     assert run.training.sequence_parallel is False
     ignored, switched_off, epochs = run.warnings
-    assert all(name in ignored for name in ("template", "tf32", "image_max_pixels"))
+    assert all(name in ignored for name in ("tool_format", "tf32", "image_max_pixels"))
     assert "sequence_parallel" in switched_off and "num_train_epochs" in epochs
 
 

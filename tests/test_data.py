@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from mca_lite.data import load_datasets, show_document
 from mca_lite.data_batches import FILLER, BatchPlan, Collator, make_loader
 from mca_lite.data_build_once import build_once
 from mca_lite.data_encode import Encoder
+from mca_lite.data_packs import WithReference
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -246,6 +248,26 @@ def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
     moved = str(tmp_path / "moved.jsonl")
     os.rename(file, moved)
     assert f"{moved}: openai records" in load(tokenizer, "sft", moved).report and calls == [2, 2, 3]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
+    tokenizer, tmp_path, monkeypatch, packing
+):
+    file = write(tmp_path / "a.jsonl", "b", "c")
+    first = load(tokenizer, "sft", file, packing=packing).train
+    monkeypatch.setattr(data_cache, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
+    again = load(tokenizer, "sft", file, packing=packing).train
+    assert again.fingerprint != first.fingerprint and again.identity == first.identity
+    assert WithReference(again, None).identity == first.identity
+    others = dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)
+    other = [load(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
+    write(tmp_path / "a.jsonl", "b", "d")
+    other.append(load(tokenizer, "sft", file, packing=packing).train)
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = CHATML.replace("\n", "#")
+    other.append(load(changed, "sft", file, packing=packing).train)
+    assert len({first.identity, *(dataset.identity for dataset in other)}) == 6
 
 
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):

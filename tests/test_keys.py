@@ -431,6 +431,13 @@ SHOWN_BY = {
     "dataset_dir": "test_cli.py::test_a_llama_factory_mca_file_runs_after_its_paths_are_changed",
     "preprocessing_num_workers": "test_data.py::test_several_processes_give_the_same_files_as_one",
     "cache_dir": "test_data.py::test_several_processes_give_the_same_files_as_one",
+    "chat_template": "test_data_chat.py::test_chat_template_takes_a_name_a_file_or_a_text",
+    "template": "test_data_chat.py::"
+    "test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none",
+    "enable_thinking": "test_data_chat.py::"
+    "test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it",
+    "on_bad_record": "test_data_skips.py::"
+    "test_bad_records_are_left_out_counted_by_reason_and_listed",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
     "test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch",

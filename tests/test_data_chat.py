@@ -1,0 +1,224 @@
+"""Chat templates by their keys, and masks against an independent rendering: prefix by prefix, with
+transformers' apply_chat_template alone.
+"""
+
+import json
+
+import pytest
+
+from mca_lite.args import DataArguments
+from mca_lite.args_values import ConfigError
+from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
+from mca_lite.data import load_datasets
+from mca_lite.data_encode import Encoder
+from mca_lite.data_files import DatasetSpec
+from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
+
+CHATML_MARKS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPS_WITH_MARKS = CHATML_MARKS.replace(
+    "{{ m['content'] }}<|im_end|>\n{% endgeneration %}",
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1].strip() }}"
+    "<|im_end|>\n{% endgeneration %}",
+)
+ALL = {**TEMPLATES, "marks": CHATML_MARKS, "strips with marks": STRIPS_WITH_MARKS, "toy": QWEN3}
+EMPTY = "<think>\n\n</think>\n\n"
+ADD = {"name": "add", "description": "Adds é", "parameters": {"type": "object"}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def thought(thinking: str, answer: str) -> dict:
+    return said(f"<think>\n{thinking}\n</think>\n\n{answer}")
+
+
+PLAIN = [
+    {"role": "system", "content": "Be brief."},
+    user("Hi"),
+    said("Hello"),
+    user("2"),
+    said("3"),
+]
+THINKS = [
+    user("Hi"), thought("greet", "Hello"), user("2"), said("3"), user("4"), thought("greet", "5"),
+    user("6"), thought("count", "7"), user("8"), said("9"),
+]  # fmt: skip
+# what real records with tools and thinking look like: the first answer thinks, calls and goes on
+CALLS = [
+    user("2+3?"), said("", reasoning_content="I add.", tool_calls=[CALL]),
+    {"role": "tool", "content": "5"}, said("Five."),
+    user("Sure?"), said("", reasoning_content="I add again.", tool_calls=[CALL, CALL]),
+    {"role": "tool", "content": "5"}, {"role": "tool", "content": "5"},
+    said("Yes.", reasoning_content="Twice the same."), user("Thanks"), said("Welcome"),
+]  # fmt: skip
+
+
+def encode(messages, template, tools=None, **options):
+    tokenizer = byte_tokenizer(template)
+    record = {"messages": messages} | ({"tools": tools} if tools else {})
+    encoder = Encoder(tokenizer, DatasetSpec("t", []), "sft", **{"cutoff_len": 9999, **options})
+    return tokenizer, encoder.encode([("t.json:1", "openai", record)])
+
+
+def trained_turns(tokenizer, part) -> list[tuple[str, str]]:
+    """(all text before it in its sample, its text) of each run of trained tokens."""
+    turns, start = [], 0
+    for length in part.lengths:
+        ids, mask = part.ids[start:][:length].tolist(), part.mask[start:][:length].tolist()
+        for at in range(length):
+            if mask[at] and not (at and mask[at - 1]):
+                end = (mask[at:] + [0]).index(0) + at
+                turns.append((tokenizer.decode(ids[:at]), tokenizer.decode(ids[at:end])))
+        start += length
+    return turns
+
+
+def prefix_by_prefix(tokenizer, messages, tools=None, **options) -> list[tuple[str, str]]:
+    """(prompt, answer) of each turn: what a model is shown when it has to give the answer, and what
+    it has to say up to the end of its turn."""
+    turns = []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt, whole = (
+                tokenizer.apply_chat_template(
+                    messages[:until], tools=tools, tokenize=False,
+                    add_generation_prompt=until == number, **options,
+                )
+                for until in (number, number + 1)
+            )  # fmt: skip
+            assert whole.startswith(prompt)
+            turns.append((prompt, whole[len(prompt) :].rstrip("\n")))
+    return turns
+
+
+def without_empty_blocks(turns) -> list[tuple[str, str]]:
+    """Qwen3 writes an empty block of thinking into the last turn alone."""
+    return [(prompt.replace(EMPTY, ""), answer.replace(EMPTY, "")) for prompt, answer in turns]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("messages", [PLAIN, THINKS], ids=["plain", "thinks"])
+def test_each_turn_is_trained_after_the_history_that_inference_shows(name, messages):
+    tokenizer, part = encode(messages, ALL[name])
+    expected = prefix_by_prefix(tokenizer, messages)
+    got = trained_turns(tokenizer, part)
+    assert without_empty_blocks(got) == without_empty_blocks(expected)
+    strips = messages is THINKS and name in ("qwen3", "toy", "strips with marks")
+    assert (len(part.lengths) > 1) == bool(part.tallies) == strips
+
+
+def test_conversations_with_tools_and_thinking_become_samples_that_inference_shows():
+    tools = [{"type": "function", "function": ADD}]
+    tokenizer, part = encode(CALLS, TEMPLATES["qwen3"], tools)
+    expected = prefix_by_prefix(tokenizer, CALLS, tools)
+    assert without_empty_blocks(trained_turns(tokenizer, part)) == without_empty_blocks(expected)
+    assert len(part.lengths) == 3 and len(expected) == 5
+    what = "conversations became several samples, for the template strips their thinking"
+    assert part.tallies == {what: (1, "t.json:1")}
+    assert len(encode(CALLS, TEMPLATES["qwen3"], tools, train_on_prompt=True)[1].lengths) == 1
+    assert len(encode(CALLS, TEMPLATES["qwen3"], tools, mask_history=True)[1].lengths) == 1
+
+
+@pytest.mark.parametrize("messages", [PLAIN, CALLS], ids=["plain", "calls"])
+def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messages):
+    tokenizer, part = encode(messages, TEMPLATES["qwen3"], enable_thinking=False)
+    turns = trained_turns(tokenizer, part)
+    assert turns[-1][0].endswith(EMPTY) and EMPTY not in "".join(answer for _, answer in turns)
+    expected = prefix_by_prefix(tokenizer, messages[-2:], enable_thinking=False)
+    assert [turns[-1][1]] == [answer for _, answer in expected]
+    [_, part] = encode(PLAIN, TEMPLATES["qwen3"])
+    assert trained_turns(tokenizer, part)[-1][1] == EMPTY + "3<|im_end|>"
+    encoder = Encoder(
+        byte_tokenizer(CHATML), DatasetSpec("t", []), "sft", 64, enable_thinking=False
+    )
+    assert encoder.notes == ["the chat template does not read enable_thinking"]
+
+
+def test_blocks_of_llama_factory_are_read():
+    blocks = [
+        {"type": "reasoning", "value": "I add."},
+        {"type": "tool_call", "value": json.dumps(CALL["function"])},
+    ]
+    record = [user("2+3?"), {"role": "assistant", "content": blocks, "loss_weight": 1.0}]
+    record += [{"role": "tool", "content": [{"type": "text", "value": "5"}], "loss_weight": 0.0}]
+    record += [said([{"type": "text", "value": "Five."}])]
+    tokenizer, part = encode(record, TEMPLATES["qwen3"])
+    assert part.ids.tolist() == encode(CALLS[:4], TEMPLATES["qwen3"])[1].ids.tolist()
+    for block in ({"type": "image_url", "value": "x"}, {"type": "text"}, "text"):
+        with pytest.raises(ValueError, match="t.json:1: content: expected .* only text"):
+            encode([user("Hi"), said([block])], CHATML)
+    with pytest.raises(ValueError, match="t.json:1: loss_weight 0.0 of 'assistant': expected 1"):
+        encode([user("Hi"), said("Hello", loss_weight=0.0)], CHATML)
+
+
+def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
+    tokenizer, part = encode(CALLS[:4], CHATML, [ADD])
+    described = json.dumps({"type": "function", "function": ADD}, ensure_ascii=False)
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    text = tokenizer.decode(part.ids)
+    assert text.startswith("<|im_start|>user\n# Tools\n\nYou may call")
+    assert f"<tools>\n{described}\n</tools>" in text
+    assert text.endswith(
+        "</tool_call>\n\n2+3?<|im_end|>\n<|im_start|>assistant\n<think>\nI add.\n</think>\n\n\n"
+        f"{called}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nFive.<|im_end|>\n"
+    )
+    assert [answer for _, answer in trained_turns(tokenizer, part)] == [
+        f"<think>\nI add.\n</think>\n\n\n{called}<|im_end|>",
+        "Five.<|im_end|>",
+    ]
+    system = [{"role": "system", "content": "Be brief."}, *CALLS]
+    for name in TEMPLATES:  # also those that refuse roles which they do not know
+        tokenizer, part = encode(system, TEMPLATES[name], [ADD])
+        assert "Be brief.\n\n# Tools" in tokenizer.decode(part.ids)
+        assert len(trained_turns(tokenizer, part)) == 5
+
+
+# -- the keys
+
+
+def load(tmp_path, tokenizer, **keys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": PLAIN}))
+    keys = dict(dataset=[str(tmp_path / "a.jsonl")], cache_dir=str(tmp_path / "cache"), **keys)
+    return load_datasets(DataArguments(**keys), "sft", tokenizer).report
+
+
+def test_chat_template_takes_a_name_a_file_or_a_text(tmp_path):
+    (tmp_path / "my.jinja").write_text(CHATML.replace("user", "USER"))
+    for value, wanted, line in (
+        ("gemma", TEMPLATES["gemma"], "the built-in gemma; the tokenizer has no token <start_of_"),
+        (str(tmp_path / "my.jinja"), CHATML.replace("user", "USER"), f"{tmp_path}/my.jinja"),
+        (CHATML, CHATML, "the text of chat_template"),
+    ):
+        tokenizer = byte_tokenizer(QWEN3)
+        assert load(tmp_path, tokenizer, chat_template=value)[0].startswith(
+            f"chat template: {line}"
+        )
+        assert tokenizer.chat_template == wanted
+    with pytest.raises(ConfigError, match=r"expected a built-in template(.|\n)*try: one of chatml"):
+        DataArguments(dataset=["a"], chat_template="chatlm")
+
+
+def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_path):
+    own = byte_tokenizer(CHATML)
+    [line, *_] = load(tmp_path, own, template="qwen3")
+    assert line == "template qwen3: the tokenizer's own chat template is used"
+    assert own.chat_template == CHATML
+    for name, built_in in BUILT_IN_FOR.items():
+        tokenizer = byte_tokenizer(None)
+        [line, *_] = load(tmp_path, tokenizer, template=name)
+        assert line.startswith(f"chat template: the built-in {built_in}, for template {name}")
+        assert tokenizer.chat_template == TEMPLATES[built_in]
+    with pytest.raises(ValueError, match="no chat template.*set chat_template to one of"):
+        load(tmp_path, byte_tokenizer(None), template="alpaca")

@@ -1,0 +1,157 @@
+"""Records that cannot be used and are left out, compressed and comma-separated files, and datasets
+of the Hugging Face hub in its cache.
+"""
+
+import gzip
+import json
+import os
+
+import pytest
+from huggingface_hub import constants
+
+from mca_lite.args import DataArguments
+from mca_lite.constants import IGNORE_INDEX
+from mca_lite.data import load_datasets
+from mca_lite.data_files import read_records, resolve
+from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
+
+
+def chat(answer: str, role="user") -> str:
+    turns = [{"role": role, "content": "Hi"}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns})
+
+
+def load(tmp_path, *dataset, stage="sft", **keys):
+    keys |= {"dataset": [str(name) for name in dataset], "cache_dir": str(tmp_path / "cache")}
+    return load_datasets(DataArguments(**keys), stage, byte_tokenizer(CHATML))
+
+
+def answers(bundle) -> list[str]:
+    tokenizer = byte_tokenizer(CHATML)
+    rows = [document["labels"] for [document] in bundle.train]
+    texts = [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in rows]
+    return [text.removesuffix("<|im_end|>") for text in texts]
+
+
+def test_bad_records_are_left_out_counted_by_reason_and_listed(tmp_path):
+    good = [chat(f"a{n}") for n in range(120)]
+    picture = json.dumps({**json.loads(chat("b")), "images": ["x"]})
+    bad = ["{", *[chat("b", role="alien")] * 9, picture]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join([bad[0], *good[:60], *bad[1:], *good[60:]]))
+    with pytest.raises(ValueError, match="a.jsonl:1: expected one JSON"):
+        load(tmp_path, file)
+    bundle = load(tmp_path, file, on_bad_record="skip")
+    assert answers(bundle) == [f"a{n}" for n in range(120)]
+    assert "  warning: 11 records cannot be used and were left out" in bundle.report
+    reason = "message N: unknown role 'alien': expected user, assistant, tool, system"
+    assert f"    9: {reason}" in bundle.report
+    first = bundle.report.index("  the first of them:") + 1
+    places = (1, *range(62, 71))
+    for place, line in zip(places, bundle.report[first:], strict=False):
+        assert line.startswith(f"    {file}:{place}: ")
+    assert not bundle.report[first + 10].startswith(f"    {file}")
+    assert load(tmp_path, file, on_bad_record="skip").report == bundle.report  # from the cache
+
+
+def test_too_many_bad_records_stop_the_run(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join([chat("a")] * 8 + [chat("b", role="alien")]))
+    with pytest.raises(ValueError, match=r"1 of 9 records cannot be used.* 10 %(.|\n)*a.jsonl:9"):
+        load(tmp_path, file, on_bad_record="skip")
+
+
+def test_bad_texts_are_left_out_of_joined_rows(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(['{"body": "x"}', *['{"text": "ab"}'] * 10]))
+    bundle = load(tmp_path, file, stage="pt", on_bad_record="skip", cutoff_len=29)
+    assert bundle.train.num_tokens == 29 and len(bundle.train) == 1
+    assert any("1 records cannot be used" in line for line in bundle.report)
+
+
+# -- files
+
+
+def test_compressed_files_are_read_as_what_they_hold(tmp_path):
+    for name, text in {
+        "a.jsonl": '{"n": 1}\n\n{"n": 2}\n',
+        "b.json": '[{"n": 1},\n\n{"n": 2}]',
+        "c.txt": "one\n\ntwo\n",
+        "d.csv": "n,m\n1,x\n2,y\n",
+    }.items():
+        path, packed = tmp_path / name, tmp_path / f"{name}.gz"
+        path.write_text(text)
+        packed.write_bytes(gzip.compress(text.encode()))
+        records = list(read_records(str(path)))
+        assert len(records) == 2
+        moved = [(place.replace(str(path), str(packed)), value) for place, value in records]
+        assert list(read_records(str(packed))) == moved
+    assert len(resolve([str(tmp_path)], None)[0].files) == 8
+    (tmp_path / "e.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="e.jsonl.gz: it cannot be decompressed"):
+        list(read_records(str(tmp_path / "e.jsonl.gz")))
+
+
+def test_comma_separated_files_have_the_columns_of_their_first_line(tmp_path):
+    long, file = "x" * 200_000, tmp_path / "a.csv"
+    file.write_text(f',instruction,output\n0,"a ""b""\nc",d\n1,{long},\n')
+    assert list(read_records(str(file))) == [
+        (f"{file}:3", {"": "0", "instruction": 'a "b"\nc', "output": "d"}),
+        (f"{file}:4", {"": "1", "instruction": long, "output": ""}),
+    ]
+    file.write_text("instruction,output\na,b\n")
+    assert answers(load(tmp_path, file)) == ["b"]
+    for text, message in (("a,b\n1,2,3\n", "a.csv:2: .*more columns"), ('a\n"b\n', "not valid")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            list(read_records(str(file)))
+
+
+# -- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache as huggingface_hub writes it, with one dataset, and no network."""
+    repository = tmp_path / "hub/datasets--some--chats"
+    for name, answer in {
+        "data/train-00000-of-00002.jsonl": "a",
+        "data/train-00001-of-00002.jsonl": "b",
+        "data/test-00000-of-00001.jsonl": "c",
+        "other/all.jsonl": "d",
+    }.items():
+        path = repository / "snapshots/0123" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(chat(answer))
+    (repository / "snapshots/0123/dataset_infos.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0123")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path, hub):
+    assert answers(load(tmp_path, "some/chats")) == ["a", "b"]
+    info = {
+        "mine": {"hf_hub_url": "some/chats", "ms_hub_url": "other/name", "split": "test"},
+        "folder": {"hf_hub_url": "some/chats", "folder": "other"},
+        "subset": {"hf_hub_url": "some/chats", "subset": "data", "file_name": "not used"},
+        "half": {"hf_hub_url": "some/chats", "split": "train[:50%]"},
+        "gone": {"hf_hub_url": "some/others"},
+        "number": {"hf_hub_url": "some/chats", "split": 3},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    for name, wanted in {"mine": ["c"], "folder": ["d"], "subset": ["a", "b"]}.items():
+        assert answers(load(tmp_path, name, dataset_dir=str(tmp_path))) == wanted
+    for name, message in {
+        "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.* data/test-00000",
+        "gone": "dataset 'gone': some/others was not found as a file, .*hf download some/others",
+        "number": "split: expected a path or a name, got 3",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            resolve([name], str(tmp_path))
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, hub):
+    with pytest.raises(ValueError, match="expected a file, a folder, or a name in"):
+        resolve([os.path.join("some", "chats.jsonl")], str(tmp_path))
