@@ -57,6 +57,7 @@ class McaTrainer:
 
     metrics_keys = ["loss"]
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
+    _reference_model = None  # what each batch passes forward only
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class McaTrainer:
     def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
         state, throughput, started = self.state, throughput_of(self.args), time.perf_counter()
-        self._work = model_work(self.model)
+        self._work = model_work(self.model, self._reference_model)
         epoch, step = divmod(state.global_step, plan.steps_per_epoch)
         loader = iter(self._train_loader(plan, epoch, step))
         whole_run, window, skips = self._numbers(), self._numbers(), 0
