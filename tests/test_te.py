@@ -12,6 +12,7 @@ import torch
 
 from mca_lite import TrainingArguments, model_te
 from mca_lite.args_values import ConfigError
+from mca_lite.model import VirtualModels
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import commands, te_standins, tiny, tiny_moe, world
 from tests.shared.layouts import SAVE
@@ -304,6 +305,25 @@ def test_its_linears_add_gradients_in_place_where_their_weight_is_trained():
     assert model_te.accumulate_in_place(linear) and linear.fuse_wgrad_accumulation
     linear.weight.requires_grad_(False)
     assert model_te.accumulate_in_place(linear) and not linear.fuse_wgrad_accumulation
+
+
+def test_a_forward_pass_of_its_own_rounds_fp8s_weights_anew():
+    """TE keeps weights in 8 bits until it is told that another step has begun; in training
+    megatron's schedule tells it.
+    """
+
+    class Chunk:
+        told = 0
+
+        def set_is_first_microbatch(self):
+            self.told += 1
+
+        def __call__(self, tokens):
+            return self.told
+
+    models = VirtualModels.__new__(VirtualModels)
+    models.models = [Chunk()]
+    assert [models(None), models(None)] == [1, 2]
 
 
 # -- the tool of the GPU's cases
