@@ -528,11 +528,9 @@ def dpo(path, lora=False, pack=0, **changes):
     for key in ("loss", "logps/chosen", "grad_norm"):
         for name, run in (("te", got), ("local", local)):
             numbers[f"{key} {name}"] = apart([s[key] for s in run], [s[key] for s in exact])
-    # losses begin at ln 2 and fall by 0.3 to 0.6; seen: 3e-2 off, in FP8 6e-2
-    room = 0.06 if changes else 1e-2
-    fell = exact[0]["loss"] - exact[-1]["loss"]
-    ok = numbers["loss local"] <= 0.05 and numbers["loss te"] <= 2 * numbers["loss local"] + room
-    return ok and fell > 0.1, {**numbers, "fell": fell}
+    # seen: 7e-3 off, in FP8 6e-2; adapters that are not trained are 2.4e-2 off
+    ok = numbers["loss local"] <= 1.5e-2
+    return ok and numbers["loss te"] <= (0.08 if changes else 1.5e-2), numbers
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
