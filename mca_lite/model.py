@@ -289,12 +289,12 @@ class VirtualModels:
         return iter(self.models)
 
     def __call__(self, *args, **kwargs):
-        """The forward pass of the only chunk; a rank with several runs through megatron's
-        schedule."""
+        """The forward pass of the only chunk; a rank with several runs megatron's schedule."""
         if len(self.models) != 1:
             raise ValueError(
                 f"this rank holds {len(self.models)} chunks: run them through the pipeline schedule"
             )
+        self.models[0].set_is_first_microbatch()  # fp8: weights are rounded anew
         return self.models[0](*args, **kwargs)
 
     def get_models(self) -> list[torch.nn.Module]:

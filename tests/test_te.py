@@ -12,10 +12,12 @@ import torch
 
 from mca_lite import TrainingArguments, model_te
 from mca_lite.args_values import ConfigError
+from mca_lite.model import VirtualModels
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import commands, te_standins, tiny, tiny_moe, world
 from tests.shared.layouts import SAVE
 from tests.shared.training import assert_same_curve, train
+from tests.tools import gpu_te
 
 BF16 = dict(bf16=True)
 FP8 = dict(bf16=True, fp8="hybrid")
@@ -303,3 +305,79 @@ def test_its_linears_add_gradients_in_place_where_their_weight_is_trained():
     assert model_te.accumulate_in_place(linear) and linear.fuse_wgrad_accumulation
     linear.weight.requires_grad_(False)
     assert model_te.accumulate_in_place(linear) and not linear.fuse_wgrad_accumulation
+
+
+def test_a_forward_pass_of_its_own_rounds_fp8s_weights_anew():
+    """TE keeps weights in 8 bits until it is told that another step has begun; in training
+    megatron's schedule tells it.
+    """
+
+    class Chunk:
+        told = 0
+
+        def set_is_first_microbatch(self):
+            self.told += 1
+
+        def __call__(self, tokens):
+            return self.told
+
+    models = VirtualModels.__new__(VirtualModels)
+    models.models = [Chunk()]
+    assert [models(None), models(None)] == [1, 2]
+
+
+# -- the tool of the GPU's cases
+
+
+def test_the_gpu_cases_see_a_run_that_trains_nothing():
+    start = {"a": torch.ones(64), "b": torch.full((8, 8), 0.05)}
+    trained = {name: tensor + 0.03 for name, tensor in start.items()}
+    assert gpu_te.moved(start, trained, start) > max(gpu_te.PLAIN["move"], gpu_te.IN_FP8["move"])
+    assert gpu_te.moved(trained, trained, start) == gpu_te.moved(start, start, start) == 0
+    rounded = {name: tensor.bfloat16().float() for name, tensor in start.items()}
+    assert gpu_te.trained(trained, start) and not gpu_te.trained(rounded, start)
+
+
+def test_the_gpu_cases_hold_each_run_to_its_bounds():
+    bounds = dict(loss=2e-2, move=0.5)
+    numbers = {"loss te": 1e-2, "loss local": 1e-2, "move te": 0.2, "move local": 0.9}
+    assert gpu_te.within(numbers, bounds, "te") and not gpu_te.within(numbers, bounds, "local")
+    assert not gpu_te.within(dict(loss=3e-2, move=0.1), bounds)
+    assert not gpu_te.within(dict(loss=float("nan"), move=0.1), bounds)
+
+
+def test_gpu_cases_without_time_are_named_and_not_run(tmp_path):
+    cells = {"tp2": ("no model", {}, ([], []), ([], []))}
+    states = world.run(gpu_te.on_two, 2, str(tmp_path), cells, 0.0)
+    assert states == 2 * [{"two: tp2": "FAIL"}]
+
+
+def judged_on_two_gpus(te: float) -> str:
+    exact, local = ([5.0, 4.0], [1.0, 2.0]), ([5.001, 4.0], [1.0, 2.01])
+    return gpu_te.judge_two("tp2", ([5.0, 4.0 + te], [1.0, 2.0]), exact, local)[0]
+
+
+def test_a_layout_of_two_gpus_is_held_to_one_gpus_losses():
+    assert judged_on_two_gpus(1e-3) == "ok" and judged_on_two_gpus(0.1) == "DIFF"
+
+
+def test_gpu_cases_side_by_side_are_told_as_they_come(tmp_path, monkeypatch, capsys):
+    fake = tmp_path / "python"
+    lines = (f"{state:4} lora     {name:40} 1.0 s" for state, name in (("ok", "a"), ("DIFF", "b")))
+    fake.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + "exit 7\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(gpu_te.sys, "executable", str(fake))
+    monkeypatch.setattr(gpu_te, "PARTS", ("lora:",))
+    states = gpu_te.side_by_side(2, float("inf"))
+    assert {name.split()[-1]: state for name, state in states.items()} == {
+        "a": "ok",
+        "b": "DIFF",
+        "process": "ended with 7",
+    }
+    assert "DIFF lora     b" in capsys.readouterr().out
+
+
+def test_words_choose_the_gpu_cases_of_a_group_or_by_name():
+    chosen = gpu_te.chosen
+    assert chosen([], "lora", "a") and chosen(["lora:"], "lora", "a") and chosen(["a"], "lora", "a")
+    assert not chosen(["lora:"], "resume", "TE lora")

@@ -15,6 +15,8 @@ import multiprocessing.forkserver
 import os
 import queue
 import shutil
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -105,6 +107,21 @@ def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
     """What `function(*args, **kwargs)` returns on each of `ranks` ranks, in order of rank."""
     with _started(function, ranks, args, kwargs) as (processes, answers):
         return _collect(function, processes, answers, time.monotonic() + timeout_s, timeout_s)
+
+
+def is_late(end: float) -> bool:
+    """Whether `end`, by time.time(), is past on any rank. Collective, in a world."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    late = torch.tensor(float(time.time() > end), device=device)
+    torch.distributed.all_reduce(late)
+    return bool(late)
+
+
+def end_when_told() -> None:
+    """SIGTERM leaves the process by SystemExit: the worlds that it has started end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def exits(

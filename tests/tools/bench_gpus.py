@@ -1,6 +1,6 @@
 """Several GPUs: training speed by layout, and parity over nccl.
 
-    torchrun --standalone --nproc_per_node 2 -m tests.tools.bench_gpus [parity] [CASE ...]
+    torchrun --standalone --nproc_per_node 2 -m tests.tools.bench_gpus [parity] [CASE ...] [limit=S]
 
 On a machine with two GPUs or more; about a minute of imports and kernels, then 10 to 20 s a case.
 One process a rank runs all cases in turn. Each is the model of bench_gpu.py's "1.5B short steps"
@@ -9,7 +9,8 @@ case's: `python -m tests.tools.bench_gpu "1.5B short steps" experts ours` on one
 torch's fully_shard over transformers' model with Liger kernels, where they are installed, float32
 master weights and bf16 products.
 
-parity: small models in float32 in every layout of two GPUs, against the torch backend on one.
+parity: small models in float32 in layouts of two GPUs, against the torch backend on one. limit=S:
+what has not begun after S seconds is named and not run.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 import traceback
 
 import torch
@@ -115,8 +117,8 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
     )
 
 
-def in_turn(names: list[str], folder: str) -> int:
-    """Measure the cases in this world of ranks -> how many failed."""
+def in_turn(names: list[str], folder: str, end: float) -> int:
+    """Measure the cases in this world of ranks -> how many failed, or had not begun at `end`."""
     from megatron.core import parallel_state as mpu
 
     failed = 0
@@ -124,6 +126,8 @@ def in_turn(names: list[str], folder: str) -> int:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         try:
+            if world.is_late(end):
+                raise TimeoutError("not run: no time was left")
             line = measure(name, f"{folder}/{name}")
         except Exception as error:
             traceback.print_exc()
@@ -140,6 +144,11 @@ def in_turn(names: list[str], folder: str) -> int:
 
 
 EXPERT_KEYS = dict(adam_epsilon=1e-4)
+PARITY = {
+    "dense": "dp2_overlap tp2 pp2_variable cp2".split(),
+    "experts": "ep2 tp2 pp2 cp2ep2".split(),
+    "packed": "dp2_overlap tp2_sp pp2_vpp2 cp2".split(),
+}
 
 
 def parity_on_one(folder: str) -> dict:
@@ -154,27 +163,33 @@ def parity_on_one(folder: str) -> dict:
     return world.run(gpu.in_turn, 1, references, {}, f"{folder}/one", timeout_s=200)[0]
 
 
-def parity(folder: str, curves: dict) -> float:
+def parity(folder: str, curves: dict, end: float) -> float:
     """The largest float32 difference from curves, of loss or relative of the gradient norm, over
-    the suite's layouts of as many ranks as there are.
+    the suite's layouts of as many ranks as there are; of those of two ranks the ones whose
+    messages differ from the others'. Infinite where one had not begun at `end`.
     """
     ranks, cells = dist.get_world_size(), {}
-    for kind, where in (("dense", {**layouts.DENSE, **layouts.CUT}), ("experts", layouts.EXPERTS)):
-        keys = EXPERT_KEYS if kind == "experts" else {}
+    for kind, where, keys in (
+        ("dense", {**layouts.DENSE, **layouts.CUT}, {}),
+        ("experts", layouts.EXPERTS, EXPERT_KEYS),
+        ("packed", layouts.PACKED_LAYOUTS, PACKED),
+    ):
+        model = "experts" if kind == "experts" else "dense"
         for name, (needed, own) in where.items():
-            if needed == ranks:
-                cells[f"{kind}: {name}"] = (f"{folder}/{kind}", kind, {**keys, **own})
-    for name, (needed, own) in layouts.PACKED_LAYOUTS.items():
-        if needed == ranks:
-            cells[f"packed: {name}"] = (f"{folder}/dense", "dense", {**own, **PACKED})
-    return max(max(pair) for pair in gpu.in_turn(cells, curves, folder).values())
+            if needed == ranks and (ranks > 2 or name in PARITY[kind]):
+                cells[f"{kind}: {name}"] = (f"{folder}/{model}", model, {**keys, **own})
+    return max(max(pair) for pair in gpu.in_turn(cells, curves, folder, end).values())
 
 
 def main(names: list[str]) -> int:
+    limits = [float(name.removeprefix("limit=")) for name in names if name.startswith("limit=")]
+    end = time.time() + min(limits, default=3600.0)
+    names = [name for name in names if not name.startswith("limit=")]
     unknown = [name for name in names if name not in CASES and name != "parity"]
     if unknown or "LOCAL_RANK" not in os.environ:
         print(f"{__doc__}\nunknown: {unknown}; cases: parity, {', '.join(CASES)}")
         return 2
+    world.end_when_told()
     cases = [name for name in CASES if name in names or not names]
     folder = f"{tempfile.gettempdir()}/bench_gpus-{os.environ['MASTER_PORT']}"
     with_parity, curves = "parity" in names or not names, [None]
@@ -183,10 +198,10 @@ def main(names: list[str]) -> int:
     from mca_lite import parallel
 
     parallel.start_process_group(600)
-    failed = in_turn(cases, folder)
+    failed = in_turn(cases, folder, end)
     if with_parity:
         dist.broadcast_object_list(curves)
-        worst = parity(folder, curves[0])
+        worst = parity(folder, curves[0], end)
         failed += not worst <= gpu.TOLERANCE
         if dist.get_rank() == 0:
             print(f"parity: worst {worst:.1e}, expected at most {gpu.TOLERANCE}", flush=True)

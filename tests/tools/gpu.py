@@ -107,20 +107,25 @@ def on_one_gpu(folder: str) -> list[float]:
     return limits
 
 
-def in_turn(cells: dict, wanted: dict, folder: str) -> dict:
+def in_turn(cells: dict, wanted: dict, folder: str, end: float = float("inf")) -> dict:
     """In a world of nccl ranks, for cells {name: (model folder, name of its reference, keys)}:
-    {name: differences from the reference's curve}, infinite where it failed; where wanted is {},
-    {name: curve}.
+    {name: differences from the reference's curve}, infinite where it failed, or had not begun at
+    `end`, by time.time(); where wanted is {}, {name: curve}.
     """
     from megatron.core import parallel_state as mpu
 
     out, world_size = {}, dist.get_world_size()
     for name, (path, reference, keys) in cells.items():
         try:
+            if world.is_late(end):
+                raise TimeoutError("not run: no time was left")
             curve = quiet(path, f"{folder}/{name}", **keys)
             out[name] = worst(curve, wanted[reference]) if wanted else curve
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
+            elif dist.get_rank() == 0:
+                print(f"{name}: {error}", flush=True)
             out[name] = (float("inf"), float("inf"))
         if dist.get_rank() == 0 and wanted:
             print(
@@ -199,6 +204,7 @@ def main(words: list[str]) -> int:
     if not torch.cuda.is_available():
         print("no CUDA here: the CPU's tests are `make test`")
         return 2
+    world.end_when_told()
     if words[:1] == ["te"]:
         return gpu_te.main(words[1:])
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

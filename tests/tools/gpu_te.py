@@ -1,5 +1,9 @@
-"""Transformer Engine on a GPU: `make gpu ARGS="te"`, or `make gpu ARGS="te fp8 lora"` for the cases
-whose group or name has one of these words.
+"""Transformer Engine on a GPU: `make gpu ARGS="te"`, or `make gpu ARGS="te fp8 dense:"` for the
+cases whose "group: name" has one of these words.
+
+Without words the groups run side by side, in six processes on one GPU, and then those of two GPUs,
+where there are two. jobs=N: in N processes, jobs=1: in this one. limit=S: what has not begun after
+S seconds is named and not run.
 
 Each case trains a small model for a few steps on TE's layers, and on local ones in the same
 precision and in float32: TE may be off the float32 run as far as the local layers are, times a
@@ -21,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # a repeated run is the same to the bit: attention without atomic additions
@@ -54,9 +59,23 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 TP2, CP2 = dict(tensor_model_parallel_size=2), dict(context_parallel_size=2)
 SP = dict(sequence_parallel=True)
 CASE_S = 120
+# side by side: the groups of a process, longest first
+PARTS = ("learning:", "resume: convert:", "modes: dpo:", "dense:", "lora:", "experts: fp8:")
+
+# What no run of a group may be off by, on whatever layers: loss, relative gradient norm, and the
+# worst tensor's way from the start, as parts of the whole way. Measured on an H200, bf16 against
+# float32: 8e-3, 8e-3, 0.2; experts, whose tokens go elsewhere: 7e-3, 0.42, 0.34. FP8 against bf16:
+# 3e-2, 6e-2, 0.71. A run that trains nothing has a way of 1 (and 0 to another one that does not,
+# which `trained` shows), a resume that loses Adam's counter a loss of 0.14.
+PLAIN, MIXED = dict(loss=2e-2, norm=3e-2, move=0.5), dict(loss=3e-2, norm=0.5, move=0.6)
+IN_FP8 = dict(loss=5e-2, norm=0.15, move=0.85, eval=0.1)
 
 CASES: list[tuple[str, str, object]] = []  # (group, name, action -> (whether it is right, numbers))
 TMP = ""
+
+
+def chosen(words: list[str], group: str, name: str) -> bool:
+    return not words or any(word in f"{group}: {name}" for word in words)
 
 
 def add(group: str, name: str, function, *args, **keys) -> None:
@@ -193,13 +212,27 @@ def relative(a: list, b: list) -> float:
 
 
 def moved(a: dict, b: dict, start: dict) -> float:
-    """The worst tensor's |a - b| / |b - start|."""
-    assert a.keys() == b.keys(), f"other tensors: {sorted(a.keys() ^ b.keys())[:4]}"
+    """The worst tensor's |a - b| / |b - start|, where a way is at least what an export in bf16
+    rounds away.
+    """
+    assert a.keys() == b.keys() == start.keys(), f"other tensors: {sorted(a.keys() ^ b.keys())[:4]}"
     worst = 0.0
     for name, tensor in b.items():
-        way = (tensor - start[name]).norm() if name in start else tensor.norm()
+        way = (tensor - start[name]).norm() + 2**-8 * tensor.norm()
         worst = max(worst, float((a[name] - tensor).norm() / way.clamp(min=1e-12)))
     return worst
+
+
+def trained(tensors: dict, start: dict) -> bool:
+    """Whether the tensors, as one vector, went further from the start than rounding takes them."""
+    way = sum(float((tensor - start[name]).square().sum()) for name, tensor in tensors.items())
+    length = sum(float(tensor.square().sum()) for tensor in start.values())
+    return way > 0.01**2 * length
+
+
+def within(numbers: dict, bounds: dict, run: str = "") -> bool:
+    """Whether numbers (those of one run: "loss te") are in the bounds that they have."""
+    return all(numbers.get(f"{what} {run}".strip(), 0.0) <= bounds[what] for what in bounds)
 
 
 _references: dict = {}
@@ -220,7 +253,9 @@ def reference(path: str, dtype: str, **keys) -> dict:
 
 
 def compare(path, start=None, bound=1.0, dtype="bf16", impl=TE, wanted_impl=None, **keys):
-    """TE and local layers in one precision, against local layers in float32."""
+    """TE and local layers in one precision, against local layers in float32: TE at most a few times
+    as far off as the local ones, and neither beyond the bounds of their kind.
+    """
     exact, local = reference(path, "float32", **keys), reference(path, dtype, **keys)
     got = train(path, impl, bf16=dtype == "bf16", fp16=dtype == "fp16", **keys)
     start = read(path) if start is None else start()
@@ -229,18 +264,29 @@ def compare(path, start=None, bound=1.0, dtype="bf16", impl=TE, wanted_impl=None
         numbers[f"loss {name}"] = apart(run["loss"], exact["loss"])
         numbers[f"norm {name}"] = relative(run["norm"], exact["norm"])
         numbers[f"move {name}"] = moved(run["tensors"], exact["tensors"], start)
-        numbers[f"eval {name}"] = apart(run["eval"], exact["eval"])
-    ok = all(numbers[f"{what} te"] <= bound * (3 * numbers[f"{what} local"] + room)
-             for what, room in (("loss", 3e-3), ("eval", 3e-3), ("norm", 2e-2)))  # fmt: skip
+        if keys.get("evaluate"):
+            assert len(run["eval"]) == len(exact["eval"]) > 0
+            numbers[f"eval {name}"] = apart(run["eval"], exact["eval"])
+    rooms = dict(loss=3e-3, norm=2e-2, **({"eval": 3e-3} if keys.get("evaluate") else {}))
+    ok = all(
+        numbers[f"{what} te"] <= bound * (3 * numbers[f"{what} local"] + room)
+        for what, room in rooms.items()
+    )
     ok &= numbers["move te"] <= bound * (2 * numbers["move local"] + 0.05)
+    limits = MIXED if bound == 3.0 else PLAIN
+    ok &= within(numbers, limits, "te") and within(numbers, limits, "local")
+    ok &= trained(exact["tensors"], start)
     ok &= got["impl"] == (wanted_impl or (TE if impl == "auto" else impl))
     return ok, {**numbers, "ran": f"{got['impl']}, {got['optimizer']}"}
 
 
 def runs(path, impl=TE, wanted_impl=None, **keys):
     got = train(path, impl, **{"bf16": True, **keys})
-    finite = all(map(math.isfinite, got["loss"] + got["norm"]))
-    return finite and got["impl"] == (wanted_impl or impl), dict(loss=got["loss"], ran=got["impl"])
+    # an untrained model guesses all tokens alike; seen: up to 0.33 above
+    near = all(abs(loss - math.log(VOCAB)) < 0.5 for loss in got["loss"])
+    return near and all(map(math.isfinite, got["norm"])) and got["impl"] == (
+        wanted_impl or impl
+    ), dict(loss=got["loss"], ran=got["impl"])
 
 
 def refuses(path, *words, impl=TE, **keys):
@@ -351,7 +397,8 @@ def offloaded(path, impl, dtype, **keys):
     plain = train(path, impl, bf16=bf16, export=False)
     got = train(path, impl, bf16=bf16, export=False, optimizer_cpu_offload=True, **keys)
     loss = apart(got["loss"], plain["loss"])
-    return loss < (5e-3 if bf16 else 1e-4), dict(loss=loss, optimizer=got["optimizer"])
+    ok = loss < (5e-3 if bf16 else 1e-4) and "Offloaded" in got["optimizer"]
+    return ok, dict(loss=loss, optimizer=got["optimizer"])
 
 
 def logits():
@@ -481,8 +528,9 @@ def dpo(path, lora=False, pack=0, **changes):
     for key in ("loss", "logps/chosen", "grad_norm"):
         for name, run in (("te", got), ("local", local)):
             numbers[f"{key} {name}"] = apart([s[key] for s in run], [s[key] for s in exact])
-    room = 0.06 if changes else 1e-2
-    return numbers["loss te"] <= 4 * numbers["loss local"] + room, numbers
+    # seen: 7e-3 off, in FP8 6e-2; adapters that are not trained are 2.4e-2 off
+    ok = numbers["loss local"] <= 1.5e-2
+    return ok and numbers["loss te"] <= (0.08 if changes else 1.5e-2), numbers
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -501,20 +549,25 @@ def resumed(path, impl=TE, then=None, **keys):
     if then == LOCAL:
         keys = {name: value for name, value in keys.items() if not name.startswith("fp8")}
     got = train(path, then or impl, resume_from_checkpoint="auto", **saves, **keys)
-    start = read(path) if "adapt" not in keys else {}
+    start = lora_start(path, keys["adapt"]) if "adapt" in keys else read(path)
     numbers = dict(
         loss=apart(got["loss"], whole["loss"]),
         norm=relative(got["norm"], whole["norm"]),
         move=moved(got["tensors"], whole["tensors"], start),
     )
     exact = not any(numbers.values())
-    if keys.get("fp8_recipe") == "delayed" or (then and impl == TE and whole["fp8"]):
-        ok = numbers["loss"] < 2e-2  # its past values are not in a checkpoint
+    if whole["fp8"] and (then or keys["fp8_recipe"] == "delayed"):
+        # to bf16: FP8's whole noise; to itself: its past values are not in a checkpoint
+        ok = within(numbers, IN_FP8)
     elif then:
-        ok = numbers["loss"] < 5e-3 and numbers["norm"] < 5e-2 and numbers["move"] < 0.2
+        ok = within(numbers, dict(loss=5e-3, norm=3e-2, move=0.2))
     else:
         ok = exact
-    return ok, {"to the bit": exact, **numbers, "ran": got["optimizer"]}
+    return ok and trained(whole["tensors"], start), {
+        "to the bit": exact,
+        **numbers,
+        "ran": got["optimizer"],
+    }
 
 
 def checkpoint_cases() -> None:
@@ -618,13 +671,15 @@ def in_fp8(family="qwen3", changes=None, adapt=None, **keys):
         _references[key] = train(path, TE, **meant, **plain_keys)
     plain, got = _references[key], train(path, TE, **meant, **keys)
     start = lora_start(path, adapt) if adapt else read(path)
+    assert len(got["eval"]) == len(plain["eval"]) > 0
     numbers = dict(
         loss=apart(got["loss"], plain["loss"]),
         norm=relative(got["norm"], plain["norm"]),
         eval=apart(got["eval"], plain["eval"]),
         move=moved(got["tensors"], plain["tensors"], start),
     )
-    ok = 0 < numbers["loss"] < 0.08 and numbers["norm"] < 0.3 and got["fp8"] > 0
+    ok = numbers["loss"] > 0 and got["fp8"] > 0 and within(numbers, IN_FP8)
+    ok &= trained(plain["tensors"], start) and trained(got["tensors"], start)
     return ok, {**numbers, "modules in fp8": got["fp8"]}
 
 
@@ -670,7 +725,8 @@ def fp8_cases() -> None:
 
 # -- learning --------------------------------------------------------------------------------------
 
-STEPS, LENGTH, TOKENS = 200, 512, 8192  # of a run, of a row, of the vocabulary
+STEPS, ROWS, LENGTH, TOKENS = 200, 32, 512, 8192  # of a run, a step, a row, the vocabulary
+HELD_OUT = 128  # rows: 65 thousand tokens
 
 
 def text_rows(count: int) -> list[dict]:
@@ -697,7 +753,7 @@ _learned: dict = {}
 
 
 def learned(**keys) -> float:
-    """The mean loss of the last 20 of 200 steps on text, from weights drawn from one seed."""
+    """The loss on held-out text after 200 steps, from weights drawn from one seed."""
     from transformers import AutoConfig as HF
 
     from mca_lite import AutoConfig, AutoModel, McaTrainer, TrainingArguments
@@ -706,7 +762,8 @@ def learned(**keys) -> float:
     if key in _learned:
         return _learned[key]
     if "rows" not in _learned:
-        _learned["rows"], _learned["folder"] = text_rows(STEPS * 16), new_folder("text")
+        rows, _learned["folder"] = text_rows(STEPS * ROWS + HELD_OUT), new_folder("text")
+        _learned["rows"], _learned["held out"] = rows[HELD_OUT:], rows[:HELD_OUT]
         shape = dict(
             hidden_size=768,
             intermediate_size=2304,
@@ -721,7 +778,8 @@ def learned(**keys) -> float:
     args = TrainingArguments(
         output_dir=new_folder(),
         bf16=True,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=ROWS,
+        num_train_epochs=STEPS,  # of however few rows there are: max_steps ends it
         max_steps=STEPS,
         logging_steps=1,
         learning_rate=6e-4,
@@ -737,13 +795,12 @@ def learned(**keys) -> float:
         model = AutoModel.from_config(AutoConfig.from_pretrained(_learned["folder"], args), args)
         trainer = McaTrainer(model=model, args=args, train_dataset=_learned["rows"])
         trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    _learned[key] = sum(losses[-20:]) / 20
+        _learned[key] = trainer.evaluate(_learned["held out"])["eval_loss"]
     return _learned[key]
 
 
 def learns(then: dict, **keys):
-    """The loss at the end is that of TE in bf16, within 1 %; `then` is a run of local layers or of
+    """The held-out loss is that of TE in bf16, within 1 %; `then` is a run of local layers or of
     FP8.
     """
     wanted, got = learned(transformer_impl=TE, **keys), learned(**then, **keys)
@@ -765,76 +822,76 @@ def learning_cases() -> None:
 # -- two GPUs --------------------------------------------------------------------------------------
 
 MULTI = {
-    "dp2 distributed": OVERLAP,
-    "dp2 fp8": fp8("tensorwise"),
     "dp2 fp8 delayed distributed": {**fp8("delayed"), **OVERLAP},
     "tp2": TP2,
-    "tp2+sp": {**TP2, **SP},
     "tp2+sp packed": {**TP2, **SP, **PACKED},
-    "tp2+sp fp8": {**TP2, **SP, **fp8("tensorwise")},
     "tp2+sp fp8 delayed packed": {**TP2, **SP, **PACKED, **fp8("delayed")},
-    "tp2 lora": {**TP2, "adapt": "lora"},
-    "tp2+sp lora fp8": {**TP2, **SP, "adapt": "lora", **fp8("tensorwise")},
-    "cp2": CP2,
-    "cp2 packed": {**CP2, **PACKED},
-    "cp2 fp8": {**CP2, **fp8("tensorwise")},
+    "tp2+sp lora": {**TP2, **SP, "adapt": "lora"},
     "cp2 packed recomputed": {**CP2, **PACKED, **FULL},
-    "pp2": dict(pipeline_model_parallel_size=2),
+    "cp2 fp8": {**CP2, **fp8("tensorwise")},
     "pp2 fp8": dict(pipeline_model_parallel_size=2, **fp8("tensorwise")),
-    "experts ep2": dict(family="qwen3_moe", expert_model_parallel_size=2),
-    "experts tp2+sp": dict(family="qwen3_moe", **TP2, **SP),
+    "experts ep2": dict(family="qwen3_moe", expert_model_parallel_size=2, **AUX),
+    "experts tp2+sp": dict(family="qwen3_moe", **TP2, **SP, **AUX),
 }
 
 
-def in_turn(folder: str, cells: dict) -> dict:
-    """On each of two ranks: {name: (loss, norm) or an error} of every cell."""
+def on_two(folder: str, cells: dict, end: float) -> dict[str, str]:
+    """On each of two ranks: train every cell, {name: (path, keys, losses and norms of one GPU in
+    float32, in bf16)}, and print its line at once -> {case: state}. What has not begun at
+    `end`, by the clock, is named and not run.
+    """
     from megatron.core import parallel_state as mpu
 
     global TMP
-    TMP, out = folder, {}
-    for name, (path, keys) in cells.items():
-        keys = dict(keys)
+    TMP, states = folder, {}
+    for name, (path, keys, exact, local) in cells.items():
+        late = world.is_late(end)
+        started, keys = time.time(), dict(keys)
         if keys.pop("adapt", None):
             keys["adapt"] = lora_on()
         try:
+            if late:
+                raise TooLong("not run: no time was left")
             got = train(path, TE, export=False, out=f"{folder}/{name}", bf16=True, **keys)
-            out[name] = got["loss"], got["norm"]
+            state, words = judge_two(name, (got["loss"], got["norm"]), exact, local)
         except Exception as error:
-            out[name] = f"{type(error).__name__}: {error}"[:500]
-            if torch.distributed.get_rank() == 0:
-                traceback.print_exc()
+            state, words = "FAIL", f"{type(error).__name__}: {error}"[:500]
+            traceback.print_exc()
+        if torch.distributed.get_rank() == 0:
+            say(state, "two", name, started, words)
+        states[f"two: {name}"] = state
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
-    return out
+    return states
 
 
-_multi: dict = {}
+def judge_two(name: str, got, exact, local) -> tuple[str, str]:
+    """("ok" or "DIFF", the numbers) of a layout of two GPUs."""
+    numbers = {}
+    for run, (losses, norms) in (("te", got), ("local", local)):
+        numbers[f"loss {run}"] = apart(losses, exact[0])
+        numbers[f"norm {run}"] = relative(norms, exact[1])
+    limits = IN_FP8 if "fp8" in name else MIXED if "experts" in name else PLAIN
+    limits = dict(loss=limits["loss"], norm=limits["norm"])
+    ok = within(numbers, limits, "te") and within(numbers, limits, "local")
+    return ("ok" if ok else "DIFF"), text(numbers)
 
 
-def on_two(name: str):
-    """A layout of two GPUs on TE against one GPU, local layers in float32 and TE."""
-    if not _multi:
-        cells = {}
-        for cell, keys in MULTI.items():
-            keys = dict(keys)
-            cells[cell] = model_of(keys.pop("family", "qwen3")), keys
-        _multi.update(world.run(in_turn, 2, f"{TMP}/two", cells, timeout_s=280)[0])
-    keys = dict(MULTI[name])
-    path = model_of(keys.pop("family", "qwen3"))
-    adapt = {"adapt": lora_on()} if keys.pop("adapt", None) else {}
-    exact = reference(path, "float32", **keys, **adapt)
-    local = reference(path, "bf16", **keys, **adapt)
-    got = _multi[name]
-    if isinstance(got, str):
-        return False, {"error": got}
-    numbers = {"loss te": apart(got[0], exact["loss"]), "norm te": relative(got[1], exact["norm"])}
-    numbers["loss local"] = apart(local["loss"], exact["loss"])
-    numbers["norm local"] = relative(local["norm"], exact["norm"])
-    if "fp8" in name:
-        return numbers["loss te"] < 0.1 and numbers["norm te"] < 0.3, numbers
-    bound = 3.0 if "experts" in name else 1.0
-    ok = numbers["loss te"] <= bound * (3 * numbers["loss local"] + 3e-3)
-    return ok and numbers["norm te"] <= bound * (3 * numbers["norm local"] + 2e-2), numbers
+def two(words: list[str], end: float) -> dict[str, str]:
+    """The layouts of two GPUs that the words choose, in one world -> {case: state}."""
+    cells = {}
+    for name, keys in MULTI.items():
+        if not chosen(words, "two", name):
+            continue
+        keys = dict(keys)
+        path = model_of(keys.pop("family", "qwen3"))
+        meant = {**keys, "adapt": lora_on()} if "adapt" in keys else keys
+        runs_of_one = (reference(path, dtype, **meant) for dtype in ("float32", "bf16"))
+        cells[name] = path, keys, *((run["loss"], run["norm"]) for run in runs_of_one)
+    if not cells:
+        return {}
+    left = max(end - time.time(), 0.0)
+    return world.run(on_two, 2, f"{TMP}/two", cells, end, timeout_s=left + CASE_S)[0]
 
 
 # -- one after another -----------------------------------------------------------------------------
@@ -853,53 +910,102 @@ def text(numbers: dict) -> str:
     return " ".join(", ".join(parts).split())
 
 
-def run_case(group: str, name: str, action) -> bool:
+def say(state: str, group: str, name: str, started: float, words: str) -> None:
+    print(f"{state:4} {group:8} {name:40} {time.time() - started:5.1f} s  {words}", flush=True)
+
+
+def run_case(group: str, name: str, action) -> str:
+    """Print the case's line -> its state."""
     started, words = time.time(), ""
-    signal.alarm(CASE_S if group != "two" else 3 * CASE_S)
+    signal.alarm(3 * CASE_S if group == "learning" else CASE_S)
     try:
         ok, numbers = action()
         state, words = "ok" if ok else "DIFF", text(numbers)
     except Exception as error:
-        ok, state, words = False, "FAIL", f"{type(error).__name__}: {error}"[:600]
+        state, words = "FAIL", f"{type(error).__name__}: {error}"[:600]
         traceback.print_exc()
     signal.alarm(0)
     with contextlib.suppress(ImportError):  # TE keeps the scales of models that are gone
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         FP8GlobalStateManager.reset()
-    print(f"{state:4} {group:8} {name:40} {time.time() - started:5.1f} s  {words}", flush=True)
-    return ok
+    say(state, group, name, started, words)
+    return state
+
+
+def side_by_side(jobs: int, end: float) -> dict[str, str]:
+    """All groups in `jobs` processes on the first GPU, whose lines are printed as they come ->
+    {case: state}. They end with this one.
+    """
+    children, states = [], {}
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+    def run(part: str) -> None:
+        words = [*part.split(), "jobs=1", f"limit={max(end - time.time(), 0):.0f}"]
+        command = [sys.executable, "-u", "-W", "ignore", "-m", "tests.tools.gpu_te", *words]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": one_gpu}
+        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        for line in child.stdout:
+            if line[:5] in ("ok   ", "DIFF ", "FAIL "):
+                print(line, end="", flush=True)
+                states[line[5:54]] = line[:4].strip()
+        if child.wait() not in (0, 1):
+            states[f"{part} its process"] = f"ended with {child.returncode}"
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        list(pool.map(run, PARTS))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+    return states
+
+
+def one_by_one(words: list[str], end: float) -> dict[str, str]:
+    """The cases of one GPU that the words choose, in this process -> {case: state}."""
+    groups = dense_cases, mode_cases, lora_cases, checkpoint_cases, expert_cases, fp8_cases
+    for make in (*groups, learning_cases):
+        make()
+    states = {}
+    for group, name, action in CASES:
+        if not chosen(words, group, name):
+            continue
+        if time.time() > end:
+            states[f"{group}: {name}"] = "FAIL"
+            say("FAIL", group, name, time.time(), "not run: no time was left")
+        else:
+            states[f"{group}: {name}"] = run_case(group, name, action)
+    return states
 
 
 def main(words: list[str]) -> int:
-    """Run the cases whose group is one of `words`, or whose name has one of them; all without
-    words. Returns 1 where a case is not ok."""
+    """Run the cases that the words choose. Returns 1 where one is not ok, or there is none."""
     global TMP
     from mca_lite import model_te
 
     if not model_te.transformer_engine_works():
         print("Transformer Engine does not work here: its cases are left out")
         return 0
-    groups = dense_cases, mode_cases, lora_cases, checkpoint_cases, expert_cases, fp8_cases
-    for make in (*groups, learning_cases):
-        make()
-    for name in MULTI if torch.cuda.device_count() > 1 else ():
-        add("two", name, on_two, name)
-    chosen = [
-        case for case in CASES if not words or any(w == case[0] or w in case[1] for w in words)
-    ]
+    options = dict(word.split("=") for word in words if word.startswith(("jobs=", "limit=")))
+    words = [word for word in words if word.partition("=")[0] not in options]
+    jobs, started = int(options.get("jobs", 1 if words else len(PARTS))), time.time()
+    end = started + float(options.get("limit", 3600))
     signal.signal(signal.SIGALRM, _stop)
-    print(model_te.found_here())
-    started, failed = time.time(), []
-    with tempfile.TemporaryDirectory() as folder:
-        TMP = folder
-        for group, name, action in chosen:
-            if not run_case(group, name, action):
-                failed.append(f"{group}: {name}")
-    done = len(chosen) - len(failed)
-    print(f"{done} of {len(chosen)} cases of Transformer Engine in {time.time() - started:.0f} s")
-    print("\n".join(["not ok:", *failed]) if failed else "all ok")
-    return int(bool(failed) or not chosen)
+    world.end_when_told()
+    print(model_te.found_here(), flush=True)
+    with tempfile.TemporaryDirectory() as TMP:
+        alone = jobs == 1 or words
+        states = one_by_one(words, end) if alone else side_by_side(jobs, end)
+        if torch.cuda.device_count() > 1:
+            states.update(two(words, end))
+    failed = [name for name, state in states.items() if state != "ok"]
+    done, seconds = len(states) - len(failed), time.time() - started
+    print(f"{done} of {len(states)} cases of Transformer Engine in {seconds:.0f} s")
+    print("\n".join(["not ok:", *failed]) if failed else "all ok", flush=True)
+    return int(bool(failed) or not states)
 
 
 if __name__ == "__main__":
