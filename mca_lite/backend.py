@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import lora, lora_files, parallel
+from . import cpu, lora, lora_files, model_fused, parallel
 from .args_run import check_together
 from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
 
@@ -32,6 +32,8 @@ class Backend(abc.ABC):
     def __init__(self, model, args, losses: BalancingLosses):
         kind = "full" if lora.spec_of(model) is None else "lora"
         check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
+        cpu.apply_on_cuda()
+        model_fused.switch(args.torch_compile)
         self.model, self.args = model, args
         self.dtype = torch.float32  # of the computation
         if args.bf16:

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from . import cpu, lora_files, model_fused, parallel, weights_convert
+from . import lora_files, parallel, weights_convert
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
@@ -52,8 +52,6 @@ class MegatronBackend(Backend):
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
         self.config.rows_are_packed = args.sequence_packing
         self.config.loss_weights_differ = False  # until the objective says so
-        cpu.apply_on_cuda()
-        model_fused.switch(args.torch_compile)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._accumulate_in_place(models)
         if self.config.num_moe_experts:

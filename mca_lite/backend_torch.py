@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import ckpt, cpu, lora, lora_files, model_fused, parallel, weights_files, weights_sources
+from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sources
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
 from .backend import Backend
@@ -119,7 +119,6 @@ class TorchBackend(Backend):
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        model_fused.switch(args.torch_compile)
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(

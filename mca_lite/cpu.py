@@ -165,6 +165,7 @@ def _cuda_table():
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.tensor_parallel.layers as layers
+    import torch._inductor.config as inductor
     from megatron.core.utils import local_multi_tensor_l2_norm
 
     waits = "megatron's own loops launch a kernel for each tensor, and the norm waits for each"
@@ -181,6 +182,10 @@ def _cuda_table():
         own = "a product that adds to the float32 gradient needs no Apex: torch has one"
         yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, own
         yield layers, "_grad_accum_fusion_available", True, own
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # until they are ready, which takes longer than the first step, this process compiles
+        late = "processes that compile start for seconds, while training wants the cores"
+        yield inductor, "compile_threads", 1, late
 
 
 def _table():

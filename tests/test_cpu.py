@@ -80,6 +80,23 @@ def test_the_table_can_be_read_without_changing_anything(fresh_cpu):
     assert len(rows) > 30 and (torch.zeros, torch.cuda.current_device, torch.Tensor.type) == before
 
 
+@pytest.mark.parametrize("asked", [None, "4"])
+def test_on_cuda_no_process_beside_training_compiles_unless_it_is_asked_for(monkeypatch, asked):
+    import torch._inductor.config as inductor
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", asked)
+    rows = [row for row in cpu._cuda_table() if row[0] is inductor]
+    assert [row[1:3] for row in rows] == ([] if asked else [("compile_threads", 1)])
+    for owner, attribute, replacement, _ in rows:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, replacement)
+            assert AsyncCompile.use_process_pool() is False
+            assert AsyncCompile.process_pool.cache_info().currsize == 0
+
+
 @without_cuda
 def test_constructors_read_cuda_as_the_cpu_and_leave_other_devices_alone():
     assert torch.zeros(2, device="cuda").device.type == "cpu"
