@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from . import lora_files, parallel, weights_convert
+from . import lora, lora_files, parallel, weights_convert
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
@@ -207,8 +207,10 @@ class MegatronBackend(Backend):
 
     def create_optimizer(self):
         """Also ties the model's config to the optimizer, which the schedule reads."""
-        self.optimizer = create_megatron_optimizer(self.args, self.chunks, self.config.params_dtype)
         config, chunks = self.config, self.chunks
+        has_adapters = lora.spec_of(self.model) is not None
+        dtype = config.params_dtype
+        self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:

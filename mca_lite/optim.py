@@ -13,6 +13,8 @@ max * n / w in the warm-up, then by style:
 and min after D. The first update uses the rate of n = 0.
 """
 
+import functools
+
 import torch
 
 from . import before_megatron  # noqa: F401  # isort: skip
@@ -119,48 +121,54 @@ class SplitMasterOptimizer(FP32Optimizer):
         self.optimizer.forget_masters()
 
 
-def splits_masters(args, chunks: list) -> bool:
-    """Whether SplitMasterOptimizer updates a model: one that trains weights in bf16, as adapters
-    are not. What megatron's distributed or offloaded optimizer keeps is elsewhere anyway."""
-    if args.use_distributed_optimizer or args.optimizer_cpu_offload:
-        return False
-    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-    has_bf16 = any(p.dtype == torch.bfloat16 for p in trained)
-    return has_bf16 and OPTIMIZERS[args.optim].halves is not None
-
-
-def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
-    """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master
-    weights.
+def splits_masters(args, params_dtype: torch.dtype, has_adapters: bool) -> bool:
+    """Whether SplitMasterOptimizer updates a model of this dtype, the same on all ranks: adapters
+    are float32, and what megatron's distributed or offloaded optimizer keeps is elsewhere anyway.
     """
-    row, split = OPTIMIZERS[args.optim], splits_masters(args, chunks)
-    make = row.make
-    if split and row.halves:
-        make = row.halves
+    elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
+    is_half = params_dtype == torch.bfloat16 and not has_adapters
+    return is_half and OPTIMIZERS[args.optim].halves is not None and not elsewhere
+
+
+def create_megatron_optimizer(
+    args, chunks: list, params_dtype: torch.dtype, has_adapters: bool = False
+) -> MegatronOptimizer:
+    """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 masters of
+    16-bit weights. has_adapters: only those of LoRA, and what is saved with them, are trained.
+    """
+    split = splits_masters(args, params_dtype, has_adapters)
     config = get_optimizer_config(args, params_dtype)
     config.bf16 = config.bf16 and not split  # megatron makes no masters then
     optimizer = get_megatron_optimizer(config, chunks)
-    own = row.megatron is None or split or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for i, part in enumerate(parts):
-        inner = getattr(part, "optimizer", None)
-        if inner is not None and own:
-            part.optimizer = make(_groups_without_defaults(inner), args)
-        for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) and not own else ():
-            group["foreach"], group["fused"] = False, True  # one kernel for the whole update
-        if inner is not None and args.optimizer_cpu_offload:
+        if getattr(part, "optimizer", None) is None:
+            continue  # nothing to train on this rank
+        if split:
+            groups = _groups_without_defaults(part.optimizer)
+            parts[i] = SplitMasterOptimizer(part, OPTIMIZERS[args.optim].halves(groups, args))
+            continue
+        part.optimizer = _made_here(part, args)
+        if args.optimizer_cpu_offload:
+            make = functools.partial(OPTIMIZERS[args.optim].make, args=args)
             fraction = args.optimizer_offload_fraction
-            part.optimizer = OffloadedOptimizer(
-                part.optimizer, fraction, lambda g: row.make(g, args)
-            )
-        if inner is not None and split:
-            parts[i] = SplitMasterOptimizer(part, part.optimizer)
+            part.optimizer = OffloadedOptimizer(part.optimizer, fraction, make)
     for group in optimizer.param_groups:
         # the scheduler has limits of its own, for every group
         group.pop("min_lr", None)
         group.pop("max_lr", None)
     config.optimizer = args.optim  # checkpoints find the names of the states by it
     return optimizer
+
+
+def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
+    """The torch optimizer of a part of megatron's: its own, if that is what `args` ask for."""
+    row, inner = OPTIMIZERS[args.optim], part.optimizer
+    if row.megatron is None or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+        return row.make(_groups_without_defaults(inner), args)
+    for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
+        group["foreach"], group["fused"] = False, True  # one kernel for the whole update
+    return inner
 
 
 class OffloadedOptimizer:

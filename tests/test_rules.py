@@ -112,6 +112,13 @@ OF_GROUPS = [
     (TrainingArguments, dict(distribute_saved_activations=True), "distribute_saved_activations"),
     (TrainingArguments, dict(overlap_param_gather=True), "overlap_param_gather"),
     (TrainingArguments, dict(optim="sgd", use_distributed_optimizer=True), "optim"),
+    (TrainingArguments, dict(optim="sgd", exp_avg_dtype="bf16"), "exp_avg_dtype"),
+    (TrainingArguments, dict(optim="sgd", exp_avg_sq_dtype="bf16"), "exp_avg_sq_dtype"),
+    (
+        TrainingArguments,
+        dict(optimizer_cpu_offload=True, exp_avg_sq_dtype="bf16"),
+        "exp_avg_sq_dtype",
+    ),
     (
         TrainingArguments,
         dict(moe_token_dispatcher_type="allgather", variable_seq_lengths=True),
