@@ -10,7 +10,10 @@ All weights of a full fine-tune are trained; with LoRA those of the adapters and
 modules_to_save. Tokens are real ones, without padding. The lengths are those of the documents,
 also of packed ones, which do not see each other. `core` is half the sum of query and value
 channels over all heads and layers: a token sees half of its document. The embedding look-up costs
-nothing. What is computed twice (recomputation) or for padding counts as lost time.
+nothing. What is computed twice (recomputation) or for padding counts as lost time. The forward pass
+of a preference loss's reference, where it is not known from before, is work that is asked for:
+
+    2 x weights x tokens  +  2 x core x sum of squared lengths
 """
 
 import re
@@ -158,30 +161,41 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The FLOPs of a step: the formula at the top of this file."""
+    """The FLOPs of a step: the formulas at the top of this file. `beside`: what runs forward only,
+    a reference."""
 
     frozen: float
     trained: float
     core: float
+    beside: "ModelWork | None" = None
 
     def flops(self, tokens: float, squares: float) -> float:
         """tokens: without padding; squares: the sum of the documents' squared lengths."""
-        return (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
+        both = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
+        return both if self.beside is None else both + self.beside.forward(tokens, squares)
+
+    def forward(self, tokens: float, squares: float) -> float:
+        """The FLOPs of a forward pass alone."""
+        return 2 * (self.frozen + self.trained) * tokens + 2 * self.core * squares
 
 
-def model_work(model) -> ModelWork | None:
+def model_work(model, reference=None) -> ModelWork | None:
     """The work of a model in training; None where its sizes are not known.
 
-    model: VirtualModels or a transformers model, with its adapters. Collective over all ranks for
-    VirtualModels with adapters.
+    model: VirtualModels or a transformers model, with its adapters. reference: the model that each
+    batch passes forward only; `model` itself stands for its weights without adapters. Collective
+    over all ranks for VirtualModels with adapters.
     """
     sizes = model_sizes(getattr(model, "config", None))
     if sizes is None:
         return None
+    beside = None if reference is None else model_sizes(reference.config)
+    if beside is not None:
+        beside = ModelWork(beside.weights, 0.0, beside.core)
     if lora.spec_of(model) is None:
-        return ModelWork(0.0, sizes.weights, sizes.core)
+        return ModelWork(0.0, sizes.weights, sizes.core, beside)
     adapters, saved = _trained_weights(model, sizes.expert_share)
-    return ModelWork(sizes.weights - saved, adapters + saved, sizes.core)
+    return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside)
 
 
 def model_sizes(config) -> ModelSizes | None:

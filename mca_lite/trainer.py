@@ -64,6 +64,7 @@ class McaTrainer:
 
     metrics_keys = ["loss"]
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
+    _reference_model = None  # what each batch passes forward only
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class McaTrainer:
     def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
         state, throughput, started = self.state, throughput_of(self.args), time.perf_counter()
-        self._work = model_work(self.model)
+        self._work = model_work(self.model, self._reference_model)
         epoch_begins, loader = True, None
         whole_run, window, skips = self._numbers(), self._numbers(), 0
         self._notify("on_train_begin")

@@ -77,6 +77,8 @@ class DPOTrainer(McaTrainer):
         if ref_model is not None:
             self._guard.check_weights("the reference model", ref_model)
         self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
+        if self.train_config.use_ref_model and self.reference != "cached":
+            self._reference_model = self.model if ref_model is None else ref_model
         self._was_trained = self._start_is_checked = False
 
     # -- a run of the command line

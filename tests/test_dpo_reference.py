@@ -445,3 +445,27 @@ def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):
             said_by, 1, path, str(tmp_path / str(warns)), objective=keys, max_steps=1, **dropout
         )[0]
         assert ("it is ln 2 = 0.6931 where" in said) == warns
+
+
+def work(path: str, adapter: str, out: str) -> dict:
+    """{reference: (weights, those that run forward only beside)} as the log counts them."""
+    cases = {
+        "cached": dict(adapter=adapter, objective={**SIGMOID, "reference": "cached"}),
+        "adapter": dict(adapter=adapter, objective={**SIGMOID, "reference": "adapter"}),
+        "model": dict(objective=SIGMOID, ref=True),
+        "orpo": dict(objective=dict(pref_loss="orpo")),
+    }
+    found = {}
+    for name, keys in cases.items():
+        of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys)._work
+        beside = 0 if of_step.beside is None else of_step.beside.frozen
+        found[name] = of_step.frozen + of_step.trained, beside
+    return found
+
+
+def test_the_log_counts_a_reference_that_runs_beside(start, tmp_path):
+    [found] = world.run(work, 1, *start, str(tmp_path))
+    whole = found["model"][0]
+    assert found["model"] == (whole, whole)  # 4/3 of the model's own work
+    assert found["adapter"][1] == whole < found["adapter"][0]
+    assert found["cached"][1] == found["orpo"][1] == 0

@@ -69,6 +69,17 @@ def test_frozen_weights_cost_four_and_trained_ones_six():
     assert ModelWork(frozen=100, trained=10, core=0).flops(7, 1000) == 7 * (400 + 60)
 
 
+def test_a_reference_that_runs_beside_costs_a_third_of_the_model():
+    # 10 tokens of one document: 2 FLOPs of each weight, and 2 * 10 * 10 / 2 pairs of 6 channels
+    policy, reference = ModelWork(0.0, 292, 12), ModelWork(292, 0.0, 12)
+    assert reference.forward(10, 100) == 2 * 292 * 10 + 2 * (2 * 2 * (10 * 10 / 2) * 6)
+    both = ModelWork(0.0, 292, 12, beside=reference)
+    assert both.flops(10, 100) == policy.flops(10, 100) * 4 / 3
+    # adapters of 5 weights: 4 FLOPs of a frozen weight, 6 of a trained one, 2 more of the frozen
+    adapted = ModelWork(frozen=100, trained=5, core=0, beside=ModelWork(100, 0.0, 0))
+    assert adapted.flops(7, 0) == 7 * (600 + 30)
+
+
 def test_flops_of_qwen3_8b_are_six_per_weight():
     hf = AutoConfig.for_model(
         "qwen3", hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,
