@@ -226,12 +226,10 @@ def _run_lines(layout: _Layout) -> list[str]:
     total, width = layout.model.tensors.total(layout.config), layout.config.params_dtype.itemsize
     lines.append(f"model on disk  {_size(total * width)}")
     states = 0 if args.save_only_model else 4 * len(OPTIMIZERS[args.optim].states)
-    states += 4 if width < 4 and states else 0  # float32 masters
-    trained, held = total, total
-    if layout.model.tensors.spec is not None:
+    size = total * (width + states + (4 if width < 4 and states else 0))  # float32 masters
+    if layout.model.tensors.spec is not None:  # the adapters alone are kept, in float32
         ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-        trained = held = layout.memory.trained * ranks  # the adapters alone are kept
-    size = held * width + trained * states
+        size = layout.memory.trained * ranks * (4 + states)
     lines.append(f"a checkpoint   {_size(size)}")
     time = layout.step_time()
     if time is not None:

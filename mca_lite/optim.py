@@ -119,21 +119,20 @@ class SplitMasterOptimizer(FP32Optimizer):
         self.optimizer.forget_masters()
 
 
-def splits_masters(args, chunks: list) -> bool:
+def splits_masters(args, trained_dtypes: set[torch.dtype]) -> bool:
     """Whether SplitMasterOptimizer updates a model: one that trains weights in bf16, as adapters
     are not. What megatron's distributed or offloaded optimizer keeps is elsewhere anyway."""
     if args.use_distributed_optimizer or args.optimizer_cpu_offload:
         return False
-    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-    has_bf16 = any(p.dtype == torch.bfloat16 for p in trained)
-    return has_bf16 and OPTIMIZERS[args.optim].halves is not None
+    return torch.bfloat16 in trained_dtypes and OPTIMIZERS[args.optim].halves is not None
 
 
 def create_megatron_optimizer(args, chunks: list, params_dtype: torch.dtype) -> MegatronOptimizer:
     """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 master
     weights.
     """
-    row, split = OPTIMIZERS[args.optim], splits_masters(args, chunks)
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    row, split = OPTIMIZERS[args.optim], splits_masters(args, {p.dtype for p in trained})
     make = row.make
     if split and row.halves:
         make = row.halves

@@ -70,21 +70,18 @@ class ModelTensors:
         self.modules = set(spec.modules) if spec is not None else set()
         self.spec = spec
 
-    def of_stage(self, config, stage: int) -> tuple[_Parameters, _Parameters]:
-        """(parameters, those that are trained) of a rank of this pipeline stage."""
-        held, trained = _Parameters(), _Parameters()
+    def of_stage(self, config, stage: int) -> tuple[_Parameters, _Parameters, _Parameters]:
+        """(weights, those of them that are trained, adapters) of a rank of this pipeline stage."""
+        held, trained, adapters = _Parameters(), _Parameters(), _Parameters()
         for row, names in self._rows(config, stage):
             held += self._count(config, row, names)
             if self.spec is None:
                 continue
             low = [n for n in names if n.removesuffix(".weight") in self.modules]
             whole = [n for n in names if n.split(".")[-2] in self.spec.modules_to_save]
-            adapters = self._count_adapters(config, row, low)
-            held += adapters
-            trained += adapters + self._count(config, row, whole)
-        if self.spec is None:
-            return held, held
-        return held, trained
+            adapters += self._count_adapters(config, row, low)
+            trained += self._count(config, row, whole)
+        return held, held if self.spec is None else trained, adapters
 
     def total(self, config) -> int:
         """Parameters of the whole model, without adapters."""
@@ -161,34 +158,32 @@ def stages_of_layers(config) -> list[int]:
 # -- what stands still
 
 
-def _static(args, config, held: _Parameters, trained: _Parameters, world_size: int) -> dict:
+def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) -> dict:
+    held, trained, adapters = tensors.of_stage(config, stage)
     width = config.params_dtype.itemsize
-    is_half = width == 2
-    gradient = 2 if is_half and not args.grad_reduce_in_fp32 else 4
-    row = OPTIMIZERS[args.optim]
     moments = sum(
-        2 if getattr(args, f"{name}_dtype", "fp32") == "bf16" else 4 for name in row.states
+        2 if getattr(args, f"{name}_dtype", "fp32") == "bf16" else 4
+        for name in OPTIMIZERS[args.optim].states
     )
-    kept = 1.0
     if args.optimizer_cpu_offload:
-        kept -= args.optimizer_offload_fraction
-    master = 4 if is_half else 0
-    if splits_masters(args, config.params_dtype):
+        moments *= 1 - args.optimizer_offload_fraction
+    master = 4 if width == 2 else 0
+    if splits_masters(args, {config.params_dtype}):
         master = 2
-    bytes_each = moments * kept + master
-    optimizer = trained.sum * bytes_each
+    dense = trained.dense * (moments + master) + adapters.dense * moments
+    experts = trained.experts * (moments + master) + adapters.experts * moments
     if args.use_distributed_optimizer:
-        model = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+        pp = config.pipeline_model_parallel_size
         of_experts = config.expert_tensor_parallel_size * config.expert_model_parallel_size
-        of_experts *= config.pipeline_model_parallel_size
-        optimizer = trained.dense * bytes_each * model / world_size
-        optimizer += trained.experts * bytes_each * of_experts / world_size
+        dense *= config.tensor_model_parallel_size * pp / world_size
+        experts *= of_experts * pp / world_size
+    gradient = width if width == 2 and not args.grad_reduce_in_fp32 else 4
     return dict(
-        parameters=held.sum,
-        trained=trained.sum,
-        weights=held.sum * width,
-        gradients=trained.sum * gradient,
-        optimizer=round(optimizer),
+        parameters=held.sum + adapters.sum,
+        trained=trained.sum + adapters.sum,
+        weights=held.sum * width + adapters.sum * 4,  # adapters are float32
+        gradients=trained.sum * gradient + adapters.sum * 4,
+        optimizer=round(dense + experts),
     )
 
 
@@ -334,7 +329,6 @@ def rank_memory(
     args: TrainingArguments with the layout of config, a McaModelConfig; length: tokens of a
     sample or row; on_gpu: whether kernels are compiled.
     """
-    held, trained = tensors.of_stage(config, stage)
     tokens = args.micro_batch_size * length / config.context_parallel_size
     facts = _facts(config.params_dtype.itemsize, on_gpu, tensors.spec is not None)
     activations, again = _activations(args, config, stage, tokens, facts)
@@ -345,7 +339,7 @@ def rank_memory(
         logits = _loss(args, config, tokens, trains_head, on_gpu)
         norm = _final_norm(config, tokens, facts)
     return RankMemory(
-        **_static(args, config, held, trained, world_size),
+        **_static(args, config, tensors, stage, world_size),
         activations=round(activations + max(norm, again)),
         logits=round(logits),
         buffers=round(_buffers(config, tokens)),

@@ -71,6 +71,14 @@ def test_ranks_with_adapters_do(tmp_path):
     check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
 
 
+def test_adapters_of_a_model_in_bf16_are_float32(tmp_path):
+    """What a CPU keeps beside for their products in bf16 is not in the table of activations."""
+    hf, keys = tiny.hf_config("llama", **SMALL), {**TP2_SP, **BF16, "lora_rank": 4}
+    for run in world.run(measured, 2, hf, 64, str(tmp_path), keys):
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(run["planned"], part) == pytest.approx(run["held"][part], rel=0.02)
+
+
 @pytest.mark.parametrize("layout", ["one_bf16", "tp2_sp_bf16", "pp2", "dp2_dist_opt_bf16"])
 def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
     check(tiny.hf_config("qwen3", **MILLIONS), LAYOUTS[layout][0], 64, tmp_path, LAYOUTS[layout][1])
