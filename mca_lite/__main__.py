@@ -8,6 +8,7 @@ from importlib import import_module
 # name -> (module with a main(words) -> exit code, what it does)
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
+    "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 

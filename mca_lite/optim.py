@@ -13,8 +13,6 @@ max * n / w in the warm-up, then by style:
 and min after D. The first update uses the rate of n = 0.
 """
 
-import functools
-
 import torch
 
 from . import before_megatron  # noqa: F401  # isort: skip
@@ -136,6 +134,7 @@ def create_megatron_optimizer(
     """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 masters of
     16-bit weights. has_adapters: only those of LoRA, and what is saved with them, are trained.
     """
+    row = OPTIMIZERS[args.optim]
     split = splits_masters(args, params_dtype, has_adapters)
     config = get_optimizer_config(args, params_dtype)
     config.bf16 = config.bf16 and not split  # megatron makes no masters then
@@ -144,15 +143,16 @@ def create_megatron_optimizer(
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:
             continue  # nothing to train on this rank
-        if split:
+        if split and row.halves:
             groups = _groups_without_defaults(part.optimizer)
-            parts[i] = SplitMasterOptimizer(part, OPTIMIZERS[args.optim].halves(groups, args))
+            parts[i] = SplitMasterOptimizer(part, row.halves(groups, args))
             continue
         part.optimizer = _made_here(part, args)
         if args.optimizer_cpu_offload:
-            make = functools.partial(OPTIMIZERS[args.optim].make, args=args)
             fraction = args.optimizer_offload_fraction
-            part.optimizer = OffloadedOptimizer(part.optimizer, fraction, make)
+            part.optimizer = OffloadedOptimizer(
+                part.optimizer, fraction, lambda groups: row.make(groups, args)
+            )
     for group in optimizer.param_groups:
         # the scheduler has limits of its own, for every group
         group.pop("min_lr", None)

@@ -87,7 +87,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     from_scratch, values = arguments.model.train_from_scratch, arguments.model_config
     planned = _plan_model(arguments, folder, from_scratch, values)
     _open_source(planned)
-    tokenizer = _load_tokenizer(folder, arguments.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, arguments.model.trust_remote_code)
     judge = Judge(SimpleNamespace(**arguments.to_dict()))
     num_new, report = _plan_new_tokens(arguments, tokenizer, planned, judge)
     if keys.finetuning_type == "lora":
@@ -163,7 +163,7 @@ def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedMode
     return second
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool):
+def load_tokenizer(folder: Path, trust_remote_code: bool):
     try:
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code

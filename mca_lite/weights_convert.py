@@ -132,7 +132,7 @@ def check_names(config, names: set[str]) -> None:
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:
     """ValueError if the row's HF tensors are not those of which this rank's parameter is a part."""
-    (rows, *rest), tp = parameter.shape, _degree(row, config)
+    (rows, *rest), tp = parameter.shape, degree(row, config)
     expected = {
         "copy": [(rows, *rest)],
         "row": [(rows, *(size * tp for size in rest))],
@@ -152,7 +152,7 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
             )
 
 
-def _degree(row: Row, config) -> int:
+def degree(row: Row, config) -> int:
     """The number of ranks over which the tensor is cut."""
     if row.expert is None:
         return config.tensor_model_parallel_size
@@ -169,7 +169,7 @@ def _cut_group(row: Row):
 def _merge(row: Row, layer, source, config) -> torch.Tensor:
     """This rank's part of the megatron tensor of a row, in the source's dtype."""
     names: Sequence = [hf.format(layer) for hf in row.hf]
-    tp, rank = _degree(row, config), _cut_group(row).rank()
+    tp, rank = degree(row, config), _cut_group(row).rank()
     if row.fused:
         sizes = [source.shape(names[0])[0] // row.num_parts] * row.num_parts
         if row.kind == "qkv":
@@ -453,7 +453,7 @@ def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
     total = 0
     for row, layer in _exported(config):
         _, shape, dtype = located[row.mca, layer]
-        total += math.prod(_whole_shape(row, shape, _degree(row, config))) * dtype.itemsize
+        total += math.prod(_whole_shape(row, shape, degree(row, config))) * dtype.itemsize
     many_ranks = parallel.world_size() > config.tensor_model_parallel_size
     return many_ranks and total > parse_size(max_shard_size)
 

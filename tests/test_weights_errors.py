@@ -301,12 +301,12 @@ def test_plain_torch_draws_no_weight_that_the_files_lack(llama, tmp_path):
 @pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "[1]", '{"model": 3}'])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_damaged_tokenizer_is_named(tmp_path, name, text):
-    from mca_lite.run import _load_tokenizer
+    from mca_lite.run import load_tokenizer
 
     shutil.copytree(ROOT / "configs/tiny/model", tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
     with pytest.raises(ValueError, match=f"(?s){tmp_path}/model.*no tokenizer could be loaded"):
-        _load_tokenizer(tmp_path / "model", False)
+        load_tokenizer(tmp_path / "model", False)
 
 
 def test_a_damaged_generation_config_is_named(llama, tmp_path):

@@ -1,0 +1,275 @@
+"""What a run will need, without weights and without a GPU.
+
+python -m mca_lite plan config.yaml [key=value ...] [--gpus N] [--memory G] [--gpu NAME]
+    memory of the fullest rank by its parts, steps, warm-up, checkpoints and their size;
+    --gpus N:   the ranks of the run (1), and with --memory the layouts of so many
+    --memory G: GiB of each GPU: whether the run fits, and the layouts that do, best first
+    --gpu NAME: H200, for the time of a step
+Exit code: 0, or 3 where the run does not fit into --memory.
+"""
+
+import argparse
+import contextlib
+import itertools
+import math
+import os
+import sys
+from typing import NamedTuple
+
+from .args_run import parse_args
+from .args_values import ConfigError, refuse
+from .cli_errors import end
+from .objectives import OBJECTIVES
+
+DOES_NOT_FIT = 3
+_GIB = 2**30
+_HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
+_MAX_SHOWN = 8
+
+
+class _Rates(NamedTuple):
+    """Measured on one GPU. share: of the peak, forward and backward; update: parameters/s of
+    Adam with float32 moments."""
+
+    share: float
+    update: float
+
+
+# by GPU: a 4B Qwen3 in bf16, rows of 4,096 tokens (`make bench-gpu ARGS=4B`: 1.659 s forward and
+# backward of 32,768 tokens, 34.5 ms an update of 4.02e9 parameters)
+_RATES = {"H200": _Rates(0.555, 1.17e11)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plan as `argv` (None: the command line) says -> exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mca_lite plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N")
+    parser.add_argument("--memory", type=float, metavar="G")
+    parser.add_argument("--gpu", choices=_RATES)
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help()
+        return 0
+    try:
+        if options.gpus < 1 or (options.memory is not None and options.memory <= 0):
+            raise ValueError("--gpus and --memory: expected numbers above 0")
+        with _world(options.gpus):
+            return _plan(words, options)
+    except Exception as error:
+        return end(error, None)
+
+
+@contextlib.contextmanager
+def _world(size: int):
+    """The rules between keys read the number of ranks off torchrun's variable."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(size)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def _plan(words: list[str], options) -> int:
+    arguments = parse_args(words)
+    if not arguments.backend.use_mca:
+        refuse("use_mca", False, "layouts are megatron-core's", "use_mca: true")
+    model = _Model(arguments)
+    layout = _Layout(arguments, model, options)
+    for line in (*_memory_lines(layout), *_run_lines(layout)):
+        print(line)
+    if options.memory is None:
+        return 0
+    budget = options.memory * _HEADROOM
+    need = layout.memory.total / _GIB
+    verdict = f"fits into {options.memory:g} GiB" if need <= budget else "does not fit"
+    print(f"\n{verdict}: {need:.1f} of {budget:.1f} GiB that can be used")
+    found = [one for one in _layouts(words, layout, options) if one.memory.total <= budget * _GIB]
+    print(f"\nlayouts of {options.gpus} that fit, best first" if found else "\nno layout fits")
+    for one in sorted(found, key=_Layout.rank)[:_MAX_SHOWN]:
+        print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {' '.join(one.keys)}")
+    return 0 if need <= budget else DOES_NOT_FIT
+
+
+class _Model:
+    """What layouts share: the length of rows, the adapters, the tensors' shapes."""
+
+    def __init__(self, arguments):
+        from . import lora, lora_files
+        from .plan_memory import ModelTensors
+
+        config, spec = self.config_of(arguments), None
+        if arguments.finetuning.finetuning_type == "lora":
+            spec = lora.plan(config, lora_files.adapter_of_keys(arguments.finetuning)[0])
+        self.tensors = ModelTensors(config, spec)
+        self.objective = OBJECTIVES[arguments.finetuning.stage]
+        self.length = arguments.data.cutoff_len * (2 if self.objective.has_pairs else 1)
+
+    @staticmethod
+    def config_of(arguments):
+        from .model_config import AutoConfig
+
+        keys = arguments.model
+        return AutoConfig.from_pretrained(
+            keys.model_name_or_path,
+            arguments.training,
+            keys.trust_remote_code,
+            arguments.model_config,
+        )
+
+
+class _Layout:
+    """A run in one layout: what its fullest rank holds, and how long a step takes."""
+
+    def __init__(self, arguments, model: _Model, options, keys: tuple[str, ...] = ()):
+        from .plan_memory import fullest_rank
+
+        self.arguments, self.model, self.options, self.keys = arguments, model, options, keys
+        self.args = arguments.training
+        self.config = model.config_of(arguments)
+        self.stage, self.memory = fullest_rank(
+            self.args, self.config, model.tensors, model.length, options.gpus, on_gpu=True
+        )
+        self.global_batch_size = self.args.train_global_batch_size
+
+    @property
+    def factor(self) -> float:
+        """Time of a step over that of its products alone: pipeline bubbles, recomputation."""
+        pp = self.args.pipeline_model_parallel_size
+        chunks = self.args.gradient_accumulation_steps or 1
+        chunks *= self.config.virtual_pipeline_model_parallel_size or 1
+        again = 4 / 3 if self.config.recompute_granularity == "full" else 1
+        return (1 + (pp - 1) / chunks) * again
+
+    def rank(self) -> tuple:
+        """Sorts layouts: the fastest, then the one with the fewest messages, then the smallest."""
+        args = self.args
+        return (
+            self.factor,
+            args.tensor_model_parallel_size * args.expert_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            self.memory.total,
+        )
+
+    def step_time(self) -> tuple[float, float] | None:
+        """(seconds, MFU) of a step of full rows, without the time of messages between GPUs."""
+        from .log_speed import ModelWork, model_sizes, peak_flops
+
+        if self.options.gpu is None or (sizes := model_sizes(self.config)) is None:
+            return None
+        rates, peak = _RATES[self.options.gpu], peak_flops(self.options.gpu)
+        frozen, trained = 0.0, sizes.weights
+        if self.model.tensors.spec is not None:
+            frozen, trained = trained, 0.0  # adapters are less than a percent
+        rows, length = self.global_batch_size, self.model.length
+        work = ModelWork(frozen, trained, sizes.core).flops(rows * length, rows * length**2)
+        ideal = work / (peak * self.options.gpus)
+        seconds = ideal / rates.share * self.factor + self.memory.trained / rates.update
+        return seconds, ideal / seconds
+
+    def time_words(self) -> str:
+        time = self.step_time()
+        return "" if time is None else f"  {time[0]:6.2f} s a step, MFU {time[1]:.0%}"
+
+
+def _memory_lines(layout: _Layout) -> list[str]:
+    from .plan_memory import PARTS
+
+    memory, args = layout.memory, layout.args
+    total = layout.model.tensors.total(layout.config)
+    where = ""
+    if args.pipeline_model_parallel_size > 1:
+        where = f" (pipeline stage {layout.stage})"
+    lines = [
+        f"model          {total:,} parameters",
+        f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
+    ]
+    lines += [f"  {name:12} {_size(getattr(memory, name)):>12}" for name in PARTS]
+    lines.append(f"  {'total':12} {_size(memory.total):>12}")
+    if hasattr(layout.config, "kv_lora_rank"):
+        lines.append("note: activations of multi-latent attention are counted too low")
+    if layout.model.objective.has_pairs and layout.arguments.finetuning.ref_model is not None:
+        lines.append("note: a reference model in memory is not counted")
+    return lines
+
+
+def _run_lines(layout: _Layout) -> list[str]:
+    """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps says how many."""
+    from .args_rules_schedule import plan_schedule
+    from .data_batches import steps_of_run
+    from .optimizers import OPTIMIZERS
+
+    args, arguments = layout.args, layout.arguments
+    lines, of_epoch = [], 0
+    if args.max_steps <= 0:
+        data = _data(arguments)
+        of_epoch = math.ceil(len(data.train) / layout.global_batch_size)
+        lines.append(
+            f"data           {len(data.train):,} samples, {data.train.num_tokens:,} tokens"
+        )
+    steps = steps_of_run(args, of_epoch)
+    rows = steps * layout.global_batch_size
+    lines.append(f"steps          {steps:,} of {layout.global_batch_size} samples, {rows:,} in all")
+    most = rows * layout.model.length
+    lines.append(f"tokens         at most {most:,}, rows of {layout.model.length}")
+    lines.append(f"warm-up        {plan_schedule(args, steps).warmup} steps")
+    for what in ("eval", "save"):
+        strategy, every = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_steps")
+        count = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(strategy)
+        if count is None:
+            count = steps // every
+        lines.append(f"{'evaluations' if what == 'eval' else 'checkpoints':15}{count}")
+    total, width = layout.model.tensors.total(layout.config), layout.config.params_dtype.itemsize
+    lines.append(f"model on disk  {_size(total * width)}")
+    states = 0 if args.save_only_model else 4 * len(OPTIMIZERS[args.optim].states)
+    size = total * (width + states + (4 if width < 4 and states else 0))  # float32 masters
+    if layout.model.tensors.spec is not None:  # the adapters alone are kept, in float32
+        ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        size = layout.memory.trained * ranks * (4 + states)
+    lines.append(f"a checkpoint   {_size(size)}")
+    time = layout.step_time()
+    if time is not None:
+        hours = time[0] * steps / 3600
+        lines.append(f"time{layout.time_words()}, {hours:.1f} h, without messages between GPUs")
+    return lines
+
+
+def _data(arguments):
+    from .data import load_datasets
+    from .run import load_tokenizer
+
+    keys, seed = arguments.model, arguments.training.data_seed
+    if seed is None:
+        seed = arguments.training.seed
+    tokenizer = load_tokenizer(keys.model_name_or_path, keys.trust_remote_code)
+    return load_datasets(arguments.data, arguments.finetuning.stage, tokenizer, seed)
+
+
+def _layouts(words: list[str], base: _Layout, options):
+    """Every layout of powers of two that the rules accept, with the same global batch."""
+    powers = [2**i for i in range(options.gpus.bit_length())]
+    experts = powers if base.config.num_moe_experts else [1]
+    batch = ("gradient_accumulation_steps=null", f"global_batch_size={base.global_batch_size}")
+    for tp, pp, ep, again in itertools.product(powers, powers, experts, (False, True)):
+        if tp > 8 or options.gpus % (tp * pp):
+            continue  # tensor parallelism stays on a node
+        keys = [f"tensor_model_parallel_size={tp}", f"pipeline_model_parallel_size={pp}"]
+        keys.append(f"sequence_parallel={str(tp > 1).lower()}")
+        if base.config.num_moe_experts:
+            keys.append(f"expert_model_parallel_size={ep}")
+        if options.gpus > tp * pp:
+            keys.append("use_distributed_optimizer=true")
+        keys.append(f"recompute_granularity={'full' if again else 'null'}")
+        with contextlib.suppress(ConfigError):
+            arguments = parse_args([*words, *batch, *keys])
+            yield _Layout(arguments, base.model, options, (*keys, *batch[1:]))
+
+
+def _size(count: float) -> str:
+    if count < 0.1 * _GIB:
+        return f"{count / 2**20:.2f} MiB"
+    return f"{count / _GIB:.2f} GiB"

@@ -1,0 +1,356 @@
+"""What a rank holds in training, from the configs alone: bytes, without weights and without a GPU.
+
+    static = weights + gradients + optimizer state; at the peak activations, the loss, buffers too
+
+Weights are those of the family's rows (model_families.py), cut as the layout cuts them. The facts
+about activations are counted storages: on a CPU those that autograd saves (tests/test_plan.py), on
+a GPU, where model_fused.py compiles, the live blocks of one H200.
+
+Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an activation.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from .args_rules_model import layout_stages
+from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
+from .model_config import McaModelConfig
+from .optim import splits_masters
+from .optimizers import OPTIMIZERS
+from .weights_convert import VOCABULARY, degree, in_layer_order
+from .weights_sources import InitSource
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, and the parameters that they are for."""
+
+    parameters: int
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int  # of the loss: a chunk of logits, the gradients taken with it
+    buffers: int  # of messages between ranks
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in PARTS)
+
+
+PARTS = [field.name for field in fields(RankMemory)][2:]
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Counts of a rank: replicated over data parallel ranks, and experts', which have groups of
+    their own."""
+
+    dense: int = 0
+    experts: int = 0
+
+    def __add__(self, other):
+        return _Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def sum(self) -> int:
+        return self.dense + self.experts
+
+
+class ModelTensors:
+    """The shapes of a model's tensors by their Hugging Face names, for any layout of it.
+
+    config: McaModelConfig. spec: LoraSpec with its modules, None where all weights are trained.
+    """
+
+    def __init__(self, config: McaModelConfig, spec=None):
+        self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
+        self.modules = set(spec.modules) if spec is not None else set()
+        self.spec = spec
+
+    def of_stage(self, config, stage: int) -> tuple[_Parameters, _Parameters, _Parameters]:
+        """(weights, those of them that are trained, adapters) of a rank of this pipeline stage."""
+        held, trained, adapters = _Parameters(), _Parameters(), _Parameters()
+        for row, names in self._rows(config, stage):
+            held += self._count(config, row, names)
+            if self.spec is None:
+                continue
+            low = [n for n in names if n.removesuffix(".weight") in self.modules]
+            whole = [n for n in names if n.split(".")[-2] in self.spec.modules_to_save]
+            adapters += self._count_adapters(config, row, low)
+            trained += self._count(config, row, whole)
+        return held, held if self.spec is None else trained, adapters
+
+    def total(self, config) -> int:
+        """Parameters of the whole model, without adapters."""
+        named = {
+            tuple(names): self._numel(config, row, names)
+            for stage in range(config.pipeline_model_parallel_size)
+            for row, names in self._rows(config, stage)
+        }
+        return sum(named.values())
+
+    def _rows(self, config, stage: int) -> Iterator:
+        stage_of, last = stages_of_layers(config), config.pipeline_model_parallel_size - 1
+        for row, layer in in_layer_order(config):
+            if row.mca.endswith("expert_bias"):
+                continue  # a buffer of some bytes
+            names = [name.format(layer) for name in row.hf]
+            if layer is None:
+                home = 0 if row.mca == VOCABULARY[0] else last
+            else:
+                home = stage_of[layer] if layer < config.num_layers else last
+            tied = config.tie_embeddings_and_output_weights
+            if row.mca == VOCABULARY[1] and tied:
+                continue
+            copied = row.mca == VOCABULARY[0] and tied and stage == last
+            if home == stage or copied:
+                yield row, names
+
+    def _numel(self, config, row, names) -> int:
+        if row.mca in VOCABULARY and names:
+            return config.padded_vocab_size * config.hidden_size
+        return sum(math.prod(self.source.shape(name)) for name in names)
+
+    def _count(self, config, row, names) -> _Parameters:
+        """This rank's part of a row's tensors, or of adapters on them."""
+        cut = 1 if row.kind == "copy" else degree(row, config)
+        return self._of_rank(config, row, self._numel(config, row, names) // cut)
+
+    def _count_adapters(self, config, row, names) -> _Parameters:
+        """As _count(), of the adapters on its tensors: one of the two matrices is cut."""
+        cut, total = 1 if row.kind == "copy" else degree(row, config), 0
+        for name in names:
+            out, into = self.source.shape(name)
+            if row.kind == "row":
+                out, into = into, out
+            total += self.spec.rank * (out // cut + into)
+        return self._of_rank(config, row, total)
+
+    @staticmethod
+    def _of_rank(config, row, numel: int) -> _Parameters:
+        if row.expert is None:
+            return _Parameters(dense=numel)
+        here = row.expert < config.num_moe_experts // config.expert_model_parallel_size
+        return _Parameters(experts=numel if here else 0)
+
+
+def stages_of_layers(config) -> list[int]:
+    """The pipeline rank of each decoder layer."""
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        counts = [config.num_layers // (pp * vpp)] * (pp * vpp)
+    elif isinstance(layout, str):
+        counts = [stage.count("t") for stage in layout_stages(layout)]
+    else:  # what megatron-core made of it: [pipeline rank][virtual stage] -> layer types
+        grid = layout.layout
+        counts = [
+            sum(kind.name == "decoder" for kind in grid[rank][v])
+            for v in range(vpp)
+            for rank in range(pp)
+        ]
+    return [i % pp for i, count in enumerate(counts) for _ in range(count)]
+
+
+# -- what stands still
+
+
+def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) -> dict:
+    held, trained, adapters = tensors.of_stage(config, stage)
+    width = config.params_dtype.itemsize
+    moments = sum(
+        2 if getattr(args, f"{name}_dtype", "fp32") == "bf16" else 4
+        for name in OPTIMIZERS[args.optim].states
+    )
+    if args.optimizer_cpu_offload:
+        moments *= 1 - args.optimizer_offload_fraction
+    master = 4 if width == 2 else 0
+    if splits_masters(args, config.params_dtype, bool(adapters.dense or adapters.experts)):
+        master = 2
+    dense = trained.dense * (moments + master) + adapters.dense * moments
+    experts = trained.experts * (moments + master) + adapters.experts * moments
+    if args.use_distributed_optimizer:
+        pp = config.pipeline_model_parallel_size
+        of_experts = config.expert_tensor_parallel_size * config.expert_model_parallel_size
+        dense *= config.tensor_model_parallel_size * pp / world_size
+        experts *= of_experts * pp / world_size
+    gradient = width if width == 2 and not args.grad_reduce_in_fp32 else 4
+    return dict(
+        parameters=held.sum + adapters.sum,
+        trained=trained.sum + adapters.sum,
+        weights=held.sum * width + adapters.sum * 4,  # adapters are float32
+        gradients=trained.sum * gradient + adapters.sum * 4,
+        optimizer=round(dense + experts),
+    )
+
+
+# -- activations
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What autograd keeps, in bytes: of each channel of a norm (its input and its output), and in
+    numbers of an MLP's column (gate and up, their product, and between them)."""
+
+    norm: int
+    head_norm: int  # of queries and keys, whose output attention rotates and keeps itself
+    mlp: int
+    expert: int  # its columns are weighted too
+
+
+def _facts(width: int, compiled: bool, frozen: bool) -> _Facts:
+    """frozen: the norms' weights are not trained."""
+    if compiled:
+        return _Facts(norm=2 * width, head_norm=width, mlp=3, expert=3)
+    quotient = 0 if frozen else width  # the input is float32 here
+    return _Facts(norm=4 + quotient + width, head_norm=4 + quotient, mlp=4, expert=5)
+
+
+def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
+    """(bytes a token of a layer, those of its MLP or experts among them)."""
+    w, h, tp = config.params_dtype.itemsize, config.hidden_size, config.tensor_model_parallel_size
+    sp = tp if config.sequence_parallel else 1
+    heads = config.num_attention_heads / tp
+    groups = max((config.num_query_groups or config.num_attention_heads) / tp, 1)
+    d = config.kv_channels
+    query = key = value = d
+    latent = 0.0
+    if getattr(config, "kv_lora_rank", None):
+        groups, query = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+        key, value = query, config.v_head_dim
+        latent = facts.norm * (config.kv_lora_rank + (config.q_lora_rank or 0))
+    # queries and what they get, keys, values, and the sum of each row's exponentials
+    attention = w * (heads * (query + value) + groups * (key + value)) + 4 * heads
+    if config.qk_layernorm and not latent:
+        attention += facts.head_norm * (heads * query + groups * key) + 4 * (heads + groups)
+    norms = 2 + 2 * config.post_norms
+    around = norms * (facts.norm * h + 4) / sp + attention + latent
+    if not config.is_moe_layer(layer):
+        mlp = w * facts.mlp * config.ffn_hidden_size / tp
+        return around + mlp, mlp
+    etp = config.expert_tensor_parallel_size
+    columns = facts.expert * config.moe_ffn_hidden_size / etp
+    experts = w * config.moe_router_topk * (h + columns) * etp / sp
+    experts += w * facts.mlp * (config.moe_shared_expert_intermediate_size or 0) / tp
+    if getattr(config, "moe_shared_expert_gate", False):
+        experts += w * h / sp
+    if w < 4:
+        experts += 4 * h / sp  # the router's input in float32
+    return around + experts, experts
+
+
+def _activations(args, config, stage: int, tokens: float, facts: _Facts) -> tuple[float, float]:
+    """(bytes that wait for the backward pass, what a layer needs that is computed again)."""
+    layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage]
+    if stage == config.pipeline_model_parallel_size - 1:
+        layers += range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
+    w = config.params_dtype.itemsize
+    sp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    cut = w * config.hidden_size / sp  # what flows between layers, of a token
+    whole, kept = 0.0, []
+    for layer in layers:
+        of_layer, of_mlp = _layer_bytes(config, layer, facts)
+        whole = max(whole, of_layer)
+        modules = config.recompute_modules or ()
+        if config.recompute_granularity == "selective" and {"mlp", "moe"} & set(modules):
+            of_layer -= of_mlp
+        kept.append(of_layer)
+    if config.recompute_granularity == "full":
+        unit = config.recompute_num_layers or 1
+        inputs = cut / (
+            config.tensor_model_parallel_size if args.distribute_saved_activations else 1
+        )
+        if config.recompute_method == "block":
+            kept = [inputs] * min(unit, len(kept)) + kept[unit:]
+            unit = 1
+        else:
+            kept = [inputs] * -(-len(kept) // unit)
+        again = whole * min(unit, len(layers)) - inputs
+    else:
+        again = 0.0
+    return tokens * sum(kept) * _in_flight(args, config, stage), tokens * again
+
+
+def _in_flight(args, config, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once: of virtual stages parts of them."""
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    micro_batches = args.gradient_accumulation_steps or 1
+    if pp == 1:
+        return 1
+    if not vpp:
+        return min(micro_batches, pp - stage)
+    chunks = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    return min(micro_batches * vpp, chunks) / vpp
+
+
+def _loss(args, config, tokens: float, trains_head: bool, on_gpu: bool) -> float:
+    """Bytes of the loss while it is taken."""
+    w, h = config.params_dtype.itemsize, config.hidden_size
+    columns = config.padded_vocab_size / config.tensor_model_parallel_size
+    chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
+    loss = min(chunk, tokens) * columns * w + tokens * h * w
+    if trains_head:
+        # float32; that of the micro-batch before goes when the next one is there
+        loss += columns * h * 4 * min(args.gradient_accumulation_steps or 1, 2)
+    return loss
+
+
+def _final_norm(config, tokens: float, facts: _Facts) -> float:
+    """Bytes that it keeps, with its output whole for the head."""
+    w, h = config.params_dtype.itemsize, config.hidden_size
+    sp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return tokens * (h * (facts.norm - w) + 4) / sp + tokens * h * w
+
+
+def _buffers(config, tokens: float) -> float:
+    w, h, tp = config.params_dtype.itemsize, config.hidden_size, config.tensor_model_parallel_size
+    whole = tokens * h * w
+    total = whole if config.sequence_parallel else 0.0
+    if config.pipeline_model_parallel_size > 1:
+        total += 2 * whole / (tp if config.sequence_parallel else 1)
+    if config.context_parallel_size > 1:
+        groups = config.num_query_groups or config.num_attention_heads
+        keys = 2 * max(groups / tp, 1) * config.kv_channels * w
+        total += 2 * tokens * config.context_parallel_size * keys
+    return total
+
+
+# -- a rank
+
+
+def rank_memory(
+    args, config, tensors: ModelTensors, stage: int, length: int, world_size: int, on_gpu: bool
+) -> RankMemory:
+    """What a rank of a pipeline stage holds at the peak of a step.
+
+    args: TrainingArguments with the layout of config, a McaModelConfig; length: tokens of a
+    sample or row; on_gpu: whether kernels are compiled.
+    """
+    tokens = args.micro_batch_size * length / config.context_parallel_size
+    facts = _facts(config.params_dtype.itemsize, on_gpu, tensors.spec is not None)
+    activations, again = _activations(args, config, stage, tokens, facts)
+    logits = norm = 0.0
+    if stage == config.pipeline_model_parallel_size - 1:
+        spec = tensors.spec
+        trains_head = spec is None or "lm_head" in (spec.modules_to_save or ())
+        logits = _loss(args, config, tokens, trains_head, on_gpu)
+        norm = _final_norm(config, tokens, facts)
+    return RankMemory(
+        **_static(args, config, tensors, stage, world_size),
+        activations=round(activations + max(norm, again)),
+        logits=round(logits),
+        buffers=round(_buffers(config, tokens)),
+    )
+
+
+def fullest_rank(args, config, tensors, length: int, world_size: int, on_gpu: bool):
+    """(pipeline stage, RankMemory) of the rank that holds most."""
+    stages = range(config.pipeline_model_parallel_size)
+    each = [
+        (stage, rank_memory(args, config, tensors, stage, length, world_size, on_gpu))
+        for stage in stages
+    ]
+    return max(each, key=lambda pair: pair[1].total)

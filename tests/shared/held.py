@@ -1,0 +1,85 @@
+"""What a rank really holds in training: storages of weights, gradients, optimizer, and the tensors
+that autograd saves.
+"""
+
+import torch
+
+
+class SavedTensors:
+    """Bytes of the storages that autograd keeps, and the most at one time; those that were there
+    before (weights, batches) do not count."""
+
+    def __init__(self, others):
+        self.others = {t.untyped_storage().data_ptr() for t in others}
+        self.uses, self.bytes, self.peak = {}, 0, 0
+
+    def hooks(self):
+        saved = self
+
+        class Kept:
+            def __init__(self, tensor):
+                storage = tensor.untyped_storage()
+                self.tensor, self.place, self.size = tensor, storage.data_ptr(), storage.nbytes()
+                if self.place in saved.others:
+                    self.size = 0
+                saved.uses[self.place] = saved.uses.get(self.place, 0) + 1
+                if saved.uses[self.place] == 1:
+                    saved.bytes += self.size
+                saved.peak = max(saved.peak, saved.bytes)
+
+            def __del__(self):
+                saved.uses[self.place] -= 1
+                if not saved.uses[self.place]:
+                    saved.bytes -= self.size
+
+        return torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor)
+
+
+def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **keys) -> dict:
+    """Bytes that this rank holds after two steps on rows of `length` tokens, by the names of
+    plan_memory.PARTS, with the pipeline stage; and what plan_memory says."""
+    from megatron.core import parallel_state as mpu
+
+    from mca_lite import McaTrainer, TrainingArguments, parallel, plan_memory
+    from mca_lite.lora import LoraSpec, inject
+    from mca_lite.model import AutoModel
+    from mca_lite.model_config import from_hf_config
+
+    given = dict(output_dir=output_dir, max_steps=2, save_strategy="no", save_hf_model=False)
+    args = TrainingArguments(**{**given, "disable_tqdm": True, **keys})
+    parallel.initialize(args, True)
+    built = AutoModel.from_config(from_hf_config(hf, args))
+    if lora_rank:
+        built = inject(built, LoraSpec(rank=lora_rank))
+    ids = torch.arange(length + 1) % hf.vocab_size
+    rows = [dict(input_ids=ids[:-1], labels=ids[1:])] * args.train_global_batch_size
+    trainer = McaTrainer(model=built, args=args, train_dataset=rows)
+    weights = {*built.parameters()}
+    saved = SavedTensors(weights)
+    with saved.hooks():
+        trainer.train()
+    chunks, parts = trainer.backend.chunks, trainer.backend._parts
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    states = [group["params"] for part in parts for group in part.optimizer.param_groups]
+    states += [state.values() for part in parts for state in part.optimizer.state.values()]
+    held = dict(
+        weights=_bytes(weights),
+        gradients=_bytes(b.grad_data for b in buffers),
+        optimizer=_bytes((t for group in states for t in group), but=weights),
+        activations=saved.peak,
+    )
+    stage, config = mpu.get_pipeline_model_parallel_rank(), built.config
+    tensors = plan_memory.ModelTensors(config, built.lora)
+    world_size = parallel.world_size()
+    planned = plan_memory.rank_memory(args, config, tensors, stage, length, world_size, False)
+    parameters = sum(p.numel() for p in weights)
+    return dict(held=held, planned=planned, stage=stage, parameters=parameters)
+
+
+def _bytes(tensors, but=()) -> int:
+    def storage(tensor):
+        return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+
+    tensors = {storage(t) for t in tensors if torch.is_tensor(t) and t.numel()}
+    tensors -= {storage(t) for t in but}
+    return sum(size for _, size in tensors)

@@ -1,0 +1,161 @@
+"""`python -m mca_lite plan`: what it says of memory is what ranks hold."""
+
+import os
+
+import pytest
+
+from tests.shared import commands, tiny, tiny_moe, world
+from tests.shared.layouts import CP2, DIST_OPT, EP2, FULL, PP2, TP2_SP, VPP2
+from tests.shared.training import train
+
+BF16, TWO = dict(bf16=True), dict(per_device_train_batch_size=2)
+MORE = dict(gradient_accumulation_steps=3)
+SMALL = dict(hidden_size=64, intermediate_size=176, vocab_size=512, num_attention_heads=8)
+MILLIONS = dict(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=24576,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+LAYOUTS = {
+    "one": (1, TWO),
+    "one_bf16": (1, {**TWO, **BF16}),
+    "tp2_sp_bf16": (2, {**TP2_SP, **BF16}),
+    "pp2": (2, {**PP2, **MORE}),
+    "pp2_vpp2": (2, {**PP2, **VPP2, "gradient_accumulation_steps": 4}),
+    "dp2_dist_opt_bf16": (2, {**DIST_OPT, **BF16}),
+    "cp2": (2, CP2),
+    "full": (1, {**FULL, **TWO}),
+}
+
+
+# what one H200 held at the peak of a step in bf16, GiB (case of tests/tools/bench_gpu.py)
+H200 = {
+    "4B": (94.54, {}),
+    "4B, moments in bf16": (79.56, dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")),
+    "LoRA 8B": (51.0, {}),
+}
+
+
+def measured(hf, length: int, out: str, keys: dict) -> dict:
+    from tests.shared.held import train_and_measure
+
+    return train_and_measure(hf, length, out, **keys)
+
+
+def check(hf, ranks: int, length: int, out, keys: dict) -> None:
+    for run in world.run(measured, ranks, hf, length, str(out), keys, timeout_s=200):
+        held, planned = run["held"], run["planned"]
+        assert planned.parameters == run["parameters"]
+        for part, wanted in held.items():
+            assert getattr(planned, part) == pytest.approx(wanted, rel=0.1), part
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_tiny_model_hold_what_is_planned(tmp_path, layout):
+    check(tiny.hf_config("qwen3", **SMALL), LAYOUTS[layout][0], 64, tmp_path, LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("name, keys", [("qwen3_moe", EP2), ("qwen2_moe", {**EP2, **BF16})])
+def test_ranks_of_a_mixture_of_experts_do(tmp_path, name, keys):
+    hf = tiny_moe.hf_config(name, hidden_size=64, vocab_size=512)
+    check(hf, 2, 64, tmp_path, {**TWO, **keys})
+
+
+def test_ranks_with_adapters_do(tmp_path):
+    check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
+
+
+def test_adapters_of_a_model_in_bf16_are_float32(tmp_path):
+    """What a CPU keeps beside for their products in bf16 is not in the table of activations."""
+    hf, keys = tiny.hf_config("llama", **SMALL), {**TP2_SP, **BF16, "lora_rank": 4}
+    for run in world.run(measured, 2, hf, 64, str(tmp_path), keys):
+        for part in ("weights", "gradients", "optimizer"):
+            # the room that products leave beside a weight for its adapter is not counted
+            assert getattr(run["planned"], part) == pytest.approx(run["held"][part], rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["one_bf16", "tp2_sp_bf16", "pp2", "dp2_dist_opt_bf16"])
+def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
+    check(tiny.hf_config("qwen3", **MILLIONS), LAYOUTS[layout][0], 64, tmp_path, LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("name", H200)
+def test_a_gpu_held_what_is_planned(name):
+    from mca_lite import TrainingArguments, lora, plan_memory
+    from mca_lite.model_config import from_hf_config
+    from tests.tools import bench_gpu
+
+    case, (peak, keys) = bench_gpu.CASES[name.split(",")[0]], H200[name]
+    args = TrainingArguments(
+        output_dir="unused",
+        bf16=True,
+        transformer_impl="local",
+        per_device_train_batch_size=case["mbs"],
+        gradient_accumulation_steps=case["rows"] // case["mbs"],
+        **keys,
+    )
+    config, spec = from_hf_config(bench_gpu.hf_config(case["shape"]), args), None
+    if "lora" in case:
+        spec = lora.plan(config, lora.LoraSpec(rank=case["lora"]))
+    tensors = plan_memory.ModelTensors(config, spec)
+    planned = plan_memory.rank_memory(args, config, tensors, 0, 4096, 1, on_gpu=True)
+    assert planned.total / 2**30 == pytest.approx(peak, rel=0.02)
+
+
+# -- the command
+
+
+def plan(words: str) -> tuple[int, str]:
+    from mca_lite import cli_plan
+
+    code, out, error = commands.ended(cli_plan.main, words.split())
+    return code, out + error
+
+
+def test_a_configuration_is_planned_without_weights(tmp_path):
+    tiny.hf_config("qwen3", **MILLIONS).save_pretrained(tmp_path)
+    words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=40 warmup_steps=4 "
+    words += "save_strategy=steps save_steps=10 per_device_train_batch_size=4 cutoff_len=512 "
+    words += "gradient_accumulation_steps=null global_batch_size=16 bf16=true optim=adam "
+    code, out = plan(f"{words} --gpus 4 --gpu H200")
+    assert code == 0, out
+    count = 24576 * 512 * 2 + 8 * (512 * 64 * 24 + 3 * 512 * 1536 + 2 * 512 + 2 * 64) + 512
+    assert f"{count:,} parameters" in out
+    assert "40 of 16 samples, 640 in all" in out and "at most 327,680" in out
+    assert "warm-up        4 steps" in out and "checkpoints    4" in out
+    assert "MFU" in out and "WORLD_SIZE" not in os.environ
+    # 1.7 GiB fit as they are; the search says what a smaller GPU wants
+    assert plan(f"{words} --gpus 4 --memory 4")[0] == 0
+    code, out = plan(f"{words} --gpus 4 --memory 0.7")
+    assert code == 3 and "does not fit" in out and "best first" in out
+    keys = out.strip().splitlines()[-1].split("GiB")[1]
+    code, again = plan(f"{words} gradient_accumulation_steps=null {keys} --gpus 4 --memory 0.7")
+    assert code == 0, again  # the keys can be pasted
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path):
+    tiny.hf_config("qwen3").save_pretrained(tmp_path)
+    words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0"
+    code, out = plan(f"{words} use_mca=false")
+    assert code == 2 and "use_mca" in out
+    code, out = plan(f"{words} tensor_model_parallel_size=3 --gpus 4")
+    assert code == 2 and "tensor_model_parallel_size" in out
+
+
+def test_a_checkpoint_is_as_large_as_planned(tmp_path):
+    hf = tiny.save_model(tmp_path / "hf", "qwen3", **SMALL)
+    keys = dict(bf16=True, save_strategy="steps", save_steps=2, max_steps=2)
+    world.run(train, 1, hf, str(tmp_path / "out"), **keys)
+    files = (tmp_path / "out" / "checkpoint-2" / "dist").rglob("*")
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    words = f"configs/pt.yaml model_name_or_path={hf} bf16=true max_steps=2 warmup_steps=0"
+    out = plan(words)[1]
+    planned = float(out.split("a checkpoint   ")[1].split(" ")[0])
+    assert "MiB" in out.split("a checkpoint")[1]
+    assert planned * 2**20 == pytest.approx(size, rel=0.1)
