@@ -67,6 +67,8 @@ def check_hooks(trainer, base: type, optimizers: tuple) -> None:
                 f"{kind.__name__}.{name} would never be called: override {_OTHER_HOOKS[name]}"
             )
         for name, member in vars(kind).items():
+            if name == "__init__":
+                continue  # whoever makes the trainer calls it
             own_caller = name == "_post_compute_loss" and "_pre_compute_loss" in vars(kind)
             ours = next((vars(k)[name] for k in kinds[place + 1 :] if name in vars(k)), None)
             if inspect.isfunction(ours) and inspect.isfunction(member) and not own_caller:
