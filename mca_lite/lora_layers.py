@@ -297,8 +297,7 @@ class LoraAdapter(Adapter):
 
 
 class LoraEmbedding(Adapter):
-    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, B [h, r]
-    does not, as in PEFT.
+    """The adapter of an embedding: scale * B A[:, token]. As in PEFT A [r, V / tp] starts at zero.
 
     rows: V / tp, padding included. scatters: the embedding gives each rank a part of the sequence.
     """
@@ -421,8 +420,7 @@ def attach(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def attach_beside(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Put an adapter on a linear or an embedding: a forward hook adds its output, or a megatron
-    linear's own product."""
+    """Put an adapter on a linear or an embedding: a hook adds its output, or megatron's product."""
     attach(module, adapter)
     module.register_forward_hook(_add_output)
     if hasattr(module, "activation_dtype"):
@@ -495,5 +493,8 @@ def _add_output(module, args, output):
     if adapter.in_product and adapter.adds_in_product(module.weight):
         return output
     base, *rest = output if isinstance(output, tuple) else (output,)
-    summed = (base + adapter(normed(module, args[0]))).to(base.dtype)
+    added = adapter(normed(module, args[0]))
+    if hasattr(module, "embed_scale"):
+        added = added * module.embed_scale  # transformers' gemmas scale what the embedding gives
+    summed = (base + added).to(base.dtype)
     return (summed, *rest) if isinstance(output, tuple) else summed

@@ -207,6 +207,7 @@ ADAPTED = {
 }
 ADAPTER_LAYOUTS = {
     "one": (1, {}),
+    "torch": (1, dict(backend="torch")),
     "tp2": (2, TP2),
     "tp2_sp_packed": (2, {**TP2, **SP, **PACKED}),
     "pp2": (2, PP2),
