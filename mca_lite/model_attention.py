@@ -24,13 +24,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from . import parallel
-from .model_fused import rms_norm, rotate, split_heads
+from .model_fused import norm_and_rotate, rms_norm, rotate, split_heads
 from .model_rope import rotary_tables
 from .packed_rows import row_layout
 
 # of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
 LATENT_EPSILON = 1e-6
-
 
 # -- norms ------------------------------------------------------------------------------------
 
@@ -50,9 +49,14 @@ class RMSNorm(torch.nn.Module):
         )
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.interleaved = config.rope_interleave
 
-    def forward(self, x):
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+    def forward(self, x, rotary_tables=None):
+        """x normed, and with tables rotated by them: heads of queries or keys."""
+        if rotary_tables is None:
+            return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        how = self.eps, self.zero_centered, self.interleaved
+        return norm_and_rotate(x, self.weight, *rotary_tables, *how)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -138,16 +142,19 @@ class FusedSelfAttention(SelfAttention):
             config.num_query_groups >= self.world_size and not config.attention_output_gate
         )
         self.linear_qkv.skip_bias_add = self.splits_at_once
+        if self.splits_at_once and isinstance(self.q_layernorm, RMSNorm):
+            # core attention rotates at once, and has both in one kernel
+            self.core_attention.norms = self.q_layernorm, self.k_layernorm
 
     def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
-        """Query [s, b, n, d], key and value [s, b, g, d], normed where the model norms them."""
+        """Query [s, b, n, d], key and value [s, b, g, d], normed unless core attention does so."""
         if not self.splits_at_once:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, bias = self.linear_qkv(hidden_states)
         query, key, value = split_heads(
             mixed, bias, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         )
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and not self.core_attention.norms:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
@@ -205,6 +212,7 @@ class CoreAttention(MegatronModule):
         self.layer_type = config.layer_type(layer_number)
         self.window = config.sliding_window if self.layer_type == "sliding_attention" else None
         self.softcap = config.attn_logit_softcapping
+        self.norms: tuple = ()  # of queries and keys, where they are left to this module
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -225,7 +233,10 @@ class CoreAttention(MegatronModule):
             query, key, value = (x[:, None] for x in (query, key, value))
         layout = self._layout(packed_seq_params, query)
         tables = rotary_tables(self.config, layout, query.dtype, self.layer_type)
-        query, key = rotate(query, key, *tables, self.config.rope_interleave)
+        if self.norms:
+            query, key = (norm(x, tables) for norm, x in zip(self.norms, (query, key), strict=True))
+        else:
+            query, key = rotate(query, key, *tables, self.config.rope_interleave)
         if self.cp_group is not None:
             key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))
         dropout = self.dropout if self.training else 0.0

@@ -137,6 +137,12 @@ def rotate(query, key, cos, sin, interleaved: bool = False):
 
 
 @compiled
+def norm_and_rotate(x, weight, cos, sin, eps: float, zero_centered: bool, interleaved: bool):
+    """rms_norm of x [s, b, n, d], then rotate: one kernel."""
+    return _rotate(_rms_norm(x, weight, eps, zero_centered), cos, sin, interleaved)
+
+
+@compiled
 def split_heads(mixed, bias, groups: int, d: int):
     """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
     each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is

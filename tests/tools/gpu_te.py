@@ -775,10 +775,13 @@ def learned(**keys) -> float:
             tie_word_embeddings=True,
         )
         HF.for_model("qwen3", **shape).save_pretrained(_learned["folder"])
+    # cuDNN's workspace, where it is to be the same to the bit, grows with a packed row's square
+    packs = 4 if keys.get("sequence_packing") else 1
     args = TrainingArguments(
         output_dir=new_folder(),
         bf16=True,
-        per_device_train_batch_size=ROWS,
+        per_device_train_batch_size=ROWS // packs,
+        gradient_accumulation_steps=packs,
         num_train_epochs=STEPS,  # of however few rows there are: max_steps ends it
         max_steps=STEPS,
         logging_steps=1,
