@@ -835,6 +835,13 @@ MULTI = {
     "pp2 fp8": dict(pipeline_model_parallel_size=2, **fp8("tensorwise")),
     "experts ep2": dict(family="qwen3_moe", expert_model_parallel_size=2, **AUX),
     "experts tp2+sp": dict(family="qwen3_moe", **TP2, **SP, **AUX),
+    # the adapters' products of local layers in bf16, whose sums the CPU's tests make over gloo
+    "local tp2 lora": dict(impl=LOCAL, adapt="lora", **TP2),
+    "local tp2+sp lora packed": dict(impl=LOCAL, adapt="lora", **TP2, **SP, **PACKED),
+    "local experts ep2 lora": dict(
+        impl=LOCAL, adapt="lora", family="qwen3_moe", expert_model_parallel_size=2
+    ),
+    "local experts tp2+sp lora": dict(impl=LOCAL, adapt="lora", family="qwen3_moe", **TP2, **SP),
 }
 
 
@@ -855,7 +862,8 @@ def on_two(folder: str, cells: dict, end: float) -> dict[str, str]:
         try:
             if late:
                 raise TooLong("not run: no time was left")
-            got = train(path, TE, export=False, out=f"{folder}/{name}", bf16=True, **keys)
+            of_run = dict(impl=TE, export=False, out=f"{folder}/{name}", bf16=True)
+            got = train(path, **{**of_run, **keys})
             state, words = judge_two(name, (got["loss"], got["norm"]), exact, local)
         except Exception as error:
             state, words = "FAIL", f"{type(error).__name__}: {error}"[:500]
