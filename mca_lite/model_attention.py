@@ -1,4 +1,4 @@
-"""Attention: core attention over torch's kernels, multi-latent attention, and the norms in them.
+"""Attention: core attention over torch's kernels, and multi-latent attention.
 
 Letters: s sequence of this rank, t tokens of a packed row, b batch, h hidden size, n heads and g
 query groups of this rank, d channels of a head. Names of modules are megatron's.
@@ -11,9 +11,10 @@ import inspect
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,88 +22,15 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from . import parallel
-from .model_fused import norm_and_rotate, rms_norm, rotate, split_heads
+from .model_fused import rotate, split_heads
+from .model_norms import RMSNorm
 from .model_rope import rotary_tables
 from .packed_rows import row_layout
 
 # of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
 LATENT_EPSILON = 1e-6
-
-# -- norms ------------------------------------------------------------------------------------
-
-
-class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension, the mean square in float32, as in Hugging Face's
-    decoders. Weights around zero (Gemma's) get 1 added, and multiply before the rounding.
-
-    The weight is marked for megatron where the sequence is cut over tensor-parallel ranks: its
-    gradient is a partial sum.
-    """
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
-        super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.interleaved = config.rope_interleave
-
-    def forward(self, x, rotary_tables=None):
-        """x normed, and with tables rotated by them: heads of queries or keys."""
-        if rotary_tables is None:
-            return rms_norm(x, self.weight, self.eps, self.zero_centered)
-        how = self.eps, self.zero_centered, self.interleaved
-        return norm_and_rotate(x, self.weight, *rotary_tables, *how)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group, whose gradient is the sum of the ranks' gradients: each of them goes on
-    from it by itself."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, x = group, x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class RMSNormOverHeads(torch.nn.Module):
-    """RMS norm of queries or keys over all their heads together.
-
-    x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the
-    heads; the mean square is taken over all ranks.
-    """
-
-    def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
-        super().__init__()
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        size = heads * hidden_size // self.tp_group.size()
-        self.weight = torch.nn.Parameter(
-            torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.eps, self.width = eps, heads * hidden_size
-
-    def forward(self, x):
-        flat = x.flatten(-2).float()
-        squares = flat.square().sum(-1, keepdim=True)
-        if self.tp_group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.tp_group)
-        normed = flat * torch.rsqrt(squares / self.width + self.eps)
-        return (self.weight * normed.to(x.dtype)).view(x.shape)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 # -- core attention ---------------------------------------------------------------------------
@@ -286,14 +214,14 @@ class CoreAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:
-            mask = self._visible(q1 - q0, k1 - k0, attention_mask, q.device)
+            mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
             parts = [q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]]
             if self.softcap is not None:
                 out.append(
                     _capped_attention(*parts, mask, self.softcap, self.softmax_scale, dropout)
                 )
                 continue
-            if mask is not None and q.is_cuda and q.shape[1] != k.shape[1]:
+            if type(mask) is torch.Tensor and q.is_cuda and q.shape[1] != k.shape[1]:
                 # without cuDNN's only the slowest kernel knows both masks and query groups
                 times = q.shape[1] // k.shape[1]
                 parts[1:] = [x.repeat_interleave(times, 1) for x in parts[1:]]
@@ -310,16 +238,20 @@ class CoreAttention(MegatronModule):
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _visible(self, num_queries: int, num_keys: int, hidden, device):
+    def _visible(self, num_queries: int, num_keys: int, hidden, query):
         """bool [num_queries, num_keys], True where a query sees a key; the last query sees the last
-        key. None: causal, and nothing else."""
+        key. None: causal, and nothing else, of as many queries as keys."""
         more, window = num_keys - num_queries, self.window
         narrow = window is not None and num_keys > window
         if hidden is None and not more and not narrow and self.softcap is None:
             return None
         if hidden is not None and not narrow:
             return ~hidden
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(more)
+        in_half = query.is_cuda and query.dtype != torch.float32
+        if in_half and hidden is None and not narrow and self.softcap is None:
+            return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        visible = visible.tril(more)
         if narrow:
             visible = visible.triu(more - window + 1)
         if hidden is not None:

@@ -23,15 +23,10 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from .model_attention import (
-    CoreAttention,
-    FusedSelfAttention,
-    LatentAttention,
-    RMSNorm,
-    RMSNormOverHeads,
-)
+from .model_attention import CoreAttention, FusedSelfAttention, LatentAttention
 from .model_fused import swiglu
 from .model_moe import Experts, Router
+from .model_norms import RMSNorm, RMSNormOverHeads
 
 
 class Residual(torch.nn.Module):

@@ -23,8 +23,9 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from .model_attention import DuplicatedLinear, RMSNorm
+from .model_attention import DuplicatedLinear
 from .model_layers import layer_spec
+from .model_norms import RMSNorm
 
 
 class PredictionLayer(MegatronModule):

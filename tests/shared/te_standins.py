@@ -12,7 +12,8 @@ def _modules():
     """(linear, norm and linear, norm, core attention); megatron is imported here."""
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    from mca_lite.model_attention import CoreAttention, RMSNorm
+    from mca_lite.model_attention import CoreAttention
+    from mca_lite.model_norms import RMSNorm
 
     class Linear(torch.nn.Module):
         cut = 1

@@ -836,6 +836,7 @@ MULTI = {
     "experts ep2": dict(family="qwen3_moe", expert_model_parallel_size=2, **AUX),
     "experts tp2+sp": dict(family="qwen3_moe", **TP2, **SP, **AUX),
     # the adapters' products of local layers in bf16, whose sums the CPU's tests make over gloo
+    "local cp2": dict(impl=LOCAL, **CP2),
     "local tp2 lora": dict(impl=LOCAL, adapt="lora", **TP2),
     "local tp2+sp lora packed": dict(impl=LOCAL, adapt="lora", **TP2, **SP, **PACKED),
     "local experts ep2 lora": dict(
@@ -873,6 +874,11 @@ def on_two(folder: str, cells: dict, end: float) -> dict[str, str]:
         states[f"two: {name}"] = state
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
+        if not late:
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+            # or it reduces this run's scales in the next one's passes, over groups that are gone
+            FP8GlobalStateManager.reset()
     return states
 
 
