@@ -37,26 +37,27 @@ LATENT_EPSILON = 1e-6
 
 
 class _GatherTokens(torch.autograd.Function):
-    """[t / cp, ...] of each context-parallel rank -> [t, ...], rank after rank; backward: this
-    rank's part of the sum."""
+    """[t / cp, ...] of each context-parallel rank -> [t, ...] in the row's order; backward: this
+    rank's part of the sum. order int64 [t]: see RowLayout."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def forward(ctx, x, group, order):
+        ctx.group, ctx.order = group, order
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
+        return torch.cat(parts)[order]
 
     @staticmethod
     def backward(ctx, grad):
+        # each place is written once: an index's own gradient would sort the places, to add
+        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad).contiguous()
         # gloo has no reduce-scatter: every rank sums the whole and keeps its part
-        grad = grad.contiguous()
         if dist.get_backend(ctx.group) == "gloo":
             dist.all_reduce(grad, group=ctx.group)
-            return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+            return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
         mine = torch.empty_like(grad.chunk(ctx.group.size())[0])
         dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
-        return mine, None
+        return mine, None, None
 
 
 class FusedSelfAttention(SelfAttention):
@@ -166,7 +167,8 @@ class CoreAttention(MegatronModule):
         else:
             query, key = rotate(query, key, *tables, self.config.rope_interleave)
         if self.cp_group is not None:
-            key, value = (_GatherTokens.apply(x, self.cp_group)[layout.order] for x in (key, value))
+            gathered = self.cp_group, layout.order
+            key, value = (_GatherTokens.apply(x, *gathered) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         # dropout differs between tensor-parallel ranks, since each holds other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
