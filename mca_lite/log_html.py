@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from .log_read import RunFolder, format_duration, format_rate, smooth
 
-# Title -> keys of the log; an evaluation's go where the training's are. Others get one each.
+# Title -> keys of the log; others get one each
 _CHARTS = {
-    "Loss per token": ("loss",),
+    "Loss": ("loss",),
     "Rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
     "Pairs with the chosen answer ahead": ("rewards/accuracies",),
     "Log-probabilities of answers": ("logps/chosen", "logps/rejected"),
@@ -127,8 +127,11 @@ def page(runs: Sequence[RunFolder]) -> str:
         parts.append(_section("Configuration", _beside(configs)))
     else:
         parts.append(_section("Keys that differ", _beside(configs, only_differing=True)))
+    again = ""
+    if any(run.state() == "running" for run in runs):
+        again = "<meta http-equiv='refresh' content='30'/>"
     return (
-        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'/>"
+        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'/>{again}"
         "<meta name='viewport' content='width=device-width, initial-scale=1'/>"
         f"<title>{_esc(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>{''.join(parts)}</body></html>\n"
@@ -246,10 +249,10 @@ def _samples(named: dict[str, RunFolder]) -> str:
 
 def _loads(run: RunFolder) -> str:
     """The last line's expert_load: a row of cells for each layer, even ones without colour."""
-    layers = run.last("expert_load") or []
-    if not layers:
+    line = next((line for line in reversed(run.records) if line.get("expert_load")), None)
+    if line is None:
         return ""
-    width, groups = max(map(len, layers)), []
+    layers, groups = line["expert_load"], []
     for i, loads in enumerate(layers):
         cells = []
         for expert, load in enumerate(loads):
@@ -261,12 +264,12 @@ def _loads(run: RunFolder) -> str:
         text = f"layer {i} of those with experts: most {loads[most]:g} (expert {most}), "
         text += f"least {loads[least]:g} (expert {least})"
         groups.append(f"<g transform='translate(0 {i})'><title>{text}</title>{''.join(cells)}</g>")
-    height = f"{min(24, max(3, 1.1 * len(layers))):g}rem"
+    width, height = max(map(len, layers)), len(layers)
     return (
-        f"<p>At step {run.step:,}: a row for each layer, a column for each expert. Orange: more "
+        f"<p>Step {line['step']:,}: a row for each layer, a column for each expert. Orange: more "
         "than the layer's mean, blue: less; full colour at four times it, or a quarter.</p>"
-        f"<svg viewBox='0 0 {width} {len(layers)}' width='100%' style='height: {height}' "
-        f"preserveAspectRatio='none'>{''.join(groups)}</svg>"
+        f"<svg viewBox='0 0 {width} {height}' width='100%' preserveAspectRatio='none' "
+        f"style='height: {min(24, max(3, 1.1 * height)):g}rem'>{''.join(groups)}</svg>"
     )
 
 
@@ -274,13 +277,18 @@ def _loads(run: RunFolder) -> str:
 
 
 def _charts(named: dict[str, RunFolder]) -> list[str]:
-    known = {key: title for title, keys in _CHARTS.items() for key in keys}
+    keys = dict.fromkeys(key for run in named.values() for key in run.keys())
+    known = {key: key for key in keys} | {k: title for title, ks in _CHARTS.items() for k in ks}
     found: dict[str, list[str]] = {title: [] for title in _CHARTS}
-    for key in dict.fromkeys(key for run in named.values() for key in run.keys()):
-        # eval_loss, and eval_<data set>_loss
-        own = [one for one in known if key == one or re.fullmatch(f"eval_(.+_)?{one}", key)]
+    for key in keys:
+        title = known[key]
+        if key.startswith("eval_"):  # beside the training's: eval_loss, and eval_<data set>_loss
+            own = key.removeprefix("eval_")
+            if own not in known:
+                own = next((one for one in known if own.endswith(f"_{one}")), key)
+            title = known[own]
         if key not in _NO_CHART:
-            found.setdefault(known[own[0]] if own else key, []).append(key)
+            found.setdefault(title, []).append(key)
     charts = []
     for title, keys in found.items():
         curves = []

@@ -237,7 +237,7 @@ def test_the_numbers_on_the_page_are_the_logs(tmp_path):
         "last eval_loss": "1.75", "best eval_loss": "1.5", "tokens/s, median": "12.3k",
         "MFU, median": "42.0%", "padding, median": "37.5%", "peak memory": "1.50 GiB",
     }  # fmt: skip
-    chart = cards(root)["Loss per token"]
+    chart = cards(root)["Loss"]
     assert texts(chart, "span", "c0") == ["loss 1"] and texts(chart, "span", "c1") == [
         "eval_loss 1.75"
     ]
@@ -261,7 +261,7 @@ def test_a_page_of_several_runs_shows_what_differs(tmp_path):
         answer = {"prompt": "p", "before": "x", "expected": "y1", "answer": f"y{seed}"}
         (run / "generations.jsonl").write_text(json.dumps(answer) + "\n")
     root = parse(page([RunFolder(run) for run in runs]))
-    chart = cards(root)["Loss per token"]
+    chart = cards(root)["Loss"]
     assert texts(chart, "span", "c0") == ["a: loss 2"] and texts(chart, "span", "c1") == [
         "b: loss 1"
     ]
@@ -291,7 +291,7 @@ def test_a_long_log_makes_a_short_page_without_losing_a_spike(tmp_path):
     started = time.process_time()
     text = page([run])
     assert time.process_time() - started < 0.5 and len(text) < 1_000_000
-    chart = cards(parse(text))["Loss per token"]
+    chart = cards(parse(text))["Loss"]
     assert "step 37,780\nloss 9" in texts(chart, "title")
     assert "step 50,000\nloss 2.01" in texts(chart, "title")[-1]
 
@@ -302,8 +302,11 @@ def test_experts_constants_spikes_and_single_lines_are_drawn(tmp_path):
         "step": 20, "loss": 1e-12, "rewards/accuracies": 1.0, "logps/chosen": -5.0,
         "expert_load": [[0.5, 1.5, 1.0], [4.0, 0.0, 1.0]], "expert_load_max": 2.75, "own": 1e300,
     }) + "\n")  # fmt: skip
+    append(run, '{"step": 20, "eval_loss": 1.0, "eval_web_loss": 1.0, "eval_own": 2.0}\n')
     root = parse(page([RunFolder(run)]))
-    assert {"Pairs with the chosen answer ahead", "own"} <= cards(root).keys()
+    assert texts(cards(root)["own"], "span", "c1") == ["eval_own 2"]
+    assert texts(cards(root)["Loss"], "span", "c2") == ["eval_web_loss 1"]
+    assert "Pairs with the chosen answer ahead" in cards(root)
     assert texts(root, "title")[-2:] == [
         "layer 0 of those with experts: most 1.5 (expert 1), least 0.5 (expert 0)",
         "layer 1 of those with experts: most 4 (expert 0), least 0 (expert 1)",
@@ -344,12 +347,14 @@ def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, 
     assert drawn == [3, 6]
     run = RunFolder(tmp_path)
     assert run.state() == "running" and run.max_steps == 9
-    assert "loss <b>0.1667</b>" in (tmp_path / "report.html").read_text()
+    text = (tmp_path / "report.html").read_text()
+    assert "loss <b>0.1667</b>" in text and "http-equiv='refresh'" in text
     report.log({"step": 7, "loss": 0.5})
     report.on_train_end(None, TrainerState(), TrainerControl())
     assert drawn == [3, 6, 7] and run.read().state() == "finished"
     text = (tmp_path / "report.html").read_text()
     assert "loss <b>0.5</b>" in text and "3 samples" in text and ">finished<" in text
+    assert "refresh" not in text
 
 
 def test_pictures_take_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
