@@ -52,7 +52,7 @@ h3 { font-size: .95rem; margin: 0 0 .3rem; }
 p { margin: .2rem 0 1rem; }
 p, th, .tiles span, .legend, .plot { color: var(--soft); }
 .tiles, .charts { display: grid; gap: .8rem; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(min(10rem, 44%), 1fr)); }
 .charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
  padding: .7rem .9rem; min-width: 0; overflow-x: auto; }
