@@ -9,6 +9,8 @@ from importlib import import_module
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
+    "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
+    "report": ("cli_report", "one or several runs as a page: curves, numbers, configuration"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 

@@ -208,7 +208,8 @@ class TrainingArguments(ArgumentGroup):
     )
     report_to: list[str] = arg([], "none, tensorboard, wandb")
     run_name: str | None = arg(None, "the run's name in wandb")
-    plot_loss: bool = arg(False, "draw training_loss.png")
+    plot_loss: bool = arg(False, "draw training_loss.png, again and again during the run")
+    html_report: bool = arg(True, "write report.html, again and again during the run")
     disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar where there is a terminal)")
 
     # batches and length

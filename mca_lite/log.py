@@ -1,13 +1,21 @@
-"""What a run says about itself: start summary, progress, trainer_log.jsonl, trackers, loss plot."""
+"""What a run says about itself: start summary, progress, trainer_log.jsonl, trackers, pictures."""
 
+import io
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from .constants import LOSS_PLOT_NAME, TRAINER_LOG_NAME
+from .constants import LOSS_PLOT_NAME, PAGE_NAME, RUN_SUMMARY_NAME, TRAINER_LOG_NAME
+from .files import describe_error, write_file, write_json
+from .log_html import page
+from .log_read import RunFolder, format_duration, format_rate, read_log, smooth
 from .trainer_callbacks import TrainerCallback
+
+# Pictures are drawn again after so many seconds, and so rarely that they take 1/50 of the time
+_DRAW_EVERY_S, _DRAW_SHARE = 30.0, 50
 
 # Keys that the progress line shows in its own way, or not at all: the log file has them.
 _NOT_IN_LINE = {
@@ -60,24 +68,6 @@ def _text(value) -> str:
     return str(value)
 
 
-def format_duration(seconds: float) -> str:
-    """Returns 58s, 1m20s or 2h05m."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def format_rate(per_second: float) -> str:
-    """Returns 850, 12.3k or 1.2M."""
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if per_second >= limit:
-            return f"{per_second / limit:.1f}{unit}"
-    return f"{per_second:.0f}"
-
-
 def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -> str:
     """Returns one line for one record of the log; what the record lacks is left out."""
     parts = [f"step {logs['step']}/{max_steps}"]
@@ -101,38 +91,9 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
     return "  ".join(parts)
 
 
-def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
-    """Returns the running mean in which a value counts `weight` times less with each step since.
-
-    m_t = sum_i w^(t-i) x_i / sum_i w^(t-i): the first values are not pulled to zero.
-    """
-    total, norm, means = 0.0, 0.0, []
-    for value in values:
-        total, norm = weight * total + value, weight * norm + 1.0
-        means.append(total / norm)
-    return means
-
-
-def read_log(path: str) -> list[dict]:
-    """Returns the records of a trainer_log.jsonl; a last line that a crash left unfinished is
-    passed over."""
-    records = []
-    with open(path, encoding="utf-8") as file:
-        lines = file.readlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(
-                    f"{path}:{number}: expected a JSON object, but {error}: remove the line"
-                ) from None
-    return records
-
-
 def plot_loss(records: Iterable[Mapping], path: str) -> None:
-    """Writes a picture of loss, smoothed loss and eval_loss over the steps of `records` to `path`;
-    needs matplotlib."""
+    """Writes a picture of loss, smoothed loss and eval_loss over the steps of `records` to `path`,
+    in one step; needs matplotlib."""
     # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every
     # figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -155,7 +116,9 @@ def plot_loss(records: Iterable[Mapping], path: str) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss per token")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_file(path, picture.getvalue())
 
 
 class Report(TrainerCallback):
@@ -175,6 +138,7 @@ class Report(TrainerCallback):
         output_dir: str,
         report_to: Iterable[str] = (),
         plot_loss: bool = False,
+        html_report: bool = True,
         run_name: str | None = None,
         disable_tqdm: bool | None = None,
         config: Mapping | None = None,
@@ -184,6 +148,9 @@ class Report(TrainerCallback):
         self.output_dir = output_dir
         named = [report_to] if isinstance(report_to, str) else report_to
         self.trackers = [name for name in named if name != "none"]
+        self.page_path = None
+        if html_report:
+            self.page_path = os.path.join(output_dir, PAGE_NAME)
         self.plots = plot_loss
         self.run_name = run_name
         self.config = dict(config or {})
@@ -191,7 +158,9 @@ class Report(TrainerCallback):
         self._clock = clock
         self._file = self._bar = self._tensorboard = self._wandb = None
         self._max_steps = self.first_step = 0
-        self._started = clock()
+        self._started = self._draw_at = clock()
+        self._facts: dict = {}  # run_summary.json
+        self._folder: RunFolder | None = None
 
     @property
     def log_path(self) -> str:
@@ -207,7 +176,8 @@ class Report(TrainerCallback):
             print(text, flush=True)
 
     def summary(self, sections: Mapping[str, Mapping]) -> None:
-        """Prints the start summary, see `format_summary`."""
+        """Prints the start summary, see `format_summary`; run_summary.json will hold it."""
+        self._facts["sections"] = sections
         self.print(format_summary(sections))
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -219,6 +189,10 @@ class Report(TrainerCallback):
         self._close()
         os.makedirs(self.output_dir, exist_ok=True)
         self._open_log(state.global_step)
+        self._facts |= {"max_steps": state.max_steps, "first_step": state.global_step}
+        self._facts |= {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+        self._write_facts("running")
+        self._draw_at = self._started + _DRAW_EVERY_S
         if self.uses_bar:
             from tqdm import tqdm
 
@@ -291,6 +265,8 @@ class Report(TrainerCallback):
         if self._wandb is not None:
             self._wandb.log(numbers, step=logs["step"])
         self._show(logs)
+        if self._file is not None and self._clock() >= self._draw_at:
+            self._draw()
 
     def _show(self, logs: Mapping) -> None:
         if self._bar is not None and "loss" in logs:
@@ -302,18 +278,37 @@ class Report(TrainerCallback):
             eta_s = (self._clock() - self._started) / done * left
         self.print(format_progress(logs, self._max_steps, eta_s))
 
-    def on_save(self, args, state, control, path, **kwargs):
-        self._plot()
-
     def on_train_end(self, args, state, control, **kwargs):
+        self.end("finished")
+
+    def end(self, state: str) -> None:
+        """Writes how the run ended, draws its pictures and closes the log and the trackers."""
         if not self.is_main:
             return
-        self._plot()
+        self._write_facts(state)
+        self._draw()
         self._close()
 
-    def _plot(self) -> None:
-        if self.is_main and self.plots and os.path.exists(self.log_path):
-            plot_loss(read_log(self.log_path), os.path.join(self.output_dir, LOSS_PLOT_NAME))
+    def _write_facts(self, state: str) -> None:
+        self._facts["state"] = state
+        write_json(os.path.join(self.output_dir, RUN_SUMMARY_NAME), self._facts, default=str)
+
+    def _draw(self) -> None:
+        """Draws training_loss.png and report.html. A run does not end of it that this fails."""
+        began = self._clock()
+        try:
+            if self._folder is None:
+                self._folder = RunFolder(self.output_dir)
+            run = self._folder.read()
+            if self.plots:
+                plot_loss(run.records, os.path.join(self.output_dir, LOSS_PLOT_NAME))
+            if self.page_path is not None:
+                write_file(self.page_path, page([run]))
+        except Exception as error:  # whatever a full disk or a font leads to
+            self.print(f"note: no more pictures of this run: {describe_error(error)}")
+            self.plots, self.page_path = False, None
+        now = self._clock()
+        self._draw_at = now + max(_DRAW_EVERY_S, _DRAW_SHARE * (now - began))
 
     def _close(self) -> None:
         for opened in (self._file, self._bar, self._tensorboard):

@@ -341,6 +341,8 @@ def _export(plan: Plan, trainer, result) -> None:
             f"nothing was left to train: the run goes to step {trainer.state.max_steps}, and its "
         )
         done += f"checkpoint is at step {trainer.report.first_step}"
+    if trainer.report.page_path is not None:
+        where += f"; its report is {trainer.report.page_path}"
     trainer.report.print(f"{done}{where}")
 
 

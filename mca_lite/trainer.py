@@ -102,6 +102,7 @@ class McaTrainer:
             output_dir=args.output_dir,
             report_to=args.report_to,
             plot_loss=args.plot_loss,
+            html_report=args.html_report,
             run_name=args.run_name,
             disable_tqdm=args.disable_tqdm,
             config=args.to_dict(),

@@ -52,6 +52,7 @@ def answer_signals(trainer, signal: int) -> None:
         if trainer._writer.is_busy:
             finish_checkpoint(trainer)
     store_state(trainer)
+    trainer.report.end("interrupted")
     stop = Interrupted(signal, trainer.state.global_step)
     trainer.report.print(
         f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on "

@@ -376,6 +376,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(model_path, tmp_path, number, 
         interrupted, 2, model_path, str(tmp_path / "run"), number, steps=5, **SAVE, **keys
     )
     assert answers == [(85, 3, True)] * 2
+    assert json.loads((tmp_path / "run/run_summary.json").read_text())["state"] == "interrupted"
     assert [p.name for p in ckpt_folder.list_checkpoints(tmp_path / "run")] == [
         "checkpoint-2",
         "checkpoint-3",

@@ -111,6 +111,7 @@ CHANGES_A_RUN = {
     "save_total_limit": ("1", "save_strategy=steps save_steps=1"),
     "save_hf_checkpoints": ("true", "save_strategy=steps save_steps=2"),
     "save_hf_model": ("true", ""),
+    "html_report": ("false", ""),
     "max_shard_size": ("10KB", "save_hf_model=true"),
     "save_merged_model": ("true", LORA),
     "metric_for_best_model": ("rewards/margins", DPO_BEST),

@@ -19,7 +19,8 @@ from transformers import TrainerState as HFTrainerState
 
 from mca_lite.args import TrainingArguments
 from mca_lite.args_run import parse_args
-from mca_lite.log import Report, format_duration, format_progress, format_summary, read_log, smooth
+from mca_lite.log import Report, format_progress, format_summary
+from mca_lite.log_read import format_duration, read_log, smooth
 from mca_lite.trainer_callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
 from tests.shared.training import Clock
 

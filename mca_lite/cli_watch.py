@@ -1,0 +1,139 @@
+"""Runs as they train, beside each other in the terminal: curves and numbers of their logs.
+
+python -m mca_lite watch OUTPUT_DIR... [--every SECONDS] [--once]
+    reads the folders' logs alone: from another machine that sees them, and before they exist
+    --every: seconds from one frame to the next (2)
+    --once:  one frame; what is no terminal gets one too, without colours
+Leaves on Ctrl-C, and when all runs have ended.
+"""
+
+import argparse
+import itertools
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+from .log_read import RunFolder, format_duration, format_rate, smooth
+
+_WIDTH, _GAP, _CURVE_HEIGHT = 42, 2, 5  # of a run's column, in characters
+_COLORS = {"running": 32, "finished": 36, "interrupted": 33, "hung?": 33, "failed": 31}
+_ENDED = ("finished", "interrupted", "failed")
+# key of the log -> its name and form in a column, beside the curve of its past
+_ROWS = {
+    "loss": ("loss", "{:.4f}".format),
+    "eval_loss": ("eval_loss", "{:.4f}".format),
+    "rewards/accuracies": ("pairs ahead", "{:.1%}".format),
+    "grad_norm": ("grad norm", "{:.3f}".format),
+    "learning_rate": ("lr", "{:.2e}".format),
+    "tokens_per_second": ("tokens/s", format_rate),
+    "mfu": ("MFU", "{:.1%}".format),
+    "padding_fraction": ("padding", "{:.1%}".format),
+    "peak_memory_gib": ("memory", "{:.2f} GiB".format),
+    "expert_load_max": ("experts, most", "{:.2f} x mean".format),
+    "expert_load_min": ("experts, least", "{:.2f} x mean".format),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Watch as `argv` (None: the command line) says -> exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mca_lite watch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
+    parser.add_argument("--once", action="store_true")
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    runs, is_terminal = [RunFolder(folder) for folder in options.folders], sys.stdout.isatty()
+    is_last = options.once or not is_terminal
+    try:
+        while True:
+            size = shutil.get_terminal_size((100, 40))
+            lines = frame([run.read() for run in runs], size.columns, is_terminal)
+            if not is_last:  # from the top left; what an earlier frame left is cleared
+                lines = [f"{line}\033[K" for line in lines[: size.lines - 1]]
+                lines[0], lines[-1] = f"\033[H{lines[0]}", f"{lines[-1]}\033[J"
+            print("\n".join(lines), flush=True)
+            if is_last or all(run.state() in _ENDED for run in runs):
+                return 0
+            time.sleep(max(0.1, options.every))
+    except KeyboardInterrupt:
+        return 0
+
+
+def frame(runs: Sequence[RunFolder], columns: int, has_colors: bool = False) -> list[str]:
+    """The runs as lines: as many beside each other as `columns` characters hold."""
+    width = min(_WIDTH, columns)
+    per_line = max(1, (columns + _GAP) // (width + _GAP))
+    lines: list[str] = []
+    for start in range(0, len(runs), per_line):
+        cards = [_card(run, width, has_colors) for run in runs[start : start + per_line]]
+        lines += [""] if lines else []
+        for cells in itertools.zip_longest(*cards, fillvalue=("", 0)):
+            padded = (text + " " * (width - size) for text, size in cells)
+            lines.append((" " * _GAP).join(padded).rstrip())
+    return lines
+
+
+def _card(run: RunFolder, width: int, has_colors: bool) -> list[tuple[str, int]]:
+    """A run's lines, each with the characters that it takes on the screen."""
+    state, lines = run.state(), []
+
+    def add(text: str, code: int | None = None) -> None:
+        text = text[:width]
+        colored = f"\033[{code}m{text}\033[0m" if has_colors and code is not None else text
+        lines.append((colored, len(text)))
+
+    add(run.name if len(run.name) <= width else "..." + run.name[3 - width :], 1)
+    add(_progress(run, state), _COLORS.get(state, 2))
+    points = [value for _, value in run.points("loss")]
+    if not points:
+        return lines
+    for line in curve(smooth(points, 0.5), width, _CURVE_HEIGHT):
+        add(line, 34)
+    for key, (label, form) in _ROWS.items():
+        past = [value for _, value in run.points(key)]
+        if past:
+            head = f"{label:<15}{form(past[-1]):<13}"
+            add(head + curve(past, _WIDTH - len(head), 1)[0])
+    add(f"last line {format_duration(run.quiet_s())} ago", 2)
+    return lines
+
+
+def _progress(run: RunFolder, state: str) -> str:
+    words = [state]
+    if run.max_steps:
+        words.append(f"step {run.step:,}/{run.max_steps:,} {run.step / run.max_steps:.0%}")
+    elif run.records:
+        words.append(f"step {run.step:,}")
+    eta = run.eta_s()
+    if state == "running" and eta is not None:
+        words.append(f"eta {format_duration(eta)}")
+    elif run.seconds is not None and run.records:
+        words.append(f"after {format_duration(run.seconds)}")
+    elif run.summary:
+        words.append(f"no line for {format_duration(run.quiet_s())}")
+    return "  ".join(words)
+
+
+def curve(values: Sequence[float], width: int, height: int) -> list[str]:
+    """Lines of braille: a curve of the values from the left to the right, each character two dots
+    wide and four high; a constant lies in the middle."""
+    # braille's bits, by row and column of a character's dots
+    bits = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+    low, high, dots = min(values), max(values), 4 * height
+    cells = [[0x2800] * width for _ in range(height)]
+    above = None
+    for x in range(2 * width):
+        place = x * (len(values) - 1) / max(1, 2 * width - 1)
+        left = int(place)
+        right = min(left + 1, len(values) - 1)
+        value = values[left] + (place - left) * (values[right] - values[left])
+        share = (high - value) / (high - low) if high > low else 0.5
+        y = round(share * (dots - 1))
+        # down or up to the one before, so that a steep curve has no holes
+        ends = sorted((y, y if above is None else above))
+        for row in range(ends[0], ends[1] + 1):
+            cells[row // 4][x // 2] |= bits[row % 4][x % 2]
+        above = y
+    return ["".join(map(chr, line)) for line in cells]

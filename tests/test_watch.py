@@ -1,0 +1,408 @@
+"""Runs as their folders show them: `watch`, `report`, and what a run draws of itself."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mca_lite import cli_report, cli_watch, log
+from mca_lite.cli_watch import curve, frame
+from mca_lite.log import Report
+from mca_lite.log_html import page
+from mca_lite.log_read import LineFile, RunFolder
+from mca_lite.trainer_callbacks import TrainerControl, TrainerState
+from tests.shared import tiny, world
+from tests.shared.training import Clock
+
+LINE = {
+    "epoch": 0.5, "grad_norm": 1.25, "learning_rate": 3e-4, "tokens_per_second": 12345.6,
+    "padding_fraction": 0.375, "peak_memory_gib": 1.5, "mfu": 0.42, "step_time_s": 2.0,
+}  # fmt: skip
+
+
+def make_run(folder: Path, losses, age_s=1.0, took_s=100.0, **summary) -> Path:
+    """A folder as a run of one line every ten steps leaves it, its last line of age_s ago."""
+    folder.mkdir(parents=True)
+    lines = [{"step": 10 * (i + 1), "loss": loss, **LINE} for i, loss in enumerate(losses)]
+    path, now = folder / "trainer_log.jsonl", time.time()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(path, (now - age_s, now - age_s))
+    known = {"state": "running", "max_steps": 100, "first_step": 0, "host": "another", "pid": 1}
+    known |= {"started": now - age_s - took_s, **summary}
+    (folder / "run_summary.json").write_text(json.dumps(known))
+    return folder
+
+
+def append(folder: Path, text: str) -> None:
+    with open(folder / "trainer_log.jsonl", "a") as file:
+        file.write(text)
+
+
+# a log that is being written
+
+
+def test_half_a_line_waits_for_its_end_and_nonsense_is_passed_over(tmp_path):
+    make_run(tmp_path / "run", [3.0])
+    run = RunFolder(tmp_path / "run")
+    append(run.folder, '{"step": 20, "lo')
+    assert [line["step"] for line in run.read().records] == [10]
+    append(run.folder, 'ss": 2.5}\nnonsense\n[1]\n{"loss": 1}\n{"step": 30, "loss": NaN}\n\xff\n')
+    assert run.read().points("loss") == [(10, 3.0), (20, 2.5)]
+    assert run.step == 30 and run.last("grad_norm") == 1.25
+
+
+def test_the_log_of_a_resumed_run_is_read_anew(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    lines = LineFile(path)
+    assert len(lines.read()) == 3
+    (tmp_path / "new").write_text('{"step": 1}\n')
+    os.replace(tmp_path / "new", path)
+    assert lines.read() == [{"step": 1}]
+    path.unlink()
+    assert lines.read() == []
+    path.write_text('{"step": 7}\n')
+    assert lines.read() == [{"step": 7}]
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+HERE = {"host": socket.gethostname()}
+STATES = {  # name: (what make_run is told, the state)
+    "a line just now": ({}, "running"),
+    "a slow run": ({"age_s": 95.0}, "running"),
+    "silent for 121 seconds": ({"age_s": 121.0}, "hung?"),
+    "no line yet": ({"losses": [], "took_s": 600.0}, "running"),
+    "no line ever": ({"losses": [], "took_s": 1000.0}, "hung?"),
+    "its process lives": (HERE | {"pid": os.getpid()}, "running"),
+    "its process is gone": (HERE | {"pid": dead_process}, "failed"),
+    "it said so": ({"state": "finished", "age_s": 1e6}, "finished"),
+    "a signal": ({"state": "interrupted", "age_s": 1e6}, "interrupted"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_of_a_run(tmp_path, name):
+    told, state = STATES[name]
+    told = {key: value() if callable(value) else value for key, value in told.items()}
+    make_run(tmp_path / "run", **{"losses": [2.0, 1.0], **told})
+    assert RunFolder(tmp_path / "run").state() == state
+
+
+def test_a_run_of_slow_lines_may_be_silent_for_five_of_them(tmp_path):
+    run = make_run(tmp_path / "run", [2.0, 1.0], age_s=500.0)
+    slow = json.dumps({"step": 40, "loss": 1.0, "step_time_s": 10.0})  # 20 steps: 200 s a line
+    (run / "trainer_log.jsonl").write_text(f'{{"step": 20, "loss": 1.0}}\n{slow}\n')
+    for age_s, state in ((990, "running"), (1010, "hung?")):
+        os.utime(run / "trainer_log.jsonl", (time.time() - age_s,) * 2)
+        assert RunFolder(run).state() == state
+
+
+def test_a_folder_without_a_summary_or_without_anything(tmp_path):
+    run = make_run(tmp_path / "run", [2.0])
+    (run / "run_summary.json").write_text('{"state": "run')
+    assert RunFolder(run).state() == "unknown" and RunFolder(run).eta_s() is None
+    assert RunFolder(tmp_path / "nothing").state() == "no run yet"
+
+
+def test_time_left_is_that_of_the_steps_since_the_start(tmp_path):
+    # resumed at step 10, 20 steps in 100 s, the last line 4 s ago: 70 steps take 350 s
+    run = RunFolder(make_run(tmp_path / "run", [3.0, 2.0, 1.0], age_s=4.0, first_step=10))
+    assert run.eta_s() == pytest.approx(346.0, abs=1.0)
+
+
+# watch
+
+
+def test_a_frame_has_the_runs_beside_each_other(tmp_path):
+    first = make_run(tmp_path / "first", [4.0, 3.0, 2.5])
+    append(first, json.dumps({"step": 30, "eval_loss": 2.75, "expert_load_max": 1.5}) + "\n")
+    second = make_run(tmp_path / "second", [4.0] * 10, state="finished")
+    lines = frame([RunFolder(x) for x in (first, second, tmp_path / "third")], 140)
+    assert max(map(len, lines)) <= 140
+    columns = [[line[start : start + 42].rstrip() for line in lines] for start in (0, 44, 88)]
+    one, other, nothing = columns
+    assert one[0].endswith("/first") and other[0].endswith("/second")
+    assert re.fullmatch(r"running  step 30/100 30%  eta 3m5\ds", one[1])
+    assert other[1] == "finished  step 100/100 100%  after 1m40s"
+    assert nothing[1] == "no run yet" and not any(nothing[2:])
+    assert one[-1].startswith("last line ")
+    assert {line[:15].strip(): line[15:28].strip() for line in one[7:-1]} == {
+        "loss": "2.5000", "eval_loss": "2.7500", "grad norm": "1.250", "lr": "3.00e-04",
+        "tokens/s": "12.3k", "MFU": "42.0%", "padding": "37.5%", "memory": "1.50 GiB",
+        "experts, most": "1.50 x mean",
+    }  # fmt: skip
+
+
+def test_a_narrow_frame_has_them_below_each_other_and_color_takes_no_room(tmp_path):
+    folders = [make_run(tmp_path / name, [2.0, 1.0]) for name in "ab"]
+    runs = [RunFolder(folder) for folder in folders]
+    lines = frame(runs, 40)
+    assert max(map(len, lines)) <= 40 and lines.count("") == 1
+    colored = frame(runs, 90, has_colors=True)
+    assert "\033[32mrunning" in colored[1]
+    assert [re.sub(r"\033\[\d+m", "", line).rstrip() for line in colored] == frame(runs, 90)
+
+
+def test_curves_are_of_braille():
+    # two columns of four dots: the value 0 is the lowest, 1 the highest, joined from below
+    assert curve([0.0, 1.0], 1, 1) == [chr(0x2800 + 0x40 + 0x08 + 0x10 + 0x20 + 0x80)]
+    assert curve([5.0], 2, 1) == [2 * chr(0x2800 + 0x04 + 0x20)]  # a constant: the third of four
+    up = curve(list(range(20)), 10, 5)
+    assert [line.strip(chr(0x2800)) != "" for line in up] == [True] * 5
+    assert up[0][:5] == chr(0x2800) * 5 and up[-1][5:] == chr(0x2800) * 5
+
+
+def test_watch_follows_until_all_runs_have_ended(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run", [4.0])
+    summary = json.loads((run / "run_summary.json").read_text())
+
+    def sleep(seconds):
+        assert seconds == 0.5
+        append(run, json.dumps({"step": 20, "loss": 3.25}) + "\n")
+        (run / "run_summary.json").write_text(json.dumps({**summary, "state": "finished"}))
+
+    monkeypatch.setattr(cli_watch.time, "sleep", sleep)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli_watch.main([str(run), "--every", "0.5"]) == 0
+    frames = capsys.readouterr().out.split("\033[H")[1:]
+    assert len(frames) == 2
+    assert "4.0000" in frames[0] and "running" in frames[0]
+    assert "3.2500" in frames[1] and "finished" in frames[1]
+
+
+def test_what_is_no_terminal_gets_one_plain_frame(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [4.0])
+    for words in ([str(run)], [str(run), "--once"]):
+        assert cli_watch.main(words) == 0
+        out = capsys.readouterr().out
+        assert "4.0000" in out and "\033" not in out
+
+
+def test_neither_command_waits_for_torch():
+    script = (
+        "import sys, mca_lite.cli_watch, mca_lite.cli_report; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+
+
+# the page
+
+
+def parse(text: str) -> ElementTree.Element:
+    """The page, which has to be XML, and to need nothing from elsewhere."""
+    assert text.startswith("<!DOCTYPE html>")
+    assert not re.search(r"https?:|src=|href=|<script|@import|url\(", text)
+    return ElementTree.fromstring(text)
+
+
+def cards(root) -> dict:
+    """{title: the element} of the charts and tables."""
+    found = {}
+    for element in root.iter("div"):
+        title = element.find("h3")
+        if element.get("class") == "card" and title is not None:
+            found[title.text] = element
+    return found
+
+
+def texts(element, tag: str, kind: str | None = None) -> list[str]:
+    found = (one for one in element.iter(tag) if kind in (None, one.get("class")))
+    return ["".join(one.itertext()) for one in found]
+
+
+def test_the_numbers_on_the_page_are_the_logs(tmp_path):
+    losses = [4.0, 2.0, 3.0, 1.0]
+    run = make_run(tmp_path / "run", losses, state="finished", sections={"data": {"training": "9"}})
+    append(run, '{"step": 20, "eval_loss": 1.5}\n{"step": 40, "eval_loss": 1.75}\n')
+    (run / "config.yaml").write_text("seed: 42\nbf16: true\nlearning_rate: 0.00025\n")
+    root = parse(page([RunFolder(run)]))
+    tiles = dict(
+        ("".join(part.itertext()) for part in tile) for tile in root.find(".//div[@class='tiles']")
+    )
+    assert tiles.pop("time") in ("1m40s", "1m41s")
+    assert tiles == {
+        "state": "finished", "step": "40 of 100", "last loss": "1",
+        "last eval_loss": "1.75", "best eval_loss": "1.5", "tokens/s, median": "12.3k",
+        "MFU, median": "42.0%", "padding, median": "37.5%", "peak memory": "1.50 GiB",
+    }  # fmt: skip
+    chart = cards(root)["Loss"]
+    assert texts(chart, "span", "c0") == ["loss 1"] and texts(chart, "span", "c1") == [
+        "eval_loss 1.75"
+    ]
+    assert texts(chart, "title") == [
+        "step 10\nloss 4", "step 20\nloss 2\neval_loss 1.5", "step 30\nloss 3",
+        "step 40\nloss 1\neval_loss 1.75",
+    ]  # fmt: skip
+    # the curve from its path and the axis' ends: 1 to 4 by steps of 1, from step 10 to 40
+    assert texts(chart, "span", "y")[1:] == ["1", "2", "3", "4"]
+    places = re.findall(r"([\d.]+) ([\d.]+)", chart.find(".//path").get("d"))
+    assert [10 + float(x) / 1000 * 30 for x, _ in places] == pytest.approx([10, 20, 30, 40], 1e-3)
+    assert [4 - float(y) / 1000 * 3 for _, y in places] == pytest.approx(losses, 1e-3)
+    table = dict(zip(texts(root, "th"), texts(root, "td"), strict=True))
+    assert table == {"training": "9", "seed": "42", "bf16": "true", "learning_rate": "0.00025"}
+
+
+def test_a_page_of_several_runs_shows_what_differs(tmp_path):
+    runs = [make_run(tmp_path / name, [3.0, loss]) for name, loss in (("a", 2.0), ("b", 1.0))]
+    for run, seed in zip(runs, (1, 2), strict=True):
+        (run / "config.yaml").write_text(f"seed: {seed}\nbf16: true\n")
+        answer = {"prompt": "p", "before": "x", "expected": "y1", "answer": f"y{seed}"}
+        (run / "generations.jsonl").write_text(json.dumps(answer) + "\n")
+    root = parse(page([RunFolder(run) for run in runs]))
+    chart = cards(root)["Loss"]
+    assert texts(chart, "span", "c0") == ["a: loss 2"] and texts(chart, "span", "c1") == [
+        "b: loss 1"
+    ]
+    assert texts(chart, "title")[1] == "step 20\na: loss 2\nb: loss 1"
+    rows = [texts(row, "*")[1:] for row in root.iter("tr")]
+    rows = [[*dict.fromkeys(row)] for row in rows]
+    assert ["seed", "1", "2"] in rows and not any(row[0] == "bf16" for row in rows)
+    assert ["prompt", "expected", "before", "after, a", "after, b"] in rows
+    assert texts(root, "td", "right") == ["y1"]  # of b's the answer is another
+
+
+def test_texts_of_a_model_stay_texts(tmp_path):
+    run = make_run(tmp_path / "<b>&", [1.0], sections={"data": {"<i>": "'\x07\ud800<script>"}})
+    sample = {"prompt": "</td><img src=x>", "answer": "<|im_end|>\n\x00"}
+    (run / "generations.jsonl").write_text(json.dumps(sample) + "\n")
+    text = page([RunFolder(run)])
+    assert "<img" not in text and "<script" not in text and "\x00" not in text
+    root = ElementTree.fromstring(text)
+    assert texts(root, "td")[:2] == ["</td><img src=x>", "<|im_end|>\n\ufffd"]
+    text.encode()
+
+
+def test_a_long_log_makes_a_short_page_without_losing_a_spike(tmp_path):
+    losses = [2.0 + i % 2 / 100 for i in range(5_000)]
+    losses[3_777] = 9.0
+    run = RunFolder(make_run(tmp_path / "run", losses))
+    started = time.process_time()
+    text = page([run])
+    assert time.process_time() - started < 0.5 and len(text) < 1_000_000
+    chart = cards(parse(text))["Loss"]
+    assert "step 37,780\nloss 9" in texts(chart, "title")
+    assert "step 50,000\nloss 2.01" in texts(chart, "title")[-1]
+
+
+def test_experts_constants_spikes_and_single_lines_are_drawn(tmp_path):
+    run = make_run(tmp_path / "run", [0.0])
+    append(run, json.dumps({
+        "step": 20, "loss": 1e-12, "rewards/accuracies": 1.0, "logps/chosen": -5.0,
+        "expert_load": [[0.5, 1.5, 1.0], [4.0, 0.0, 1.0]], "expert_load_max": 2.75, "own": 1e300,
+    }) + "\n")  # fmt: skip
+    append(run, '{"step": 20, "eval_loss": 1.0, "eval_web_loss": 1.0, "eval_own": 2.0}\n')
+    root = parse(page([RunFolder(run)]))
+    assert texts(cards(root)["own"], "span", "c1") == ["eval_own 2"]
+    assert texts(cards(root)["Loss"], "span", "c2") == ["eval_web_loss 1"]
+    assert "Pairs with the chosen answer ahead" in cards(root)
+    assert texts(root, "title")[-2:] == [
+        "layer 0 of those with experts: most 1.5 (expert 1), least 0.5 (expert 0)",
+        "layer 1 of those with experts: most 4 (expert 0), least 0 (expert 1)",
+    ]
+
+
+def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
+    first, second = (make_run(tmp_path / name, [1.0]) for name in "ab")
+    assert cli_report.main([str(first)]) == 0
+    assert capsys.readouterr().out == f"{first}/report.html\n"
+    parse((first / "report.html").read_text())
+    monkeypatch.chdir(tmp_path)
+    assert cli_report.main([str(first), str(second)]) == 0
+    assert "a: loss" in (tmp_path / "comparison.html").read_text()
+    assert cli_report.main([str(tmp_path / "nothing")]) == 2
+    assert "expected a run's folder with trainer_log.jsonl" in capsys.readouterr().err
+
+
+# what a run draws of itself
+
+
+def begin(tmp_path, **options) -> tuple[Report, Clock]:
+    clock = Clock()
+    options = {"is_main": True, "output_dir": str(tmp_path), "disable_tqdm": True, **options}
+    report = Report(clock=clock, **options)
+    report.summary({"data": {"training": "3 samples"}})
+    report.on_train_begin(None, TrainerState(max_steps=9), TrainerControl())
+    return report, clock
+
+
+def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(log, "plot_loss", lambda records, path: drawn.append(len(records)))
+    report, clock = begin(tmp_path, plot_loss=True)
+    for step, now in enumerate((0, 29, 30, 31, 59, 61), start=1):
+        clock.now = float(now)
+        report.log({"step": step, "loss": 1 / step})
+    assert drawn == [3, 6]
+    run = RunFolder(tmp_path)
+    assert run.state() == "running" and run.max_steps == 9
+    text = (tmp_path / "report.html").read_text()
+    assert "loss <b>0.1667</b>" in text and "http-equiv='refresh'" in text
+    report.log({"step": 7, "loss": 0.5})
+    report.on_train_end(None, TrainerState(), TrainerControl())
+    assert drawn == [3, 6, 7] and run.read().state() == "finished"
+    text = (tmp_path / "report.html").read_text()
+    assert "loss <b>0.5</b>" in text and "3 samples" in text and ">finished<" in text
+    assert "refresh" not in text
+
+
+def test_pictures_take_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(runs):
+        drawn.append(clock.now)
+        clock.now += 2.0
+        return ""
+
+    report, clock = begin(tmp_path)
+    monkeypatch.setattr(log, "page", draw)
+    for now in range(0, 400, 10):
+        clock.now = float(now)
+        report.log({"step": now, "loss": 1.0})
+    assert drawn == [30.0, 140.0, 250.0, 360.0]  # 100 seconds after the end of the one before
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsys):
+    def fail(runs):
+        raise OSError(28, "No space left on device")
+
+    report, clock = begin(tmp_path)
+    monkeypatch.setattr(log, "page", fail)
+    for now in (40.0, 80.0):
+        clock.now = now
+        report.log({"step": int(now), "loss": 1.0})
+    report.on_train_end(None, TrainerState(), TrainerControl())
+    out = capsys.readouterr().out
+    assert out.count("note: no more pictures of this run: disk full") == 1
+    assert report.page_path is None and RunFolder(tmp_path).state() == "finished"
+
+
+def train_with_and_without(model: str, out: str) -> None:
+    from tests.shared.training import train
+
+    log._DRAW_EVERY_S = log._DRAW_SHARE = 0  # after every line
+    for name in ("with", "without"):
+        train(model, f"{out}/{name}", export=True, html_report=name == "with")
+
+
+def test_a_run_exports_the_same_bytes_with_its_report(tmp_path):
+    model = tiny.save_model(tmp_path / "model", "llama")
+    world.run(train_with_and_without, 1, str(model), str(tmp_path))
+    ours, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()}
+        for name in ("with", "without")
+    )
+    assert ours.keys() - other.keys() == {"report.html"} and b">finished<" in ours["report.html"]
+    weights = [name for name in other if name.endswith((".safetensors", "config.json"))]
+    assert len(weights) > 2 and all(ours[name] == other[name] for name in weights)
