@@ -11,6 +11,7 @@ COMMANDS = {
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
     "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
     "report": ("cli_report", "one or several runs as a page: curves, numbers, configuration"),
+    "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 

@@ -307,6 +307,11 @@ def find(args, asked: str | bool | None, backend: str, identity: dict, say=print
         parallel.on_main(lambda: _start_anew(args, say), CheckpointError)
         return None
     parallel.on_main(lambda: _clean(args.output_dir, say), CheckpointError)
+    return choose(args, asked, backend, identity, say)
+
+
+def choose(args, asked: str | bool, backend: str, identity: dict, say=print) -> Path | None:
+    """As find(), of what output_dir holds as it is: nothing is changed. Collective."""
     if asked not in (True, "auto"):
         bad = inspect(Path(asked), backend, identity)
         if bad:
@@ -358,7 +363,9 @@ def _read(folder: Path) -> tuple[dict | None, str | None]:
         return None, str(error)
 
 
-def _start_anew(args, say=print) -> None:
+def check_new(args) -> list[Path]:
+    """The checkpoints that a run from the beginning would remove. CheckpointError where it must
+    not."""
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
         raise CheckpointError(
@@ -366,7 +373,11 @@ def _start_anew(args, say=print) -> None:
             "set resume_from_checkpoint: auto to go on, overwrite_output_dir: true to delete them, "
             "or another output_dir"
         )
-    for old in there:
+    return there
+
+
+def _start_anew(args, say=print) -> None:
+    for old in check_new(args):
         remove(old)
     _clean(args.output_dir, say)
 

@@ -55,14 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.gpus < 1 or (options.memory is not None and options.memory <= 0):
             raise ValueError("--gpus and --memory: expected numbers above 0")
-        with _world(options.gpus):
+        with planned_world(options.gpus):
             return _plan(words, options)
     except Exception as error:
         return end(error, None)
 
 
 @contextlib.contextmanager
-def _world(size: int):
+def planned_world(size: int):
     """The rules between keys read the number of ranks off torchrun's variable."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(size)

@@ -7,6 +7,7 @@ same and gets the same.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,9 +49,14 @@ class TokenDataset(Dataset):
         return len(self.index)
 
     def __getitem__(self, i: int) -> list[dict]:
+        shard, row = self.place(i)
+        return self.shards[shard][row]
+
+    def place(self, i: int) -> tuple[int, int]:
+        """(number of the shard, number in it) of sample i."""
         row = self.index[i]
-        shard = np.searchsorted(self._starts, row, side="right") - 1
-        return self.shards[shard][row - self._starts[shard]]
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return shard, int(row - self._starts[shard])
 
     @property
     def document_lengths(self) -> np.ndarray:
@@ -272,17 +278,29 @@ def data_args_pack(data_args, stage: str) -> bool:
     return data_args.neat_packing or (may_pack and bool(data_args.packing))
 
 
+def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, whether each carries loss) of a document that is shifted, both [n + 1]; [n] where
+    nothing predicts the last token: then the document does not hold it."""
+    tokens = np.append(document["input_ids"], document["labels"][-1:])
+    trained = np.append(False, document["labels"] != IGNORE_INDEX)
+    return (tokens, trained) if trained[-1] else (tokens[:-1], trained[:-1])
+
+
+def marked_pieces(document: dict, tokenizer, cut: int = 0) -> Iterator[tuple[int, str, bool]]:
+    """(number of its first token, text, whether it carries loss) of each run of tokens that carry
+    loss or do not. cut: a run ends at this token too."""
+    tokens, trained = tokens_of(document)
+    ends = np.diff(trained)
+    ends[cut - 1 : cut] = True
+    for run in np.split(np.arange(len(tokens)), np.flatnonzero(ends) + 1):
+        yield int(run[0]), tokenizer.decode(tokens[run].tolist()), bool(trained[run[0]])
+
+
 def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
     """The document decoded, with «» round what carries loss; long ones are cut in the middle."""
-    tokens = np.append(document["input_ids"], document["labels"][-1])
-    trained = np.append(False, document["labels"] != IGNORE_INDEX)
-    if not trained[-1]:  # nothing predicts the last token: the document does not hold it
-        tokens, trained = tokens[:-1], trained[:-1]
-    borders = np.flatnonzero(np.diff(trained)) + 1
     text = ""
-    for run in np.split(np.arange(len(tokens)), borders):
-        piece = tokenizer.decode(tokens[run].tolist())
-        text += f"«{piece}»" if trained[run[0]] else piece
+    for _, piece, is_trained in marked_pieces(document, tokenizer):
+        text += f"«{piece}»" if is_trained else piece
     half = max_chars // 2
     return repr(text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}")
 

@@ -10,6 +10,9 @@ from .data_files import SIDES, DatasetSpec
 from .data_records import conversations, detect_format, document
 from .objectives import objective_of
 
+# in the words of tallies, by which a reader of counts knows them
+CUT = "longer than cutoff_len"
+NO_LABELS = "token to train on"
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 
 
@@ -77,7 +80,7 @@ class Encoder:
             template = str(tokenizer.chat_template)
             if enable_thinking is not None and "enable_thinking" not in template:
                 self.notes.append("the chat template does not read enable_thinking")
-            if not self.renderer.ends_turns():
+            if not self.renderer.closing():
                 self.notes.append(
                     "the chat template writes nothing after an answer: the model will not learn to "
                     "stop"
@@ -138,11 +141,11 @@ class Encoder:
     def _why_left_out(self, documents: list[tuple], targets: list[int]) -> str | None:
         if self.has_pairs:
             if not all(targets):
-                return "pairs have an answer without a token to train on and were left out"
+                return f"pairs have an answer without a {NO_LABELS} and were left out"
             (chosen, _), (rejected, _) = documents
             return _IDENTICAL if np.array_equal(chosen, rejected) else None
         if targets[0] == 0 and not (self.joins and len(documents[0][0]) > 1):
-            return "samples have no token to train on and were left out"
+            return f"samples have no {NO_LABELS} and were left out"
         return None
 
     # -- records to documents
@@ -256,12 +259,9 @@ class Encoder:
         start = 0
         if self.has_pairs:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
-            what = (
-                f"pairs were longer than cutoff_len {self.cutoff_len}: the beginning of their "
-                "prompt was cut"
-            )
+            what = f"pairs were {CUT} {self.cutoff_len}: the beginning of their prompt was cut"
         else:
-            what = f"samples were longer than cutoff_len {self.cutoff_len} and cut"
+            what = f"samples were {CUT} {self.cutoff_len} and cut"
         _count(tallies, what, where)
         if self.has_pairs and longest - start > limit:
             what = "of them had an answer too long without its prompt: its end was cut"

@@ -178,16 +178,20 @@ class Shard:
         return len(self.spans)
 
     def __getitem__(self, row: int) -> list[dict]:
+        return [self._document(start, stop) for start, stop in self.spans[row]]
+
+    def maps(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """(tokens of all documents one after another, whether each is learned; None: all are)."""
         if self._maps is None:
             ids = np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
             mask = None
             if "mask.bin" in self.meta["checksums"]:
                 mask = np.memmap(self.folder / "mask.bin", dtype=np.uint8, mode="r")
             self._maps = ids, mask
-        return [self._document(start, stop) for start, stop in self.spans[row]]
+        return self._maps
 
     def _document(self, start: int, stop: int) -> dict:
-        ids, mask = self._maps
+        ids, mask = self.maps()
         tokens = np.array(ids[start:stop], dtype=np.int64)
         labels = tokens[1:].copy()
         if mask is not None:

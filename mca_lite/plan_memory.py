@@ -11,7 +11,7 @@ Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an ac
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from .args_rules_model import layout_stages
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
@@ -73,7 +73,7 @@ class ModelTensors:
     def of_stage(self, config, stage: int) -> tuple[_Parameters, _Parameters, _Parameters]:
         """(weights, those of them that are trained, adapters) of a rank of this pipeline stage."""
         held, trained, adapters = _Parameters(), _Parameters(), _Parameters()
-        for row, names in self._rows(config, stage):
+        for row, _, names in self._rows(config, stage):
             held += self._count(config, row, names)
             if self.spec is None:
                 continue
@@ -88,9 +88,30 @@ class ModelTensors:
         named = {
             tuple(names): self._numel(config, row, names)
             for stage in range(config.pipeline_model_parallel_size)
-            for row, names in self._rows(config, stage)
+            for row, _, names in self._rows(config, stage)
         }
         return sum(named.values())
+
+    def shapes(self, config, stage: int) -> dict[tuple[str, tuple[int, ...]], list]:
+        """{(megatron's name, with {} for the layer and [] for the expert, shape on a rank of this
+        pipeline stage): the layers that have it, None outside of them}, without adapters."""
+        found: dict[tuple[str, tuple[int, ...]], list] = {}
+        for row, layer, names in self._rows(config, stage):
+            if row.expert:
+                continue  # shaped as the first one
+            first, *rest = self.source.shape(names[0])
+            if row.mca in VOCABULARY:
+                first = config.padded_vocab_size
+            elif row.kind in ("gated", "qkv"):
+                first = sum(self.source.shape(name)[0] for name in names)
+            cut = degree(row, config)
+            if row.kind == "row":
+                shape = (first, rest[0] // cut)
+            else:
+                shape = (first if row.kind == "copy" else first // cut, *rest)
+            name = row.mca.replace("experts.0.", "experts.[].")
+            found.setdefault((name, shape), []).append(layer)
+        return found
 
     def _rows(self, config, stage: int) -> Iterator:
         stage_of, last = stages_of_layers(config), config.pipeline_model_parallel_size - 1
@@ -107,7 +128,9 @@ class ModelTensors:
                 continue
             copied = row.mca == VOCABULARY[0] and tied and stage == last
             if home == stage or copied:
-                yield row, names
+                if copied and home != stage:
+                    row = replace(row, mca=VOCABULARY[1])
+                yield row, layer, names
 
     def _numel(self, config, row, names) -> int:
         if row.mca in VOCABULARY and names:

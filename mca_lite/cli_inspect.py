@@ -1,0 +1,167 @@
+"""What a run will train on, and, with --check, all that it does before its first step.
+
+python -m mca_lite inspect config.yaml [key=value ...] [--samples N] [--html FILE]
+    samples as the model reads them, trained tokens marked (in colour in a terminal, else in «»);
+    records that are bad, truncated or without labels; duplicates, double BOS, turns without their
+    end; lengths, and which samples lie in which row. Tokenised data is kept in cache_dir, where the
+    run finds it. Large data: max_samples=10000. No weights here: train_from_scratch=true
+    --samples N: samples of each dataset (3)
+    --html FILE: the same, and more of it, as one page
+
+python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
+    configuration, weights' names and shapes, adapters, data, schedule and what would be resumed;
+    the tensors that each rank would hold and the batches of its first step. Nothing is written.
+    Not tried: memory (`plan` says it), devices, messages between ranks
+    --gpus N: the ranks of the run (torchrun's, else 1)
+
+Exit code: 0, or 2 where the run would not begin: `error:` says why.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from .args_run import parse_args
+from .cli_errors import USER_ERROR, end
+from .cli_plan import planned_world
+from .files import write_file
+
+_MAX_CHARS, _MAX_ROWS, _WIDTH = 1500, 8, 64
+_TRAINED, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Inspect as `argv` (None: the command line) says -> exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mca_lite inspect", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=3, metavar="N")
+    parser.add_argument("--html", metavar="FILE")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--gpus", type=int, metavar="N")
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help()
+        return 0
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # each rank would say the same of all
+    try:
+        if options.samples < 0 or (options.gpus is not None and options.gpus < 1):
+            raise ValueError("--samples and --gpus: expected a number of samples, and of ranks")
+        if options.check:
+            from .inspect_check import check
+
+            with planned_world(options.gpus or int(os.environ.get("WORLD_SIZE", "1"))):
+                check(words, print)
+            return 0
+        return _inspect(words, options)
+    except Exception as error:
+        return end(error, None)
+
+
+def _inspect(words: list[str], options) -> int:
+    from .inspect_data import DataInspector
+    from .inspect_html import page
+
+    plan, refused = _read(words)
+    inspector = DataInspector(plan, options.samples)
+    records, parts = inspector.records(), list(inspector.parts())
+    report = [line for line in plan.data.report if not line.startswith("  first ")]
+    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print("\n".join(report))
+    print("\nrecords: " + ", ".join(f"{count:,} {name}" for name, count in records.items()))
+    for part in parts:
+        print("\n".join(_part_lines(part, is_coloured)))
+    if options.html:
+        title = next((word for word in words if word.endswith((".yaml", ".yml", ".json"))), "run")
+        write_file(Path(options.html), page(title, plan, report, records, parts))
+        print(f"\nthe page is in {options.html}")
+    if refused is None:
+        return 0
+    print(f"\na run would stop: {refused}")
+    return USER_ERROR
+
+
+def _read(words: list[str]):
+    """(run.Plan, why a run would stop at a record or None). Its other records are read then."""
+    from .run import make_plan
+
+    arguments = parse_args(words, needs_world=False)
+    for line in arguments.warnings:
+        print(f"note: {line}")
+    try:
+        return make_plan(arguments), None
+    except ValueError as error:
+        if arguments.data.on_bad_record == "skip":
+            raise
+        try:
+            plan = make_plan(parse_args([*words, "on_bad_record=skip"], needs_world=False))
+        except ValueError:
+            raise error from None
+        return plan, error
+
+
+# -- in the terminal
+
+
+def _part_lines(part, is_coloured: bool) -> list[str]:
+    lines = ["", f"{part.name}: {part.summary}"]
+    for name, numbers in part.found.items():
+        first = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+        lines.append(f"  {name:16}{len(numbers):>7,}  {first}".rstrip())
+    if part.bars:
+        lines.append("  tokens of a document")
+        most = max(count for _, count in part.bars)
+    for lengths, count in part.bars:
+        lines.append(f"  {lengths:>13}{count:>10,} {'█' * round(40 * count / most)}".rstrip())
+    lines.append(f"  {part.packing}")
+    lines += [f"  row {i:<3}{_row_line(row)}" for i, row in enumerate(part.rows[:_MAX_ROWS])]
+    for sample in part.samples:
+        lines += ["", *_sample_lines(sample, is_coloured)]
+    return lines
+
+
+def _row_line(row) -> str:
+    """A picture of a row, then its documents' names."""
+    picture, at = "", 0
+    for i, (_, size) in enumerate(row.documents):
+        at += size
+        picture += "▓▒"[i % 2] * (round(_WIDTH * at / row.capacity) - len(picture))
+    names = ", ".join(name for name, _ in row.documents[:8])
+    more = ", ..." if len(row.documents) > 8 else ""
+    return f"{picture:·<{_WIDTH}} {at:,} of {row.capacity:,}: {names}{more}"
+
+
+def _sample_lines(sample, is_coloured: bool) -> list[str]:
+    found = f" - {', '.join(sample.found)}" if sample.found else ""
+    lines = []
+    if sample.part_at is not None:
+        at, shared = sample.part_at, sample.sides[0]
+        lines.append(f"  pair {sample.number}{found}: the first {at} tokens of both")
+        lines += _text_lines(shared.pieces, is_coloured, lambda start: start < at)
+    for side in sample.sides:
+        if sample.part_at is None:
+            lines.append(f"  {side.name} {sample.number}, {side.tokens:,} tokens{found}")
+            lines += _text_lines(side.pieces, is_coloured, lambda start: True)
+        else:
+            lines.append(f"  {side.name}, {side.tokens:,} tokens, goes on")
+            lines += _text_lines(side.pieces, is_coloured, lambda start: start >= at)
+    return lines
+
+
+def _text_lines(pieces, is_coloured: bool, wanted: Callable[[int], bool]) -> list[str]:
+    from .inspect_data import visible
+
+    text = ""
+    for start, piece, is_trained in pieces:
+        if not wanted(start):
+            continue
+        piece = visible(piece, _MAX_CHARS)
+        if not is_coloured:
+            piece = piece.replace("«", "\\«").replace("»", "\\»")
+        before, behind = (_TRAINED, _PLAIN) if is_coloured else ("«", "»")
+        text += f"{before}{piece}{behind}" if is_trained else piece
+    return textwrap.indent(text, "    ", lambda line: True).splitlines()

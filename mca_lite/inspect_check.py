@@ -1,0 +1,216 @@
+"""The dry run: what a run does before its first step, and what each of its ranks would hold and
+read then. One process does it alone, and writes nothing.
+"""
+
+import copy
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+from . import ckpt_folder, lora
+from .args_rules_schedule import plan_schedule
+from .args_run import parse_args
+from .backend_megatron import PACKED_BUCKET, MegatronBackend
+from .backend_torch import TorchBackend
+from .data_batches import Collator, make_loader, steps_of_run
+from .data_cache import default_cache_dir
+from .files import check_can_write
+from .log import format_summary
+from .model_config import grow
+from .plan_memory import ModelTensors
+from .run import Plan, data_summary, make_plan
+from .trainer_batches import plan_batches, read_step
+
+_MAX_RANKS = 64
+
+
+def check(words: list[str], say: Callable[[str], None]) -> None:
+    """Say what a run of these words would begin with, in the world of WORLD_SIZE. What keeps it
+    from its first step is raised, as the run would raise it."""
+    arguments = parse_args(words)
+    for line in arguments.warnings:
+        say(f"note: {line}")
+    cache = Path(arguments.data.cache_dir or default_cache_dir()).expanduser()
+    with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
+        arguments.data.cache_dir = folder
+        _show_cache(cache, Path(folder))
+        plan = make_plan(arguments)
+        if any(not path.is_symlink() for path in Path(folder, "tokens").glob("*")):
+            check_can_write(cache, "cache_dir")  # the run would tokenise into it
+        for line in plan.data.report:
+            say(line)
+        say(format_summary({"model": _of_model(plan), "data": data_summary(plan)}))
+        say(format_summary({"steps": _of_steps(plan)}))
+        for line in _of_ranks(plan):
+            say(line)
+    say("\nok: nothing was written, and nothing keeps the run from its first step")
+
+
+def _show_cache(cache: Path, folder: Path) -> None:
+    """Let a folder have what is in the token cache by links; what is not goes into the folder."""
+    for kind in ("tokens", "hashes"):
+        (folder / kind).mkdir()
+        for path in (cache / kind).glob("*"):
+            if not path.suffix:  # else a lock, or progress
+                (folder / kind / path.name).symlink_to(path.absolute())
+
+
+def _of_model(plan: Plan) -> dict:
+    planned, keys = plan.model, plan.arguments.model
+    weights = "a checkpoint of this package"
+    if planned.from_scratch:
+        weights = "drawn from the seed"
+    elif planned.source is not None:
+        weights = f"{len(planned.source.names()):,} tensors, whose names and shapes fit"
+    config, second, adapters = planned.config, plan.second_model, None
+    if planned.adapters is not None:
+        adapters = f"rank {planned.adapters.rank} on {len(planned.adapters.modules)} modules"
+    return {
+        "name": keys.model_name_or_path,
+        "type": getattr(config, "hf_model_type", None) or config.model_type,
+        "weights": weights,
+        "tokens": planned.vocab_size,
+        "adapters": adapters,
+        "reference": second and str(second.folder),
+    }
+
+
+def _of_steps(plan: Plan) -> dict:
+    args, samples, notes = plan.arguments.training, len(plan.data.train), []
+    of_epoch = -(-samples // args.train_global_batch_size)
+    steps = steps_of_run(args, of_epoch)
+    asked, config = args.resume_from_checkpoint, plan.model.config
+    if asked in (None, False):
+        ckpt_folder.check_new(args)
+    else:
+        kind, hf = "megatron", getattr(config, "hf_config", None)
+        if not plan.arguments.backend.use_mca:
+            kind, hf = "torch", config.to_dict()
+        identity = ckpt_folder.model_identity(hf)
+        ckpt_folder.choose(args, asked, kind, identity, notes.append)
+    return {
+        "global batch": f"{args.train_global_batch_size} = micro-batch {args.micro_batch_size} x "
+        f"accumulation {args.gradient_accumulation_steps} x data parallel "
+        f"{args.data_parallel_size}",
+        "steps": f"{steps:,}, {of_epoch:,} an epoch",
+        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, "
+        f"{plan_schedule(args, steps).warmup:,} steps of warm-up",
+        "resuming": "; ".join(notes) or "no",
+    }
+
+
+# -- ranks that are not there
+
+
+class _Absent:
+    """Before a backend in the order of classes, and in place of its constructor: what is known of
+    a data parallel rank before it is there."""
+
+    dp_rank, dp_size, at_least = 0, 1, 0
+
+    def __init__(self, plan: Plan, dp_rank: int):
+        self.args, self.config = plan.arguments.training, plan.model.config
+        self.dp_rank, self.dp_size = dp_rank, self.args.data_parallel_size
+
+    def common_length(self, longest: int) -> int:
+        return super().common_length(max(longest, self.at_least))
+
+
+class _AbsentMegatron(_Absent, MegatronBackend):
+    pass
+
+
+class _AbsentTorch(_Absent, TorchBackend):
+    pass
+
+
+def first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The shapes [rows, tokens] of the first step's micro-batches, for each data parallel rank."""
+    kind = _AbsentMegatron if plan.arguments.backend.use_mca else _AbsentTorch
+    ranks = [kind(plan, number) for number in range(plan.arguments.training.data_parallel_size)]
+    shapes = [_first_batches_of(plan, rank) for rank in ranks]
+    for rank in ranks:  # some layouts want one length on all ranks, who ask each other
+        rank.at_least = max(length for of_rank in shapes for _, length in of_rank)
+    return [_first_batches_of(plan, rank) for rank in ranks]
+
+
+def _first_batches_of(plan: Plan, backend) -> list[tuple[int, int]]:
+    # the trainer's own code, without its constructor, which wants a model and the other ranks
+    trainer = object.__new__(plan.objective.trainer_class())
+    trainer.args, trainer.tokenizer, trainer.backend = backend.args, plan.tokenizer, backend
+    trainer.shuffle = not plan.arguments.data.disable_shuffling
+    trainer.state = SimpleNamespace(global_step=0)
+    batches = plan_batches(trainer, plan.data.train, training=True)
+    loader = make_loader(plan.data.train, Collator(trainer._pad_token_id), batches)
+    step = read_step(trainer, iter(loader), batches, 0)[0]
+    return [tuple(batch["input_ids"].shape) for batch in step]
+
+
+def _of_ranks(plan: Plan) -> Iterator[str]:
+    args, shapes = plan.arguments.training, first_batches(plan)
+    stages = _stages(plan)
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    of_stage = args.world_size // len(stages)
+    yield "\nrank  stage tensor context data     parameters        trained  first step reads"
+    for rank in range(min(args.world_size, _MAX_RANKS)):
+        stage, within = divmod(rank, of_stage)
+        data = within // (tp * cp)
+        held, trained, _ = stages[stage]
+        sp = tp if args.sequence_parallel else 1
+        batches = []
+        for (b, s), alike in itertools.groupby(shapes[data]):
+            batches.append(f"{len(list(alike))} x [{b}, {s // cp}]")
+            if stage:  # what comes from the stage before
+                batches[-1] += f" as [{s // cp // sp}, {b}, {plan.model.config.hidden_size}]"
+        places = f"{stage:>6} {within % tp:>6} {within // tp % cp:>7} {data:>4}"
+        yield f"{rank:>4} {places} {held:>14,} {trained:>14,}  {', '.join(batches)}"
+    if args.world_size > _MAX_RANKS:
+        yield f"  ... and {args.world_size - _MAX_RANKS:,} ranks more"
+    if args.sequence_packing and not torch.cuda.is_available() and plan.arguments.backend.use_mca:
+        yield f"note: on GPUs packed rows are padded to multiples of {PACKED_BUCKET} tokens"
+    for stage, (_, _, tensors) in enumerate(stages):
+        yield f"\na rank of stage {stage} holds"
+        for (name, shape), layers in tensors.items():
+            where = "" if layers == [None] else f"  layers {_spans(layers)}"
+            yield f"  {name:58} {list(shape)}{where}"
+
+
+def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
+    """(parameters, those that are trained, {(name, shape): layers}) of a rank of each stage."""
+    config, spec = plan.model.config, plan.model.adapters
+    if plan.arguments.backend.use_mca:
+        tensors, stages = ModelTensors(config, spec), []
+        for stage in range(config.pipeline_model_parallel_size):
+            held, trained, adapters = tensors.of_stage(config, stage)
+            total = held.sum + adapters.sum
+            stages.append((total, trained.sum + adapters.sum, tensors.shapes(config, stage)))
+        return stages
+    config = copy.deepcopy(config)
+    grow(config, plan.model.vocab_size)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=plan.arguments.model.trust_remote_code
+        )
+        if spec is not None:
+            lora.inject(model, spec)
+    found: dict = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        name = re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
+        number = int(layer[1]) if layer else None
+        found.setdefault((name, tuple(parameter.shape)), []).append(number)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [(sum(p.numel() for p in model.parameters()), trained, found)]
+
+
+def _spans(layers: list[int]) -> str:
+    """0-3, 6 of [0, 1, 2, 3, 6]."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True))

@@ -1,0 +1,316 @@
+"""`python -m mca_lite inspect`: counts of what was put into a file by hand, the page, both sides of
+pairs, and what the dry run says of ranks beside what ranks have.
+"""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mca_lite.chat_templates import TEMPLATES
+from tests.shared import commands, small_runs, tiny, tiny_moe, world
+from tests.shared.layouts import CP2, EP2, PP2, TP2_SP
+from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
+
+OPEN_ENDED = CHATML.replace("<|im_end|>", "")  # an answer goes over into the next question
+
+
+def inspect(words: str) -> tuple[int, str]:
+    from mca_lite import cli_inspect
+
+    code, out, error = commands.ended(cli_inspect.main, words.split())
+    return code, out + error
+
+
+def model(folder: Path, template=CHATML) -> str:
+    """A model's folder without weights, with a token a byte -> words of a command line."""
+    tiny.hf_config("qwen3", vocab_size=320).save_pretrained(folder)
+    byte_tokenizer(template).save_pretrained(folder)
+    words = f"model_name_or_path={folder} train_from_scratch=true cache_dir={folder / 'cache'} "
+    return words + f"output_dir={folder / 'out'} max_steps=2 warmup_steps=0 "
+
+
+def chat(question: str, answer: str) -> dict:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
+
+
+def write(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def count(out: str, what: str) -> list[str]:
+    """The number and the samples on the lines of a finding."""
+    return re.findall(rf"^  {what} +(\d.*)$", out, re.MULTILINE)
+
+
+GOOD = [chat(f"q{i}", f"a{i}") for i in range(12)]
+# a token a byte and a special token: 43 beside the question, all in ahead of its 2 of an answer
+WRONG = [
+    chat("q3", "a3"),  # 12: as sample 3
+    chat("<s><s>hi", "yes"),  # 13
+    chat("q", "long " * 20),  # 14: cut in its answer
+    chat("long " * 30, "a"),  # cut before its answer: no label
+    chat("q", ""),  # an empty answer
+]
+
+
+def test_what_is_wrong_with_records_is_counted(tmp_path):
+    words = model(tmp_path) + "stage=sft cutoff_len=64 "
+    data = write(tmp_path / "a.jsonl", GOOD + WRONG)
+    held_out = write(tmp_path / "b.jsonl", [GOOD[5], chat("new", "new")])
+    code, out = inspect(f"{words} dataset={data} eval_dataset={held_out} --samples 0")
+    assert code == 0, out
+    counts = "19 read, 0 bad, 2 truncated, 1 label-less, 1 left out besides"
+    assert f"records: {counts}" in out
+    assert count(out, "duplicate") == ["1  12", "0"]
+    assert count(out, "double BOS") == ["1  13", "0"]
+    assert count(out, "no end of turn") == ["0", "0"]
+    assert count(out, "cut in a turn") == ["1  14", "0"]
+    assert count(out, "in training too") == ["1  0"]
+    assert "  sample 13, " in out and "- double BOS" in out  # shown, for something is wrong
+    assert "  sample 4, " not in out
+
+
+def test_turns_without_an_end_are_counted(tmp_path):
+    words = model(tmp_path, OPEN_ENDED) + "stage=sft"
+    data = write(tmp_path / "a.jsonl", [chat("q", "a"), chat("q", "b</s>"), chat("q", "c")])
+    out = inspect(f"{words} dataset={data} --samples 0")[1]
+    assert count(out, "no end of turn") == ["2  0, 2"]
+
+
+def test_all_that_is_trained_may_end_in_white_space(tmp_path):
+    words = model(tmp_path, TEMPLATES["chatml"]) + "stage=sft train_on_prompt=true"
+    data = write(tmp_path / "a.jsonl", GOOD)
+    assert count(inspect(f"{words} dataset={data}")[1], "no end of turn") == ["0"]
+
+
+def test_bad_records_are_counted_though_a_run_would_stop(tmp_path):
+    words, bad = model(tmp_path) + "stage=sft", chat("q", "a")
+    bad["messages"][0]["role"] = "alien"
+    data = write(tmp_path / "a.jsonl", [*GOOD, bad])
+    code, out = inspect(f"{words} dataset={data} --samples 0")
+    assert code == 2 and "13 read, 1 bad," in out
+    assert f"a run would stop: {data}:13" in out
+    assert inspect(f"{words} dataset={data} on_bad_record=skip")[0] == 0
+
+
+# -- what is shown
+
+
+class Page(HTMLParser):
+    """Checks that tags close in turn; gathers the text, in marks and as a whole."""
+
+    VOID = {"meta"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.text, self.marked, self.attributes, self.tags = [], "", "", [], set()
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += attributes
+        self.tags.add(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if "mark" in self.open:
+            self.marked += data
+
+
+HOSTILE = "<script>alert(1)</script> &amp; \x1b[2J \u202e «x»"
+
+
+def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
+    data = write(tmp_path / "a.jsonl", [chat(HOSTILE, "an <b>answer</b>"), *GOOD])
+    words, file = model(tmp_path) + "stage=sft packing=true", tmp_path / "page.html"
+    code, out = inspect(f"{words} dataset={data} --html {file} --samples 1")
+    assert code == 0, out
+    assert "assistant\n    «an <b>answer</b><|im_end|>»" in out
+    assert r"&amp; \x1b[2J \u202e \«x\»" in out and "\x1b" not in out
+    text = file.read_text()
+    page = Page(text)
+    assert "an <b>answer</b><|im_end|>" in page.marked and "alert" not in page.marked
+    assert r"<script>alert(1)</script> &amp; \x1b[2J \u202e «x»" in page.text
+    assert not page.tags & {"script", "link", "img", "iframe"}
+    links = [value for name, value in page.attributes if name in ("src", "href")]
+    assert all(link.startswith("#") for link in links)
+    assert "url(" not in text and "//" not in text and "@import" not in text
+
+
+def test_a_terminal_gets_colours(tmp_path):
+    from mca_lite.cli_inspect import _text_lines
+
+    lines = _text_lines([(0, "q\n", False), (2, "a\x1b«", True)], True, lambda start: True)
+    assert lines == ["    q", "    \x1b[32ma\\x1b«\x1b[0m"]
+
+
+def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
+    data = write(
+        tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "I say 4", "rejected": "I say 5!"}]
+    )
+    words, file = model(tmp_path) + "stage=dpo packing=true", tmp_path / "page.html"
+    code, out = inspect(f"{words} dataset={data} --html {file}")
+    assert code == 0, out
+    at = len("SuserNqENSassistantNI say ")  # each special token and line break a token, as a letter
+    assert f"pair 0: the first {at} tokens of both\n    <|im_start|>user\n    q<|im_end|>\n" in out
+    assert "assistant\n    «I say »\n" in out
+    assert "goes on\n    «4<|im_end|>»" in out and "goes on\n    «5!<|im_end|>»" in out
+    assert "0 chosen, 0 rejected" in out  # in one row
+    page = Page(file.read_text())
+    assert page.marked.endswith("I say 4<|im_end|>5!<|im_end|>")
+
+
+def test_rows_name_their_documents(tmp_path):
+    texts = ["abcd", "ef", "ghijklmn", "ef"]  # with their end tokens 5, 3, 9, 3
+    data = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    words = model(tmp_path) + f"stage=pt dataset={data} cutoff_len=7"
+    out = inspect(words)[1]
+    rows = [
+        line.split("of 7: ")[1]
+        for line in out.splitlines()
+        if line.startswith("  row ") and "of 7" in line
+    ]
+    # 20 tokens, of which neighbours share the one at which they meet: 0-6, 7-13, 14-18
+    assert rows == ["0, 1", "1, 2", "2, 3"]
+    assert count(out, "duplicate") == ["1  3"]
+    assert re.search(r"^ +3 +2 █+$", out, re.MULTILINE) and re.search(
+        r"^ +9 +1 █+$", out, re.MULTILINE
+    )
+
+
+def test_lengths_fall_into_round_bars():
+    import numpy as np
+
+    from mca_lite.inspect_data import histogram
+
+    assert histogram(np.array([7, 7, 9])) == [("7", 2), ("8", 0), ("9", 1)]
+    bars = histogram(np.array([3, 999, 1000]))
+    assert bars[0] == ("0-99", 1) and bars[-2:] == [("900-999", 1), ("1,000-1,099", 1)]
+
+
+# -- the dry run
+
+
+def tree(folder: Path) -> dict:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_check_writes_nothing(tmp_path):
+    words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)}"
+    before = tree(tmp_path)
+    code, out = inspect(f"{words} tensor_model_parallel_size=2 --gpus 4 --check")
+    assert code == 0 and "nothing was written" in out, out
+    assert tree(tmp_path) == before
+    inspect(words)  # the token cache is there now, and read
+    before = tree(tmp_path)
+    assert inspect(f"{words} --check")[0] == 0 and tree(tmp_path) == before
+
+
+def test_a_check_refuses_what_a_run_would(tmp_path):
+    words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
+    code, out = inspect(words + "tensor_model_parallel_size=2 --gpus 3")
+    assert code == 2 and "tensor_model_parallel_size" in out
+    code, out = inspect(words + "train_from_scratch=false")
+    assert code == 2 and "model.safetensors" in out
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    code, out = inspect(words)
+    assert code == 2 and "holds checkpoints of an earlier run" in out
+    assert inspect(words + "overwrite_output_dir=true")[0] == 0
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    code, out = inspect(words + "resume_from_checkpoint=auto")
+    assert code == 2 and "none of the 1 checkpoints" in out
+
+
+def real(keys: dict) -> dict:
+    """What this rank holds, and its first step's micro-batches."""
+    from mca_lite import parallel, run
+    from mca_lite.args_run import parse_args
+    from mca_lite.trainer_batches import plan_batches, read_step
+    from mca_lite.weights_convert import own_parameters
+
+    plan = run.make_plan(parse_args(small_runs.words_of(keys)))
+    parallel.initialize(plan.arguments.training)
+    trainer = run._build_trainer(plan)
+    batches = plan_batches(trainer, trainer.train_dataset, training=True)
+    step = read_step(trainer, iter(trainer.get_train_dataloader()), batches, 0)[0]
+    held = {key: tuple(p.shape) for key, p in own_parameters(trainer.model).items()}
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    inputs = [trainer._prepare_train_inputs(iter([batch]))["input_ids"] for batch in step]
+    read = [list(ids.shape) for ids in inputs]
+    return dict(held=held, count=count, read=read)
+
+
+def checked(out: str) -> list[dict]:
+    """What the dry run says of each rank, in the form of real()."""
+    held, stage = {}, None
+    for line in out.splitlines():
+        if match := re.match(r"a rank of stage (\d+) holds", line):
+            stage = held.setdefault(int(match[1]), set())
+        elif match := re.match(r"  (\S+) +\[([\d, ]+)\](?:  layers ([\d, -]+))?$", line):
+            shape, layers = tuple(map(int, match[2].split(", "))), [None]
+            if match[3]:
+                spans = [span.partition("-") for span in match[3].split(", ")]
+                layers = [n for a, _, b in spans for n in range(int(a), int(b or a) + 1)]
+            stage |= {(match[1], layer, shape) for layer in layers}
+    ranks = []
+    for line in re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+ .*\]$", out, re.MULTILINE):
+        batches = re.findall(r"(\d+) x (\[[\d, ]+\])", line)
+        read = [json.loads(shape) for n, shape in batches for _ in range(int(n))]
+        words = line.replace(",", "").split()
+        ranks.append(dict(held=held[int(words[1])], count=int(words[5]), read=read))
+    return ranks
+
+
+WORLDS = {
+    "pp2, tied, packed": ("qwen3", "sft", {**PP2, "packing": True}),
+    "tp2_sp, preferences": ("llama", "dpo", TP2_SP),
+    "cp2, packed preferences": ("llama", "dpo", {**CP2, "packing": True}),
+    "ep2": ("qwen3_moe", "sft", {**EP2, "moe_token_dispatcher_type": "allgather"}),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_ranks_hold_and_read_what_a_check_says(tmp_path, name):
+    family, stage, keys = WORLDS[name]
+    save = tiny_moe.save_model if family in tiny_moe.MODELS else tiny.save_model
+    save(tmp_path / "hf", family)
+    small_runs.save_tokenizer(tmp_path / "hf")
+    small_runs.write_data(tmp_path)
+    keys = dict(
+        model_name_or_path=str(tmp_path / "hf"),
+        dataset=str(tmp_path / f"{small_runs.DATA[stage]}.jsonl"),
+        output_dir=str(tmp_path / "out"),
+        cache_dir=str(tmp_path / "cache"),
+        stage=stage,
+        cutoff_len=24,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **keys,
+    )
+    code, out, error = commands.ended(check, small_runs.words_of(keys))
+    assert code == 0, out + error
+    said, ranks = checked(out), world.run(real, 2, keys)
+    assert len(said) == 2
+    for one, rank in zip(said, ranks, strict=True):
+        parameters = set()
+        for (parameter, layer), shape in rank["held"].items():
+            parameters.add((re.sub(r"experts\.\d+\.", "experts.[].", parameter), layer, shape))
+        assert one == {**rank, "held": parameters}
+
+
+def check(words: list[str]) -> int:
+    from mca_lite import cli_inspect
+
+    return cli_inspect.main([*words, "--check", "--gpus", "2"])
