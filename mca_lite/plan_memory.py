@@ -126,11 +126,12 @@ class ModelTensors:
             tied = config.tie_embeddings_and_output_weights
             if row.mca == VOCABULARY[1] and tied:
                 continue
-            copied = row.mca == VOCABULARY[0] and tied and stage == last
-            if home == stage or copied:
-                if copied and home != stage:
-                    row = replace(row, mca=VOCABULARY[1])
+            if home == stage:
                 yield row, layer, names
+            elif row.mca == VOCABULARY[0] and stage == last and tied:  # a copy, as the head
+                yield replace(row, mca=VOCABULARY[1]), layer, names
+            elif row.mca == VOCABULARY[0] and stage == last and config.mtp_num_layers:
+                yield row, layer, names  # another, for the tokens ahead
 
     def _numel(self, config, row, names) -> int:
         if row.mca in VOCABULARY and names:
