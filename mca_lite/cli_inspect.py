@@ -20,8 +20,6 @@ Exit code: 0, or 2 where the run would not begin: `error:` says why.
 import argparse
 import os
 import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 from .args_run import parse_args
@@ -29,7 +27,7 @@ from .cli_errors import USER_ERROR, end
 from .cli_plan import planned_world
 from .files import write_file
 
-_MAX_CHARS, _MAX_ROWS, _WIDTH = 1500, 8, 64
+_MAX_CHARS, _WIDTH = 1500, 60
 _TRAINED, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -70,6 +68,7 @@ def _inspect(words: list[str], options) -> int:
     inspector = DataInspector(plan, options.samples)
     records, parts = inspector.records(), list(inspector.parts())
     report = [line for line in plan.data.report if not line.startswith("  first ")]
+    stops = [f"a run would stop: {refused}"] if refused is not None else []
     is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print("\n".join(report))
     print("\nrecords: " + ", ".join(f"{count:,} {name}" for name, count in records.items()))
@@ -77,12 +76,11 @@ def _inspect(words: list[str], options) -> int:
         print("\n".join(_part_lines(part, is_coloured)))
     if options.html:
         title = next((word for word in words if word.endswith((".yaml", ".yml", ".json"))), "run")
-        write_file(Path(options.html), page(title, plan, report, records, parts))
+        write_file(Path(options.html), page(title, plan, stops + report, records, parts))
         print(f"\nthe page is in {options.html}")
-    if refused is None:
-        return 0
-    print(f"\na run would stop: {refused}")
-    return USER_ERROR
+    for line in stops:
+        print(f"\n{line}")
+    return USER_ERROR if stops else 0
 
 
 def _read(words: list[str]):
@@ -118,7 +116,7 @@ def _part_lines(part, is_coloured: bool) -> list[str]:
     for lengths, count in part.bars:
         lines.append(f"  {lengths:>13}{count:>10,} {'█' * round(40 * count / most)}".rstrip())
     lines.append(f"  {part.packing}")
-    lines += [f"  row {i:<3}{_row_line(row)}" for i, row in enumerate(part.rows[:_MAX_ROWS])]
+    lines += [f"  row {row.number:<7}{_row_line(row)}" for row in part.rows]
     for sample in part.samples:
         lines += ["", *_sample_lines(sample, is_coloured)]
     return lines
@@ -136,32 +134,17 @@ def _row_line(row) -> str:
 
 
 def _sample_lines(sample, is_coloured: bool) -> list[str]:
-    found = f" - {', '.join(sample.found)}" if sample.found else ""
-    lines = []
-    if sample.part_at is not None:
-        at, shared = sample.part_at, sample.sides[0]
-        lines.append(f"  pair {sample.number}{found}: the first {at} tokens of both")
-        lines += _text_lines(shared.pieces, is_coloured, lambda start: start < at)
-    for side in sample.sides:
-        if sample.part_at is None:
-            lines.append(f"  {side.name} {sample.number}, {side.tokens:,} tokens{found}")
-            lines += _text_lines(side.pieces, is_coloured, lambda start: True)
-        else:
-            lines.append(f"  {side.name}, {side.tokens:,} tokens, goes on")
-            lines += _text_lines(side.pieces, is_coloured, lambda start: start >= at)
-    return lines
-
-
-def _text_lines(pieces, is_coloured: bool, wanted: Callable[[int], bool]) -> list[str]:
     from .inspect_data import visible
 
-    text = ""
-    for start, piece, is_trained in pieces:
-        if not wanted(start):
-            continue
-        piece = visible(piece, _MAX_CHARS)
-        if not is_coloured:
-            piece = piece.replace("«", "\\«").replace("»", "\\»")
-        before, behind = (_TRAINED, _PLAIN) if is_coloured else ("«", "»")
-        text += f"{before}{piece}{behind}" if is_trained else piece
-    return textwrap.indent(text, "    ", lambda line: True).splitlines()
+    lines = []
+    before, behind = (_TRAINED, _PLAIN) if is_coloured else ("«", "»")
+    for i, side in enumerate(sample.sides):
+        found = f" - {', '.join(sample.found)}" if sample.found and not i else ""
+        text = ""
+        for run, is_trained in side.runs:
+            run = visible(run, _MAX_CHARS)
+            if not is_coloured:
+                run = run.replace("«", "\\«").replace("»", "\\»")
+            text += f"{before}{run}{behind}" if is_trained else run
+        lines += [f"  {side.name}{found}", *(f"    {line}" for line in text.split("\n"))]
+    return lines

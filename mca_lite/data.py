@@ -7,7 +7,6 @@ same and gets the same.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -286,20 +285,17 @@ def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
     return (tokens, trained) if trained[-1] else (tokens[:-1], trained[:-1])
 
 
-def marked_pieces(document: dict, tokenizer, cut: int = 0) -> Iterator[tuple[int, str, bool]]:
-    """(number of its first token, text, whether it carries loss) of each run of tokens that carry
-    loss or do not. cut: a run ends at this token too."""
-    tokens, trained = tokens_of(document)
-    ends = np.diff(trained)
-    ends[cut - 1 : cut] = True
-    for run in np.split(np.arange(len(tokens)), np.flatnonzero(ends) + 1):
-        yield int(run[0]), tokenizer.decode(tokens[run].tolist()), bool(trained[run[0]])
+def marked_runs(tokens: np.ndarray, trained: np.ndarray, tokenizer) -> list[tuple[str, bool]]:
+    """(text, whether it carries loss) of each run of tokens that all do, or do not."""
+    borders = np.flatnonzero(np.diff(trained)) + 1
+    runs = zip(np.split(tokens, borders), np.split(trained, borders), strict=True)
+    return [(tokenizer.decode(ids.tolist()), bool(mask[0])) for ids, mask in runs if len(ids)]
 
 
 def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
     """The document decoded, with «» round what carries loss; long ones are cut in the middle."""
     text = ""
-    for _, piece, is_trained in marked_pieces(document, tokenizer):
+    for piece, is_trained in marked_runs(*tokens_of(document), tokenizer):
         text += f"«{piece}»" if is_trained else piece
     half = max_chars // 2
     return repr(text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}")

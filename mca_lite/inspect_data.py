@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .data import TokenDataset, data_args_join, marked_pieces, tokens_of
+from .data import TokenDataset, data_args_join, marked_runs, tokens_of
 from .data_chat import ChatRenderer
 from .data_encode import CUT, NO_LABELS
 from .data_files import SIDES
@@ -22,30 +22,29 @@ FOUND = {
     "no end of turn": "a trained turn ends without the token that ends it",
     "cut in a turn": "cutoff_len cut a trained turn before its end",
 }
-_MAX_ROWS, _MAX_BARS = 16, 12
+_MAX_ROWS, _MAX_BARS = 10, 12
 
 
 class Side(NamedTuple):
-    """A document of a sample; pieces: (number of its first token, text, whether it is trained)."""
+    """A piece of a sample: what it is, and (text, whether it is trained) of its runs of tokens."""
 
     name: str
-    tokens: int
-    pieces: list[tuple[int, str, bool]]
+    runs: list[tuple[str, bool]]
 
 
 class Sample(NamedTuple):
-    """One of a dataset. part_at: the first token in which chosen and rejected differ, None without
-    them; found: what is wrong with it, of FOUND."""
+    """One of a dataset. sides: one; of a pair what both begin with, then how chosen and rejected go
+    on. found: what is wrong with it, of FOUND."""
 
     number: int
     sides: list[Side]
-    part_at: int | None
     found: list[str]
 
 
 class Row(NamedTuple):
     """A packed row: (name, tokens) of each document, and the tokens that it has room for."""
 
+    number: int
     documents: list[tuple[str, int]]
     capacity: int
 
@@ -54,7 +53,7 @@ class Row(NamedTuple):
 class Part:
     """A dataset of a run: training, or one of the evaluation. bars: (how many tokens, documents
     that have so many). found: by the names of FOUND the numbers of its samples, or of its texts
-    where rows are cut from them. rows: the first ones, [] where a sample is a row."""
+    where rows are cut from them. rows: some of them, [] where a sample is a row."""
 
     name: str
     summary: str
@@ -188,9 +187,11 @@ class DataInspector:
             part.packing = f"{count:,} rows of {capacity:,} tokens, samples do not see each other, "
             part.packing += f"{dataset.padding_fraction:.1%} padding"
             lengths = dataset.dataset.document_lengths
-            for pack in dataset.packs[:_MAX_ROWS]:
+            # the longest samples are in the first rows: some of all
+            for number in np.unique(np.linspace(0, count - 1, _MAX_ROWS, dtype=int)).tolist():
+                pack = dataset.packs[number]
                 named = [(f"{i}{names[k]}", int(n)) for i in pack for k, n in enumerate(lengths[i])]
-                part.rows.append(Row(named, capacity))
+                part.rows.append(Row(number, named, capacity))
         elif self.joins:
             part.packing = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens, texts joined "
             part.packing += "and cut, which see each other"
@@ -203,24 +204,29 @@ class DataInspector:
                 first = before[shard] + int(np.searchsorted(ends[shard], start, side="right"))
                 sizes = np.diff([start, *inside, stop - 1]).tolist()
                 named = [(str(first + n), size) for n, size in enumerate(sizes)]
-                part.rows.append(Row(named, self.cutoff_len))
+                part.rows.append(Row(i, named, self.cutoff_len))
 
     def _sample(self, dataset: TokenDataset, number: int, part: Part) -> Sample:
-        documents, part_at = dataset[number], None
-        names = SIDES if self.objective.has_pairs else ("row" if self.joins else "sample",)
-        if self.objective.has_pairs:
-            chosen, rejected = (tokens_of(document)[0] for document in documents)
-            size = min(len(chosen), len(rejected))
-            differ = chosen[:size] != rejected[:size]
-            part_at = int(differ.argmax()) if differ.any() else size
-        sides = []
-        for name, document in zip(names, documents, strict=True):
-            pieces = list(marked_pieces(document, self.tokenizer, part_at or 0))
-            sides.append(Side(name, len(document["input_ids"]), pieces))
-        found = []
+        documents, found = dataset[number], []
         if not self.joins:
             found = [name for name, numbers in part.found.items() if number in numbers]
-        return Sample(number, sides, part_at, found)
+        sizes = [f"{len(document['input_ids']):,} tokens" for document in documents]
+        if not self.objective.has_pairs:
+            name = f"{'row' if self.joins else 'sample'} {number}, {sizes[0]}"
+            return Sample(number, [Side(name, self._runs(documents[0]))], found)
+        chosen, rejected = (tokens_of(document)[0] for document in documents)
+        size = min(len(chosen), len(rejected))
+        differ = np.append(chosen[:size] != rejected[:size], True)
+        at = int(differ.argmax())
+        sides = [Side(f"pair {number}: the first {at:,} tokens", self._runs(documents[0], 0, at))]
+        for name, count, document in zip(SIDES, sizes, documents, strict=True):
+            sides.append(Side(f"{name}, {count}, goes on", self._runs(document, at)))
+        return Sample(number, sides, found)
+
+    def _runs(self, document: dict, start: int = 0, stop: int | None = None):
+        """(text, whether it is trained) of the runs of a document from one token to another."""
+        tokens, trained = (of_all[start:stop] for of_all in tokens_of(document))
+        return marked_runs(tokens, trained, self.tokenizer)
 
 
 def _tokens(dataset) -> TokenDataset:

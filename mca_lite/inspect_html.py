@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from .inspect_data import FOUND, Part, Row, Sample, visible
+from .inspect_data import FOUND, Part, Row, Sample, Side, visible
 from .run import data_summary
 
 _MAX_CHARS = 20_000  # of a piece of a sample
@@ -46,8 +46,10 @@ def page(title: str, plan, report: list[str], records: dict[str, int], parts: li
     """The page of a run.Plan. report: lines about its files; records, parts: as DataInspector has
     them."""
     head, lines = f"inspect {escape(title)}", _text("\n".join(report))
-    facts = {"model": plan.arguments.model.model_name_or_path, **data_summary(plan)}
-    tiles = [(name, count, name not in ("read",), "") for name, count in records.items()]
+    facts = {"model": plan.arguments.model.model_name_or_path}
+    told = [part.name for part in parts]
+    facts |= {name: text for name, text in data_summary(plan).items() if name not in told}
+    tiles = [(name, count, name != "read", "") for name, count in records.items()]
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -83,7 +85,7 @@ def _part(number: int, part: Part) -> Iterable[str]:
             yield f'<span>{lengths}</span><i style="width:{width:.2f}%"></i><span>{count:,}</span>'
         yield "</div>"
     yield f'<h3>Rows</h3>\n<p class="dim">{escape(part.packing)}</p>'
-    yield from (_row(i, row) for i, row in enumerate(part.rows))
+    yield from map(_row, part.rows)
 
 
 def _tiles(tiles: list[tuple[str, int, bool, str]]) -> str:
@@ -95,7 +97,7 @@ def _tiles(tiles: list[tuple[str, int, bool, str]]) -> str:
     return f'<div class="tiles">{"".join(divs)}</div>'
 
 
-def _row(number: int, row: Row) -> str:
+def _row(row: Row) -> str:
     blocks, used = [], 0
     for name, size in row.documents:
         used += size
@@ -103,32 +105,23 @@ def _row(number: int, row: Row) -> str:
         blocks.append(f'<i style="flex:{size} 0 0" title="{what}">{escape(name)}</i>')
     if free := row.capacity - used:
         blocks.append(f'<s style="flex:{free} 0 0" title="{free:,} free"></s>')
-    return f'<div class="row"><span>{number}</span>{"".join(blocks)}</div>'
+    return f'<div class="row"><span>{row.number}</span>{"".join(blocks)}</div>'
 
 
 def _sample(part: int, sample: Sample) -> str:
     found = f' <span class="bad"><b>{", ".join(sample.found)}</b></span>' if sample.found else ""
-    at = sample.part_at
-    if at is None:
-        side = sample.sides[0]
-        head = f"{side.name} {sample.number}, {side.tokens:,} tokens"
-        body = _marked(side.pieces)
-    else:
-        head = f"pair {sample.number}: the first {at:,} tokens are the same"
-        body = _marked([piece for piece in sample.sides[0].pieces if piece[0] < at])
-        sides = []
-        for side in sample.sides:
-            own = _marked([piece for piece in side.pieces if piece[0] >= at])
-            sides.append(f"<div><h4>{side.name}, {side.tokens:,} tokens</h4>{own}</div>")
-        body += f'<div class="sides">{"".join(sides)}</div>'
-    return f'<article id="{part}-{sample.number}"><h4>{head}{found}</h4>{body}</article>'
+    first, *others = map(_side, sample.sides)
+    body = first.replace("</h4>", f"{found}</h4>", 1)
+    if others:
+        body += f'<div class="sides"><div>{"</div><div>".join(others)}</div></div>'
+    return f'<article id="{part}-{sample.number}">{body}</article>'
 
 
-def _marked(pieces) -> str:
+def _side(side: Side) -> str:
     text = ""
-    for _, piece, is_trained in pieces:
-        text += f"<mark>{_text(piece)}</mark>" if is_trained else _text(piece)
-    return f'<div class="text">{text}</div>'
+    for run, is_trained in side.runs:
+        text += f"<mark>{_text(run)}</mark>" if is_trained else _text(run)
+    return f'<h4>{side.name}</h4><div class="text">{text}</div>'
 
 
 def _text(text: str) -> str:

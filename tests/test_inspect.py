@@ -92,9 +92,10 @@ def test_bad_records_are_counted_though_a_run_would_stop(tmp_path):
     words, bad = model(tmp_path) + "stage=sft", chat("q", "a")
     bad["messages"][0]["role"] = "alien"
     data = write(tmp_path / "a.jsonl", [*GOOD, bad])
-    code, out = inspect(f"{words} dataset={data} --samples 0")
+    code, out = inspect(f"{words} dataset={data} --samples 0 --html {tmp_path / 'page.html'}")
     assert code == 2 and "13 read, 1 bad," in out
     assert f"a run would stop: {data}:13" in out
+    assert f"a run would stop: {data}:13" in (tmp_path / "page.html").read_text()
     assert inspect(f"{words} dataset={data} on_bad_record=skip")[0] == 0
 
 
@@ -149,10 +150,12 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
 
 
 def test_a_terminal_gets_colours(tmp_path):
-    from mca_lite.cli_inspect import _text_lines
+    from mca_lite.cli_inspect import _sample_lines
+    from mca_lite.inspect_data import Sample, Side
 
-    lines = _text_lines([(0, "q\n", False), (2, "a\x1b«", True)], True, lambda start: True)
-    assert lines == ["    q", "    \x1b[32ma\\x1b«\x1b[0m"]
+    sample = Sample(0, [Side("sample 0", [("q\n", False), ("a\x1b«", True)])], [])
+    lines = _sample_lines(sample, is_coloured=True)
+    assert lines == ["  sample 0", "    q", "    \x1b[32ma\\x1b«\x1b[0m"]
 
 
 def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
@@ -163,7 +166,7 @@ def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
     code, out = inspect(f"{words} dataset={data} --html {file}")
     assert code == 0, out
     at = len("SuserNqENSassistantNI say ")  # each special token and line break a token, as a letter
-    assert f"pair 0: the first {at} tokens of both\n    <|im_start|>user\n    q<|im_end|>\n" in out
+    assert f"pair 0: the first {at} tokens\n    <|im_start|>user\n    q<|im_end|>\n" in out
     assert "assistant\n    «I say »\n" in out
     assert "goes on\n    «4<|im_end|>»" in out and "goes on\n    «5!<|im_end|>»" in out
     assert "0 chosen, 0 rejected" in out  # in one row
@@ -230,6 +233,15 @@ def test_a_check_refuses_what_a_run_would(tmp_path):
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
     code, out = inspect(words + "resume_from_checkpoint=auto")
     assert code == 2 and "none of the 1 checkpoints" in out
+
+
+def test_one_rank_of_torchruns_speaks_for_all(tmp_path, monkeypatch):
+    words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert inspect(words) == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    assert len(checked(inspect(words)[1])) == 2
 
 
 def real(keys: dict) -> dict:
