@@ -187,13 +187,13 @@ class ChatRenderer:
             raise ValueError(f"{where}: {self._what_differs(text, messages, tools)}")
         return text, spans
 
-    def ends_turns(self) -> bool:
-        """Whether the template writes anything that tells the end of an answer.
+    def end_of_turn(self) -> str:
+        """What the template writes after an answer to end it, "" for nothing.
 
         Raises: ValueError for a template that does not end by itself, as a made up one may."""
         template = self.tokenizer.get_chat_template()
         try:
-            return bool(_in_time(lambda: self._style(template)).closing)
+            return _in_time(lambda: self._style(template)).closing
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses a question with its answer: {error}"
