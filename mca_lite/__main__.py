@@ -11,6 +11,8 @@ COMMANDS = {
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
     "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
     "report": ("cli_report", "one or several runs as a page: curves, numbers, configuration"),
+    "chat": ("cli_chat", "speak to what was trained, in the terminal"),
+    "generate": ("cli_generate", "answers of what was trained to the evaluation set"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 

@@ -3,19 +3,22 @@ and a batch of prompts.
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from . import lora_files, model_config
 from .args_run import GROUPS
 from .args_values import read_config_file, refuse
+from .ckpt import HF_FOLDER
 from .constants import (
     ADAPTER_CONFIG_NAME,
+    CHECKPOINT_PREFIX,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
     RUN_CONFIG_NAME,
@@ -43,10 +46,17 @@ GREEDY = Decoding(temperature=0.0)
 # -- loading ---------------------------------------------------------------------------------------
 
 
+def _run_folder(folder: Path) -> Path:
+    """The output_dir that a model or a checkpoint was written into."""
+    while folder.name in ("merged", HF_FOLDER) or folder.name.startswith(f"{CHECKPOINT_PREFIX}-"):
+        folder = folder.parent
+    return folder
+
+
 def keys_of_run(folder: str | Path) -> SimpleNamespace:
     """The values of all keys of the run that wrote a folder; the defaults where it has no
     config.yaml."""
-    path = Path(folder) / RUN_CONFIG_NAME
+    path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     values = read_config_file(path) if path.is_file() else {}
     groups = (vars(group.read(values).arguments) for group in GROUPS)
     return SimpleNamespace(**{key: value for group in groups for key, value in group.items()})
@@ -72,8 +82,8 @@ def load_for_generation(path: str | Path, base: str | None = None, before: bool 
     origin = folder
     if adapter or before:
         origin = _origin(folder, base or keys.model_name_or_path, adapter)
-    is_own = any(folder.glob("tokenizer*"))
-    tokenizer = model_config.load_tokenizer(folder if is_own else origin, keys.trust_remote_code)
+    written = (own for own in (folder, _run_folder(folder)) if any(own.glob("tokenizer*")))
+    tokenizer = model_config.load_tokenizer(next(written, origin), keys.trust_remote_code)
     if before:
         adapter = keys.adapter_name_or_path
     if origin == folder or base:
@@ -117,13 +127,15 @@ def _load(folder: Path, adapter: str | Path | None, keys: SimpleNamespace, num_t
 # -- generating ------------------------------------------------------------------------------------
 
 
-def prompt_ids(tokenizer, messages: list[dict], **template_keys) -> list[int]:
+def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> list[int]:
     """The tokens of a conversation, up to where the assistant's answer begins; without a chat
-    template those of the last message's text."""
+    template those of the last message's text. enable_thinking: for the template, None: not given.
+    """
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]["content"])
+    keys = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **template_keys
+        messages, tokenize=False, add_generation_prompt=True, **keys
     )
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -138,6 +150,11 @@ def stop_ids(model, tokenizer) -> list[int]:
         ids = tokenizer.encode(ending, add_special_tokens=False)
         found.update(ids if len(ids) == 1 else ())
     return sorted(found)
+
+
+def until_stop(ids: list[int], stop: list[int]) -> list[int]:
+    """The tokens before the first one of `stop`."""
+    return ids[: next((at for at, token in enumerate(ids) if token in stop), len(ids))]
 
 
 def continuations(
@@ -168,8 +185,7 @@ def continuations(
             input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer
         )
         for number, row in zip(numbers, output[:, width:].tolist(), strict=True):
-            end = next((at for at, token in enumerate(row) if token in stop), len(row))
-            found[number] = row[:end]
+            found[number] = until_stop(row, stop)
     return [found[number] for number in range(len(prompts))]
 
 
@@ -181,7 +197,9 @@ def _generation_config(model, stop: list[int], decoding: Decoding):
     elif decoding.temperature is not None or decoding.top_p is not None:
         given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
         changes = {"do_sample": True, **{k: v for k, v in given.items() if v is not None}}
-    limit = decoding.max_new_tokens or config.max_new_tokens or MAX_NEW_TOKENS
+    limit = decoding.max_new_tokens
+    if limit is None:
+        limit = config.max_new_tokens or MAX_NEW_TOKENS
     changes |= dict(max_new_tokens=limit, max_length=None, eos_token_id=stop or None)
     config.update(**changes, pad_token_id=stop[0] if stop else 0)
     return config
@@ -195,3 +213,31 @@ def answers(
     stop = stop_ids(model, tokenizer)
     found = continuations(model, prompts, stop, decoding, batch_size)
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
+class _Streamer(TextStreamer):
+    """Hands on whole words as they come, without the prompt and the token that ends the answer."""
+
+    def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stop, self._write = stop, write
+
+    def put(self, value) -> None:
+        if self.next_tokens_are_prompt or int(value[0]) not in self._stop:
+            super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+
+def stream(
+    model, tokenizer, prompt: list[int], decoding: Decoding, write: Callable[[str], None]
+) -> None:
+    """Answer one prompt, and hand each piece of text to `write` as soon as it is there. Ctrl-C ends
+    the answer."""
+    stop = stop_ids(model, tokenizer)
+    streamer = _Streamer(tokenizer, stop, write)
+    try:
+        continuations(model, [prompt], stop, decoding, streamer=streamer)
+    except KeyboardInterrupt:
+        streamer.end()

@@ -2,17 +2,19 @@
 transformers generates them one by one.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from mca_lite import generation
+from mca_lite.args_values import ConfigError
 from mca_lite.cli_convert import merge
 from mca_lite.generation import Decoding, load_for_generation
-from tests.shared import tiny, tiny_moe
+from tests.shared import tiny, tiny_moe, world
 from tests.shared.lora_tools import EVERYTHING, TARGETS, peft_model, save_start
-from tests.shared.small_runs import save_tokenizer
+from tests.shared.small_runs import save_tokenizer, train, write_data
 
 PROMPTS = [[7, 9, 12], [5], [8, 30, 31, 32, 33, 4, 6], [11, 2]]
 
@@ -109,3 +111,46 @@ def test_an_adapter_is_loaded_as_its_merged_export_is(kind, tmp_path):
     assert found == generation.answers(*load_for_generation(merged), PROMPTS, SHORT)
     assert found != generation.answers(*load_for_generation(adapter, before=True), PROMPTS, SHORT)
     assert same(weights(adapter, before=True), weights(path))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folders of a run of LoRA on random weights, with new tokens, and of one that leaves the
+    weights as they are."""
+    folder = tmp_path_factory.mktemp("run")
+    path = tiny.save_model(folder / "model", "llama")
+    save_tokenizer(path)
+    write_data(folder)
+    keys = dict(
+        model_name_or_path=path, train_from_scratch=True, seed=5, add_tokens=["new", "newer"],
+        finetuning_type="lora", lora_rank=4, save_merged_model=True, stage="sft",
+        dataset=str(folder / "chat.jsonl"), cutoff_len=64, cache_dir=str(folder / "cache"),
+        default_system=" w9 ", max_steps=2, learning_rate=0.1, global_batch_size=4,
+        save_strategy="no", disable_tqdm=True, output_dir=str(folder / "out"),
+    )  # fmt: skip
+    world.run(train, 1, keys)
+    keys |= dict(finetuning_type="full", learning_rate=1e-30, output_dir=str(folder / "start"))
+    keys = {key: value for key, value in keys.items() if not key.startswith(("lora", "save_m"))}
+    world.run(train, 1, keys)
+    return folder
+
+
+def test_a_run_says_what_was_before_it(run):
+    """Weights that were drawn are drawn again: as a run exports them whose steps change nothing."""
+    start = weights(run / "start")
+    assert start["model.embed_tokens.weight"].shape[0] == tiny.VOCAB + 1
+    for folder in ("start", "out", "out/merged"):
+        assert same(weights(run / folder, before=True), start)
+    assert same(weights(run / "out"), weights(run / "out" / "merged"))
+    assert not same(weights(run / "out"), start)
+    assert generation.keys_of_run(run / "out" / "merged").default_system == " w9 "
+
+
+def test_a_base_that_has_moved_is_asked_for(run, tmp_path):
+    shutil.copytree(run / "out", tmp_path / "out")
+    config = tmp_path / "out" / "config.yaml"
+    config.write_text(config.read_text().replace(str(run / "model"), str(tmp_path / "gone")))
+    with pytest.raises(ConfigError, match="was trained from it: .*gone(.|\n)*--base M"):
+        load_for_generation(tmp_path / "out")
+    base = str(run / "start")
+    assert same(weights(tmp_path / "out", base), weights(run / "out"))
