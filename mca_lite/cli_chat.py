@@ -93,6 +93,7 @@ def _next_line(is_terminal: bool) -> str | None:
         except KeyboardInterrupt:  # nobody is answering
             print()
         except EOFError:
+            print(end="\n" if is_terminal else "")
             return None
 
 

@@ -16,6 +16,7 @@ from . import lora_files, model_config
 from .args_run import GROUPS
 from .args_values import read_config_file, refuse
 from .ckpt import HF_FOLDER
+from .ckpt_megatron import DIST_NAME
 from .constants import (
     ADAPTER_CONFIG_NAME,
     CHECKPOINT_PREFIX,
@@ -75,13 +76,13 @@ def load_for_generation(path: str | Path, base: str | None = None, before: bool 
     keys, adapter = keys_of_run(folder), None
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         adapter = folder
-    elif not (folder / HF_CONFIG_NAME).is_file() or (folder / "dist").is_dir():
+    elif not (folder / HF_CONFIG_NAME).is_file() or (folder / DIST_NAME).is_dir():
         reason = "it holds neither a model in Hugging Face's format nor an adapter"
         remedy = "the output_dir of a run that has ended; python -m mca_lite convert exports "
         refuse("MODEL", str(folder), reason, f"{remedy}a checkpoint")
     origin = folder
     if adapter or before:
-        origin = _origin(folder, base or keys.model_name_or_path, adapter)
+        origin = _origin(folder, base, keys, adapter)
     written = (own for own in (folder, _run_folder(folder)) if any(own.glob("tokenizer*")))
     tokenizer = model_config.load_tokenizer(next(written, origin), keys.trust_remote_code)
     if before:
@@ -91,17 +92,18 @@ def load_for_generation(path: str | Path, base: str | None = None, before: bool 
     return _load(origin, adapter, keys, len(tokenizer)), tokenizer
 
 
-def _origin(folder: Path, name: str, adapter: Path | None) -> Path:
+def _origin(folder: Path, base: str | None, keys: SimpleNamespace, adapter: Path | None) -> Path:
     """The folder of the model that training started from."""
+    name = base or keys.model_name_or_path
     if not name and adapter:
         name = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
     if not name:
         refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
     try:
-        return resolve_folder(name)
+        return resolve_folder(name, None if base else keys.model_revision)
     except ValueError as error:
         reason = f"{folder} was trained from it: {error}"
-        refuse("--base", None, reason, "--base M, where that model is now")
+        refuse("--base", base, reason, "--base M, where that model is now")
 
 
 def _load(folder: Path, adapter: str | Path | None, keys: SimpleNamespace, num_tokens: int):
