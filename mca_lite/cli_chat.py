@@ -117,8 +117,8 @@ class _Speaker:
         self.messages = [_message("system", self.system)] if self.system else []
 
     def describe(self) -> str:
-        model = self.model
-        words = f"{model.config.model_type}, {model.num_parameters():,} parameters, {model.dtype}"
+        model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
+        words = f"{model.config.model_type}, {model.num_parameters():,} parameters, {dtype}"
         return f"{self.name or model.name_or_path}: {words} on {model.device}"
 
     def answer(self, question: str) -> None:
