@@ -89,7 +89,8 @@ def _next_line(is_terminal: bool) -> str | None:
     """What is asked next, None at the end."""
     while True:
         try:
-            return input("\n> " if is_terminal else "")
+            print(end="\n" if is_terminal else "")
+            return input("> " if is_terminal else "")
         except KeyboardInterrupt:  # nobody is answering
             print()
         except EOFError:

@@ -3,6 +3,7 @@ history.
 """
 
 import io
+import shutil
 import signal
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from mca_lite import cli_chat, generation
+from mca_lite.generation import Decoding
 from tests.shared import tiny
 from tests.shared.commands import ended
 from tests.shared.small_runs import save_tokenizer
@@ -146,3 +148,21 @@ def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
     assert "--base" in error
     code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
     assert code == 2 and "neither a model in Hugging Face's format nor an adapter" in error
+
+
+def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):
+    path = shutil.copytree(models[0], tmp_path / "model")
+    template = path / "chat_template.jinja"
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
+    lines = ["/system w7", "w5", "w5"]
+    code, out, error = chat(monkeypatch, lines, str(path))
+    assert code == 0, error
+    assert out == [
+        "the chat template refuses this conversation: no system",
+        Plain(models[0]).say("w5"),
+    ]
+    code, out, _ = chat(monkeypatch, ["w5 w6"], models[0], "--plain")
+    model, tokenizer = generation.load_for_generation(models[0])
+    plain = generation.answers(model, tokenizer, [[9, 10]], Decoding(6, temperature=0.0))
+    assert code == 0 and out == plain and tokenizer.encode("w5 w6") == [9, 10]
