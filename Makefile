@@ -13,8 +13,6 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 export OMP_NUM_THREADS ?= 1
 endif
 
-OUTPUT_DIR = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/sft)
-
 .DEFAULT_GOAL := help
 .PHONY: gpu bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz clean
 
@@ -30,8 +28,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 train: $(STAMP)  ## train: CONFIG=configs/sft.yaml NPROC=2 ARGS="learning_rate=1e-3 max_steps=50"
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py $(CONFIG) $(ARGS)
-ifeq ($(CONFIG),configs/sft.yaml)
-	$(BIN)/python configs/tiny/exact_match.py $(OUTPUT_DIR)
+ifneq ($(filter $(CONFIG),configs/sft.yaml configs/sft_lora.yaml),)
+	$(BIN)/python -m mca_lite generate $(CONFIG) $(ARGS) --before
 endif
 
 dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the embedded pairs

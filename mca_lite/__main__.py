@@ -12,6 +12,8 @@ COMMANDS = {
     "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
     "report": ("cli_report", "one or several runs as a page: curves, numbers, configuration"),
     "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),
+    "chat": ("cli_chat", "speak to what was trained, in the terminal"),
+    "generate": ("cli_generate", "answers of what was trained to the evaluation set"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 

@@ -187,8 +187,8 @@ class ChatRenderer:
             raise ValueError(f"{where}: {self._what_differs(text, messages, tools)}")
         return text, spans
 
-    def closing(self) -> str:
-        """What the template writes to tell the end of an answer, "" for nothing.
+    def end_of_turn(self) -> str:
+        """What the template writes after an answer to end it, "" for nothing.
 
         Raises: ValueError for a template that does not end by itself, as a made up one may."""
         template = self.tokenizer.get_chat_template()

@@ -80,7 +80,7 @@ class Encoder:
             template = str(tokenizer.chat_template)
             if enable_thinking is not None and "enable_thinking" not in template:
                 self.notes.append("the chat template does not read enable_thinking")
-            if not self.renderer.closing():
+            if not self.renderer.end_of_turn():
                 self.notes.append(
                     "the chat template writes nothing after an answer: the model will not learn to "
                     "stop"

@@ -75,7 +75,7 @@ class DataInspector:
         self.cutoff_len = data.cutoff_len
         ends = {self.tokenizer.eos_token}
         if not self.objective.joins_documents:
-            ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).closing().strip())
+            ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).end_of_turn().strip())
         self.ends = tuple(filter(None, ends))
         vocabulary = self.tokenizer.get_vocab()
         self.end_ids = [vocabulary[text] for text in self.ends if text in vocabulary]

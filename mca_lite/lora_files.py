@@ -28,7 +28,7 @@ from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from .files import read_json, write_json
 from .lora_layers import LoraSpec
 from .lora_sites import host_of, module_of
-from .weights_files import open_safetensors
+from .weights_files import file_parts, named_tensors, open_safetensors
 from .weights_sources import SafetensorsSource
 
 PREFIX = "base_model.model."
@@ -340,12 +340,45 @@ def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
     return merge
 
 
-def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
+class _ModelTensors:
+    """The tensors of a transformers model under their names in files, as SafetensorsSource has
+    them; `held` are views."""
+
+    def __init__(self, model):
+        self.folder, self.held = model.name_or_path, {}
+        for name, tensor in named_tensors(model):
+            parts = file_parts(model.config.model_type, name, tuple(tensor.shape))
+            self.held.update((file_name, tensor[index]) for file_name, index in parts)
+
+    def names(self) -> set[str]:
+        return set(self.held)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.held[name].shape)
+
+
+@torch.no_grad()
+def merge_into(model, folder: str | os.PathLike) -> None:
+    """Merge an adapter's files into the weights of a transformers model, in place; the vocabulary
+    grows where the adapter brings rows.
+
+    Each weight is computed in float32 and rounded once, as by `convert --merge`. No collectives.
+    ValueError for an adapter of another model, or one that cannot be merged.
+    """
+    tensors, tied = _ModelTensors(model), model.config.get_text_config().tie_word_embeddings
+    change, vocab_size = file_merger(folder, tensors, tied)
+    if vocab_size and vocab_size > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        tensors = _ModelTensors(model)
+    for name, tensor in tensors.held.items():
+        tensor.copy_(change(name, tensor.cpu()))
+
+
+def file_merger(folder: str | os.PathLike, base: SafetensorsSource | _ModelTensors, tied: bool):
     """What merges an adapter's files into `base` -> (function, vocabulary size)
 
-    function(name, tensor of the base) gives the merged tensor; modules in modules_to_save replace
-    the base's. The size is the
-    merged model's, None for a base without embedding. tied: the
+    function(name, CPU tensor of the base) gives the merged tensor; modules in modules_to_save
+    replace the base's. The size is the merged model's, None for a base without embedding. tied: the
     base's embedding is its head. ValueError for an adapter of another model, or one that cannot be
     merged.
     """
@@ -377,7 +410,9 @@ def file_merger(folder: str | os.PathLike, base: SafetensorsSource, tied: bool):
     return change, _merged_vocabulary(folder, source, base)
 
 
-def _merged_vocabulary(folder, source: AdapterSource, base: SafetensorsSource) -> int | None:
+def _merged_vocabulary(
+    folder, source: AdapterSource, base: SafetensorsSource | _ModelTensors
+) -> int | None:
     """Rows of the vocabulary once an adapter is merged, None for a base without such matrices."""
     matrices = {name for name in base.names() if name.endswith(_VOCABULARY_WEIGHTS)}
     sizes = {name: (source if name in source.names() else base).shape(name)[0] for name in matrices}

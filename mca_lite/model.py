@@ -456,8 +456,9 @@ def load_torch_model(
     trust_remote_code=False,
     vocab_size: int | None = None,
     config=None,
+    dtype=torch.float32,
 ):
-    """The Hugging Face model in float32 on this rank's device: what the torch backend trains, and
+    """The Hugging Face model in `dtype` on this rank's device: what the torch backend trains, and
     every test's oracle.
 
     train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: tokens
@@ -467,11 +468,10 @@ def load_torch_model(
     import transformers
 
     hf = load_hf_config(model_name_or_path, trust_remote_code) if config is None else config
-    kwargs = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
+    kwargs = dict(dtype=dtype, trust_remote_code=trust_remote_code)
     if getattr(hf.get_text_config(), "attn_logit_softcapping", None):
-        kwargs["attn_implementation"] = (
-            "eager"  # not every release says that its sdpa leaves the cap out
-        )
+        # not every release says that its sdpa leaves the cap out
+        kwargs["attn_implementation"] = "eager"
     if not train_from_scratch:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             model_name_or_path,

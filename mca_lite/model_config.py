@@ -382,6 +382,19 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
         raise ConfigError([Problem(key, model_name_or_path, reason, remedy)]) from error
 
 
+def load_tokenizer(folder: str | Path, trust_remote_code: bool):
+    """transformers' tokenizer of a folder. ConfigError where there is none, or a damaged one."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # whatever a damaged file leads to in transformers
+        reason = f"no tokenizer could be loaded from this folder: {describe_error(error)}"
+        refuse("model_name_or_path", str(folder), reason, "a folder with the model's tokenizer")
+
+
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
     ropes, judge = rope_parameters(hf), Judge(None)

@@ -36,8 +36,9 @@ from .ckpt_megatron import DIST_NAME
 from .constants import EVAL_RESULTS_NAME, HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import steps_of_run
-from .files import check_can_write, describe_error, read_json, write_json
+from .files import check_can_write, read_json, write_json
 from .lora_sites import host_of
+from .model_config import load_tokenizer
 from .model_families import FAMILIES
 from .objectives import OBJECTIVES, Objective
 from .trainer_callbacks import StopSignals, TrainerCallback
@@ -161,16 +162,6 @@ def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedMode
     _open_source(second)
     _grow(second, first.vocab_size)
     return second
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool):
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # whatever a damaged file leads to in transformers
-        reason = f"no tokenizer could be loaded from this folder: {describe_error(error)}"
-        refuse("model_name_or_path", str(folder), reason, "a folder with the model's tokenizer")
 
 
 def _plan_new_tokens(

@@ -1,0 +1,187 @@
+"""What was trained, spoken to in the terminal.
+
+python -m mca_lite chat MODEL [--before] [--base M] [options]
+    MODEL: the output_dir of a run, a model in Hugging Face's format, or an adapter's folder
+    --before: the model before training answers too, each with its own side of the conversation
+    --base M: that model, or the adapter's base, where MODEL does not say which, or it has moved
+In a session: /new begins another conversation, /system TEXT too, with this system message; /exit
+or Ctrl-D leaves, Ctrl-C ends an answer. Questions may come from a pipe, one a line.
+"""
+
+import argparse
+import contextlib
+import sys
+
+from .cli import INTERRUPTED
+from .cli_errors import end
+
+_THINK, _END_THINK = "<think>", "</think>"
+_COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Talk as `argv` (None: the command line) says -> exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mca_lite chat", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--plain", action="store_true", help="go on with what is typed, as text")
+    add_options(parser)
+    options = parser.parse_args(argv)
+    try:
+        _talk(options)
+    except KeyboardInterrupt:  # while models are loaded
+        return INTERRUPTED
+    except Exception as error:
+        return end(error, None)
+    return 0
+
+
+def add_options(parser: argparse.ArgumentParser, temperature: float | None = None) -> None:
+    """The options of commands that generate, whose default temperature is given."""
+    of_model = "as generation_config.json says"
+    told = of_model if temperature is None else f"{temperature:g}"
+    parser.add_argument("--before", action="store_true", help="the model before training too")
+    parser.add_argument("--base", metavar="M", help="that model, or the base of an adapter")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=f"{of_model}, or 512")
+    parser.add_argument(
+        "--temperature", type=float, default=temperature, metavar="T", help=f"0: greedy ({told})"
+    )
+    parser.add_argument("--top-p", type=float, metavar="P", help=f"nucleus sampling ({of_model})")
+    parser.add_argument("--seed", type=int, metavar="N", help="of sampling")
+
+
+def decoding_of(options):
+    """The Decoding of these options, and torch seeded."""
+    import torch
+
+    from .generation import Decoding
+
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    return Decoding(options.max_new_tokens, options.temperature, options.top_p)
+
+
+def _talk(options) -> None:
+    decoding, is_terminal = decoding_of(options), sys.stdin.isatty()
+    speakers = [_Speaker("trained" if options.before else "", options, decoding)]
+    if options.before:
+        speakers.insert(0, _Speaker("before", options, decoding))
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() has a history with it
+        print(*(speaker.describe() for speaker in speakers), _COMMANDS, sep="\n")
+    while (line := _next_line(is_terminal)) is not None:
+        command, _, text = line.strip().partition(" ")
+        if command == "/exit":
+            return
+        if command in ("/new", "/system"):
+            for speaker in speakers:
+                speaker.begin(text.strip() if command == "/system" else None)
+        elif command.startswith("/"):
+            print(_COMMANDS)
+        elif command:
+            for speaker in speakers:
+                speaker.answer(line.strip())
+
+
+def _next_line(is_terminal: bool) -> str | None:
+    """What is asked next, None at the end."""
+    while True:
+        try:
+            print(end="\n" if is_terminal else "")
+            return input("> " if is_terminal else "")
+        except KeyboardInterrupt:  # nobody is answering
+            print()
+        except EOFError:
+            print(end="\n" if is_terminal else "")
+            return None
+
+
+class _Speaker:
+    """A model with its side of the conversation."""
+
+    def __init__(self, name: str, options, decoding):
+        from .generation import keys_of_run, load_for_generation
+
+        is_before = name == "before"
+        self.model, self.tokenizer = load_for_generation(options.model, options.base, is_before)
+        self.name, self.decoding, keys = name, decoding, keys_of_run(options.model)
+        self.system, self.enable_thinking = keys.default_system, keys.enable_thinking
+        if options.plain:
+            self.tokenizer.chat_template = None
+        self.begin()
+
+    def begin(self, system: str | None = None) -> None:
+        """A new conversation; system: its system message, from here on."""
+        self.system = self.system if system is None else system
+        self.messages = [_message("system", self.system)] if self.system else []
+
+    def describe(self) -> str:
+        model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
+        words = f"{model.config.model_type}, {model.num_parameters():,} parameters, {dtype}"
+        return f"{self.name or model.name_or_path}: {words} on {model.device}"
+
+    def answer(self, question: str) -> None:
+        """Print the answer as it comes; what Ctrl-C leaves of it is part of the conversation."""
+        from jinja2.exceptions import TemplateError
+
+        from .generation import prompt_ids, stream
+
+        self.messages.append(_message("user", question))
+        try:
+            prompt = prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
+        except TemplateError as error:
+            print(f"the chat template refuses this conversation: {error}")
+            return self.begin("")
+        opened = self.tokenizer.decode(prompt).rstrip().endswith(_THINK)
+        printer = _Printer(self.name, opened)
+        stream(self.model, self.tokenizer, prompt, self.decoding, printer.write)
+        printer.close()
+        self.messages.append(_message("assistant", printer.text))
+
+
+def _message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+class _Printer:
+    """Prints an answer piece by piece, the thinking apart from it; `text` is all of it, as history
+    needs it. is_thinking: the prompt has begun to think."""
+
+    def __init__(self, name: str, is_thinking: bool):
+        self.text = f"{_THINK}\n" if is_thinking else ""
+        self.is_thinking, self.has_thought, self.begins = is_thinking, False, True
+        self.is_terminal = sys.stdout.isatty()
+        if name:
+            self._print(f"{name + ':':9}", is_dim=True)
+
+    def write(self, text: str) -> None:
+        self.text += text
+        while text:
+            shown, found, text = text.partition(_END_THINK if self.is_thinking else _THINK)
+            self._show(shown)
+            if found:
+                self.is_thinking, self.begins = not self.is_thinking, True
+
+    def _show(self, text: str) -> None:
+        if self.begins:
+            text = text.lstrip()
+        if text and self.begins:
+            self.begins = False
+            if self.is_thinking:
+                self._print("[thinking] ", is_dim=True)
+            elif self.has_thought:
+                self._print("\n[answer] ", is_dim=True)
+            self.has_thought |= self.is_thinking
+        self._print(text, self.is_thinking)
+
+    def _print(self, text: str, is_dim: bool) -> None:
+        # what a model says must not steer the terminal
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        if text and is_dim and self.is_terminal:
+            text = f"\x1b[2m{text}\x1b[0m"
+        print(text, end="", flush=True)
+
+    def close(self) -> None:
+        print(flush=True)

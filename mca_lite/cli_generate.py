@@ -1,0 +1,193 @@
+"""The answers of a trained model to the evaluation set, beside those that are expected.
+
+python -m mca_lite generate config.yaml [key=value ...] [--before] [options]
+    writes generations.jsonl into output_dir: prompt, answer, expected, exact_match of each sample
+    (the last answer of a conversation), and shows the first of them
+    --before:    the model before training answers too
+    --file F:    these prompts instead of eval_dataset or val_size: records as for training, with
+                 or without an answer, {"prompt": ...}, or a .txt file with one a line
+"""
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from .args_run import parse_args
+from .args_values import refuse
+from .cli_chat import add_options, decoding_of
+from .cli_errors import end
+from .constants import IGNORE_INDEX
+from .files import write_file
+from .objectives import OBJECTIVES
+
+GENERATIONS_NAME = "generations.jsonl"
+_SHOWN, _MOST_CHARACTERS = 3, 100  # answers, and of each line
+_QUESTION = "mcaquestion"  # no template changes it
+
+
+class _Sample(NamedTuple):
+    """prompt: token ids. expected: None where the file does not say."""
+
+    prompt: list[int]
+    expected: str | None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Generate as `argv` (None: the command line) says -> exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mca_lite generate",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--file", metavar="F")
+    parser.add_argument("--num", type=int, metavar="N", help="only the first N samples")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts (32)")
+    add_options(parser, temperature=0.0)
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help()
+        return 0
+    try:
+        arguments = parse_args(words, needs_world=False)
+        _generate(arguments, options)
+    except Exception as error:
+        return end(error, None)
+    return 0
+
+
+def _generate(arguments, options) -> None:
+    from .generation import load_for_generation
+
+    output_dir, decoding = Path(arguments.training.output_dir), decoding_of(options)
+    model, tokenizer = load_for_generation(output_dir, options.base)
+    samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
+    rows = [{"prompt": tokenizer.decode(sample.prompt)} for sample in samples]
+    _answer("answer", model, tokenizer, samples, rows, decoding, options)
+    if options.before:
+        del model  # there may be no room for two
+        model, _ = load_for_generation(output_dir, options.base, before=True)
+        _answer("before", model, tokenizer, samples, rows, decoding, options)
+    path = output_dir / GENERATIONS_NAME
+    write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    question_of = _question_finder(tokenizer)
+    for row in rows[:_SHOWN]:
+        print(_line(question_of(row["prompt"])))
+        for name in ("before", "answer", "expected"):
+            if row.get(name) is not None:
+                print(f"    {name:9} {_line(row[name])}")
+    print(_result(rows), f"all answers are in {path}", sep="\n")
+
+
+def _answer(name: str, model, tokenizer, samples, rows: list[dict], decoding, options) -> None:
+    """Put a model's answers into the rows, under this name."""
+    from .generation import answers
+
+    prompts = [sample.prompt for sample in samples]
+    found = answers(model, tokenizer, prompts, decoding, options.batch_size)
+    for row, sample, answer in zip(rows, samples, found, strict=True):
+        row[name] = answer
+        if sample.expected is not None:
+            row["expected"] = sample.expected
+            matches = answer.strip() == sample.expected.strip()
+            row["exact_match" if name == "answer" else f"exact_match_{name}"] = matches
+
+
+def _result(rows: list[dict]) -> str:
+    """How many answers are exactly right."""
+    judged = [row for row in rows if "expected" in row]
+    if not judged:
+        return f"{len(rows)} answers, and no expected ones to compare them with"
+    right = sum(row["exact_match"] for row in judged)
+    text = f"exact match: {100 * right / len(judged):.1f} % ({right} of {len(judged)} held-out "
+    text += "prompts)"
+    if "before" in judged[0]:
+        before = sum(row["exact_match_before"] for row in judged)
+        text += f", before training: {100 * before / len(judged):.1f} %"
+    return text
+
+
+def _line(text: str) -> str:
+    text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
+def _question_finder(tokenizer):
+    """A function (prompt as the chat template writes it) -> its last question; the prompt, where
+    the question cannot be told from the rest."""
+    from .generation import prompt_ids
+
+    asked = [{"role": "user", "content": _QUESTION}]
+    before, _, after = tokenizer.decode(prompt_ids(tokenizer, asked)).partition(_QUESTION)
+    # a system message may stand before the user's header, whose last special token begins `before`
+    starts = [before.rfind(str(token)) for token in tokenizer.added_tokens_decoder.values()]
+    before = before[max([0, *starts]) :]
+    if not before:
+        return str
+    return lambda prompt: prompt.removesuffix(after).rpartition(before)[2]
+
+
+# -- which prompts ---------------------------------------------------------------------------------
+
+
+def _samples(arguments, file: str | None, model, tokenizer) -> list[_Sample]:
+    if file is not None:
+        return _of_file(file, tokenizer, arguments.data)
+    if OBJECTIVES[arguments.finetuning.stage].joins_documents:
+        stage = arguments.finetuning.stage
+        refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
+    return _of_evaluation_set(arguments, model, tokenizer)
+
+
+def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
+    """The samples as training reads them: the last answer that carries loss is the expected one."""
+    from .data import load_datasets
+    from .generation import stop_ids, until_stop
+
+    data, seed = copy.copy(arguments.data), arguments.training.data_seed
+    vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
+    if data.eval_dataset:  # nothing of the training data is asked for
+        vars(data).update(dataset=[], mix_weights=None, eval_on_each_dataset=False)
+    if seed is None:
+        seed = arguments.training.seed
+    dataset = load_datasets(data, arguments.finetuning.stage, tokenizer, seed).eval
+    if dataset is None:
+        remedy = "eval_dataset or val_size, or --file prompts.jsonl"
+        refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)
+    stop, samples = stop_ids(model, tokenizer), []
+    for number in range(len(dataset)):
+        document = dataset[number][0]  # of a pair the chosen one
+        labels = document["labels"].tolist()
+        end = max(at for at, label in enumerate(labels) if label != IGNORE_INDEX) + 1
+        start = end
+        while start and labels[start - 1] != IGNORE_INDEX:
+            start -= 1
+        expected = tokenizer.decode(until_stop(labels[start:end], stop), skip_special_tokens=True)
+        samples.append(_Sample(document["input_ids"][: start + 1].tolist(), expected))
+    return samples
+
+
+def _of_file(file: str, tokenizer, data) -> list[_Sample]:
+    from .data_files import DatasetSpec, read_records
+    from .data_records import FORMATS, detect_format
+    from .generation import prompt_ids
+
+    spec, samples = DatasetSpec(file, [file]), []
+    for where, record in read_records(file):
+        record = {"prompt": record} if isinstance(record, str) else record
+        form = "prompt"
+        if not isinstance(record, dict) or record.keys() - {"system"} != {"prompt"}:
+            form = detect_format(record, spec, "sft", where)
+        reader = FORMATS[form]
+        messages = [*reader.prompt(record, spec, where), *reader.answer(record, spec, where)]
+        expected = None
+        if messages[-1]["role"] == "assistant":
+            expected = messages.pop()["content"]
+        system = record.get("system") or data.default_system
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        samples.append(_Sample(prompt_ids(tokenizer, messages, data.enable_thinking), expected))
+    return samples

@@ -1,0 +1,245 @@
+"""Answers of a trained model, as transformers generates them: loading what a run, or PEFT, wrote,
+and a batch of prompts.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from transformers import GenerationConfig, TextStreamer
+from transformers.utils.logging import disable_progress_bar
+
+from . import lora_files, model_config
+from .args_run import GROUPS
+from .args_values import read_config_file, refuse
+from .ckpt import HF_FOLDER
+from .ckpt_megatron import DIST_NAME
+from .constants import (
+    ADAPTER_CONFIG_NAME,
+    CHECKPOINT_PREFIX,
+    HF_CONFIG_NAME,
+    HF_GENERATION_CONFIG_NAME,
+    RUN_CONFIG_NAME,
+)
+from .data_chat import ChatRenderer
+from .files import read_json
+from .model import load_torch_model
+from .weights_sources import resolve_folder
+
+MAX_NEW_TOKENS = 512  # where neither the caller nor generation_config.json says how many
+
+
+class Decoding(NamedTuple):
+    """How the next token is chosen. None: as the model's generation_config.json says; temperature
+    0: the likeliest token (greedy)."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+
+GREEDY = Decoding(temperature=0.0)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def _run_folder(folder: Path) -> Path:
+    """The output_dir that a model or a checkpoint was written into."""
+    while folder.name in ("merged", HF_FOLDER) or folder.name.startswith(f"{CHECKPOINT_PREFIX}-"):
+        folder = folder.parent
+    return folder
+
+
+def keys_of_run(folder: str | Path) -> SimpleNamespace:
+    """The values of all keys of the run that wrote a folder; the defaults where it has no
+    config.yaml."""
+    path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
+    values = read_config_file(path) if path.is_file() else {}
+    groups = (vars(group.read(values).arguments) for group in GROUPS)
+    return SimpleNamespace(**{key: value for group in groups for key, value in group.items()})
+
+
+def load_for_generation(path: str | Path, base: str | None = None, before: bool = False):
+    """(transformers model, tokenizer) of a folder, ready to generate, in the dtype of its files.
+
+    path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
+    before: the model that training started from instead, with the tokenizer of `path`. base: where
+    that model, or the adapter's base, is; None: as the run's config.yaml or the adapter says.
+    ValueError for what is no such folder, or does not belong together.
+    """
+    disable_progress_bar()
+    folder = resolve_folder(str(path))
+    keys, adapter = keys_of_run(folder), None
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        adapter = folder
+    elif not (folder / HF_CONFIG_NAME).is_file() or (folder / DIST_NAME).is_dir():
+        reason = "it holds neither a model in Hugging Face's format nor an adapter"
+        remedy = "the output_dir of a run that has ended; python -m mca_lite convert exports "
+        refuse("MODEL", str(folder), reason, f"{remedy}a checkpoint")
+    origin = folder
+    if adapter or before:
+        origin = _origin(folder, base, keys, adapter)
+    written = (own for own in (folder, _run_folder(folder)) if any(own.glob("tokenizer*")))
+    tokenizer = model_config.load_tokenizer(next(written, origin), keys.trust_remote_code)
+    if before:
+        adapter = keys.adapter_name_or_path
+    if origin == folder or base:
+        keys.train_from_scratch = False
+    return _load(origin, adapter, keys, len(tokenizer)), tokenizer
+
+
+def _origin(folder: Path, base: str | None, keys: SimpleNamespace, adapter: Path | None) -> Path:
+    """The folder of the model that training started from."""
+    name = base or keys.model_name_or_path
+    if not name and adapter:
+        name = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    if not name:
+        refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
+    try:
+        return resolve_folder(name, None if base else keys.model_revision)
+    except ValueError as error:
+        reason = f"{folder} was trained from it: {error}"
+        refuse("--base", base, reason, "--base M, where that model is now")
+
+
+def _load(folder: Path, adapter: str | Path | None, keys: SimpleNamespace, num_tokens: int):
+    """The model of a folder, or freshly drawn weights, with the adapter in its weights."""
+    config = model_config.load_hf_config(str(folder), keys.trust_remote_code)
+    model = load_torch_model(
+        str(folder),
+        keys.train_from_scratch,
+        keys.seed,
+        keys.trust_remote_code,
+        # the run had as many rows, and what is drawn depends on it
+        max(num_tokens, config.get_text_config().vocab_size),
+        config,
+        config.dtype or torch.float32,
+    )
+    if keys.train_from_scratch and (folder / HF_GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if adapter:
+        lora_files.merge_into(model, adapter)
+    return model.eval()
+
+
+# -- generating ------------------------------------------------------------------------------------
+
+
+def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> list[int]:
+    """The tokens of a conversation, up to where the assistant's answer begins; without a chat
+    template those of the last message's text. enable_thinking: for the template, None: not given.
+    """
+    if not tokenizer.chat_template:
+        return tokenizer.encode(messages[-1]["content"])
+    keys = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **keys
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """The tokens that end an answer: those of generation_config.json, of the tokenizer, and of the
+    chat template, which a base model's generation_config.json does not know."""
+    own = model.generation_config.eos_token_id
+    found = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    if tokenizer.chat_template:
+        ending = ChatRenderer(tokenizer).end_of_turn()
+        ids = tokenizer.encode(ending, add_special_tokens=False)
+        found.update(ids if len(ids) == 1 else ())
+    return sorted(found)
+
+
+def until_stop(ids: list[int], stop: list[int]) -> list[int]:
+    """The tokens before the first one of `stop`."""
+    return ids[: next((at for at, token in enumerate(ids) if token in stop), len(ids))]
+
+
+def continuations(
+    model,
+    prompts: list[list[int]],
+    stop: list[int],
+    decoding: Decoding = GREEDY,
+    batch_size: int = 32,
+    streamer=None,
+) -> list[list[int]]:
+    """The new tokens after each prompt, without the one of `stop` that ends them.
+
+    Prompts of similar length share a batch, padded on the left: generation continues where a row
+    ends. streamer: transformers', for one prompt.
+    """
+    config = _generation_config(model, stop, decoding)
+    order, found = sorted(range(len(prompts)), key=lambda n: len(prompts[n])), {}
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
+        width = len(prompts[numbers[-1]])
+        ids = torch.full((len(numbers), width), config.pad_token_id, device=model.device)
+        mask = torch.zeros_like(ids)
+        for row, number in enumerate(numbers):
+            own = prompts[number]
+            ids[row, width - len(own) :] = torch.tensor(own)
+            mask[row, width - len(own) :] = 1
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer
+        )
+        for number, row in zip(numbers, output[:, width:].tolist(), strict=True):
+            found[number] = until_stop(row, stop)
+    return [found[number] for number in range(len(prompts))]
+
+
+def _generation_config(model, stop: list[int], decoding: Decoding):
+    """The model's own, with what `decoding` says instead."""
+    config, changes = copy.deepcopy(model.generation_config), {}
+    if decoding.temperature == 0:
+        changes = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
+    elif decoding.temperature is not None or decoding.top_p is not None:
+        given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
+        changes = {"do_sample": True, **{k: v for k, v in given.items() if v is not None}}
+    limit = decoding.max_new_tokens
+    if limit is None:
+        limit = config.max_new_tokens or MAX_NEW_TOKENS
+    changes |= dict(max_new_tokens=limit, max_length=None, eos_token_id=stop or None)
+    config.update(**changes, pad_token_id=stop[0] if stop else 0)
+    return config
+
+
+def answers(
+    model, tokenizer, prompts: list[list[int]], decoding: Decoding = GREEDY, batch_size: int = 32
+) -> list[str]:
+    """The text that a transformers model, in evaluation mode, answers to each prompt (token ids),
+    without special tokens."""
+    stop = stop_ids(model, tokenizer)
+    found = continuations(model, prompts, stop, decoding, batch_size)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
+class _Streamer(TextStreamer):
+    """Hands on whole words as they come, without the prompt and the token that ends the answer."""
+
+    def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stop, self._write = stop, write
+
+    def put(self, value) -> None:
+        if self.next_tokens_are_prompt or int(value[0]) not in self._stop:
+            super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+
+def stream(
+    model, tokenizer, prompt: list[int], decoding: Decoding, write: Callable[[str], None]
+) -> None:
+    """Answer one prompt, and hand each piece of text to `write` as soon as it is there. Ctrl-C ends
+    the answer."""
+    stop = stop_ids(model, tokenizer)
+    streamer = _Streamer(tokenizer, stop, write)
+    try:
+        continuations(model, [prompt], stop, decoding, streamer=streamer)
+    except KeyboardInterrupt:
+        streamer.end()

@@ -1,0 +1,168 @@
+"""`python -m mca_lite chat`: a session from a pipe says what transformers says after the same
+history.
+"""
+
+import io
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+
+from mca_lite import cli_chat, generation
+from mca_lite.generation import Decoding
+from tests.shared import tiny
+from tests.shared.commands import ended
+from tests.shared.small_runs import save_tokenizer
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The folders of a model and of one that it could have been before."""
+    folder = tmp_path_factory.mktemp("chat")
+    paths = [tiny.save_model(folder / str(seed), "llama", seed) for seed in (1, 2)]
+    for path in paths:
+        save_tokenizer(path)
+    return paths
+
+
+def chat(monkeypatch, lines: list[str], *words: str) -> tuple[int, list[str], str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    code, out, error = ended(cli_chat.main, [*words, *GREEDY])
+    return code, [line.rstrip() for line in out.splitlines()], error
+
+
+class Plain:
+    """Transformers alone: its template, its generate()."""
+
+    def __init__(self, path: str):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path)
+        self.messages: list[dict] = []
+        self.prompts: list[list[int]] = []
+
+    def say(self, question: str) -> str:
+        self.messages.append({"role": "user", "content": question})
+        inputs = self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        self.prompts += inputs["input_ids"].tolist()
+        output = self.model.generate(**inputs, do_sample=False, max_new_tokens=6, pad_token_id=0)
+        new = output[0, inputs["input_ids"].shape[1] :]
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+
+def test_a_piped_session_keeps_the_history_that_the_template_writes(models, monkeypatch):
+    lines = ["w3 w4", "", "w5", "/new", "w5", "/system w7", "w5", "/what", "w6", "/exit", "w8"]
+    stream, prompts = generation.stream, []
+
+    def watched(model, tokenizer, prompt, *rest):
+        prompts.append(prompt)
+        stream(model, tokenizer, prompt, *rest)
+
+    monkeypatch.setattr(generation, "stream", watched)
+    code, out, error = chat(monkeypatch, lines, models[0])
+    assert code == 0, error
+    plain = Plain(models[0])
+    wanted = [plain.say("w3 w4"), plain.say("w5")]
+    plain.messages.clear()
+    wanted.append(plain.say("w5"))
+    plain.messages[:] = [{"role": "system", "content": "w7"}]
+    wanted += [plain.say("w5"), cli_chat._COMMANDS, plain.say("w6")]
+    assert out == wanted and prompts == plain.prompts
+
+
+def test_the_model_before_training_answers_with_a_history_of_its_own(models, monkeypatch):
+    code, out, error = chat(
+        monkeypatch, ["w3 w4", "w5"], models[0], "--before", "--base", models[1]
+    )
+    assert code == 0, error
+    before, trained = Plain(models[1]), Plain(models[0])
+    wanted = []
+    for question in ("w3 w4", "w5"):
+        wanted += [f"before:  {before.say(question)}", f"trained: {trained.say(question)}"]
+    assert out == wanted
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_session(models, monkeypatch):
+    write, pieces = cli_chat._Printer.write, []
+
+    def interrupted(printer, text):
+        write(printer, text)
+        pieces.append(text)
+        if len(pieces) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli_chat._Printer, "write", interrupted)
+    code, out, error = chat(monkeypatch, ["w3 w4", "w5"], models[0])
+    assert code == 0, error
+    plain = Plain(models[0])
+    whole = plain.say("w3 w4")
+    assert whole.startswith(out[0]) and len(out[0]) < len(whole)
+    plain.messages[-1]["content"] = out[0]
+    assert out[1:] == [plain.say("w5")]
+
+
+def test_a_seed_repeats_a_sampled_session(models, monkeypatch):
+    def sampled(seed: str) -> list[str]:
+        words = [models[0], "--seed", seed, "--top-p", "0.99"]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("w3\nw4"))
+        return ended(cli_chat.main, [*words, "--temperature", "2", "--max-new-tokens", "20"])[1]
+
+    with torch.random.fork_rng():
+        assert sampled("1") == sampled("1") != sampled("2")
+
+
+def printed(pieces: list[str], is_thinking: bool = False) -> tuple[str, str]:
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", shown)
+        printer = cli_chat._Printer("", is_thinking)
+        for piece in pieces:
+            printer.write(piece)
+        printer.close()
+    return shown.getvalue(), printer.text
+
+
+def test_thinking_is_shown_apart_and_kept_for_the_template():
+    pieces = ["<think>\n", "so ", "it is</think>\n\n", "the ", "answer"]
+    shown, text = printed(pieces)
+    assert shown == "[thinking] so it is\n[answer] the answer\n" and text == "".join(pieces)
+    shown, text = printed(pieces[1:], is_thinking=True)  # the prompt has opened the block
+    assert shown == "[thinking] so it is\n[answer] the answer\n"
+    assert text == "<think>\nso it is</think>\n\nthe answer"
+    assert printed(["<think>\n\n</think>\n\n", "four"])[0] == "four\n"  # nothing was thought
+    assert printed(["\x1b[31mred", "\tand\n", "plain"])[0] == "\ufffd[31mred\tand\nplain\n"
+
+
+def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
+    code, _, error = chat(monkeypatch, ["w3"], models[0], "--before")
+    assert code == 2 and "does not say which model it was trained from" in error
+    assert "--base" in error
+    code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
+    assert code == 2 and "neither a model in Hugging Face's format nor an adapter" in error
+
+
+def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):
+    path = shutil.copytree(models[0], tmp_path / "model")
+    template = path / "chat_template.jinja"
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
+    lines = ["/system w7", "w5", "w5"]
+    code, out, error = chat(monkeypatch, lines, str(path))
+    assert code == 0, error
+    assert out == [
+        "the chat template refuses this conversation: no system",
+        Plain(models[0]).say("w5"),
+    ]
+    code, out, _ = chat(monkeypatch, ["w5 w6"], models[0], "--plain")
+    model, tokenizer = generation.load_for_generation(models[0])
+    plain = generation.answers(model, tokenizer, [[9, 10]], Decoding(6, temperature=0.0))
+    assert code == 0 and out == plain and tokenizer.encode("w5 w6") == [9, 10]

@@ -1,0 +1,136 @@
+"""`python -m mca_lite generate`: the answers to an evaluation set, and how many are right."""
+
+import json
+
+import pytest
+
+from mca_lite import cli_generate
+from mca_lite.generation import Decoding, answers, load_for_generation, prompt_ids
+from tests.shared import tiny
+from tests.shared.commands import ended
+from tests.shared.small_runs import save_tokenizer
+
+LENGTH = 4
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """(a model's folder, three conversations: two end with its own answers, one with another)"""
+    path = tiny.save_model(tmp_path_factory.mktemp("generate") / "model", "llama")
+    save_tokenizer(path)
+    model, tokenizer = load_for_generation(path)
+    questions = [{"role": "user", "content": f" w{n} w{n + 1} "} for n in range(20)]
+    histories = [[questions[0]], [questions[1], said(" w5 "), questions[2]], [questions[3]]]
+    found = answers(model, tokenizer, [prompt_ids(tokenizer, m) for m in histories], SHORT)
+    found[2] += " w9"
+    return path, [[*m, said(f" {text} ")] for m, text in zip(histories, found, strict=True)]
+
+
+SHORT = Decoding(LENGTH, temperature=0.0)
+
+
+def said(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def generate(path, folder, *words, **keys) -> tuple[int, str, str, list[dict]]:
+    keys = {
+        "model_name_or_path": "configs/tiny/model",
+        "output_dir": path,
+        "cache_dir": str(folder / "cache"),
+        "dataset": str(folder / "not_there.jsonl"),
+        **keys,
+    }
+    given = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    code, out, error = ended(
+        cli_generate.main, [*given, "--max-new-tokens", str(LENGTH), *map(str, words)]
+    )
+    rows = []
+    if code == 0:
+        with open(f"{path}/generations.jsonl", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+    return code, out, error, rows
+
+
+def write(folder, name: str, records: list) -> str:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / name).write_text("\n".join(lines))
+    return str(folder / name)
+
+
+def test_the_evaluation_set_is_answered_and_compared(known, tmp_path):
+    path, conversations = known
+    file = write(tmp_path, "held.jsonl", [{"messages": m} for m in conversations])
+    keys = dict(eval_dataset=file, train_on_prompt=True, neat_packing=True)
+    code, out, error, rows = generate(path, tmp_path, "--batch-size", 2, **keys)
+    assert code == 0, error
+    assert [row["exact_match"] for row in rows] == [True, True, False]
+    assert [row["expected"] for row in rows] == [m[-1]["content"].strip() for m in conversations]
+    _, tokenizer = load_for_generation(path)
+    prompts = [tokenizer.decode(prompt_ids(tokenizer, m[:-1])) for m in conversations]
+    assert [row["prompt"] for row in rows] == prompts
+    lines = out.splitlines()
+    assert lines[-2] == "exact match: 66.7 % (2 of 3 held-out prompts)"
+    assert f"    answer    {rows[0]['answer']}" in lines
+    code, out, _, rows = generate(path, tmp_path, "--num", 1, "--before", "--base", path, **keys)
+    assert code == 0 and len(rows) == 1 and rows[0]["before"] == rows[0]["answer"]
+    assert "exact match: 100.0 % (1 of 1 held-out prompts), before training: 100.0 %" in out
+
+
+def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets(known, tmp_path):
+    path, conversations = known
+    file = write(tmp_path, "all.jsonl", [{"messages": m} for m in conversations])
+    code, _, error, rows = generate(path, tmp_path, dataset=file, val_size=2)
+    assert code == 0 and len(rows) == 2, error
+    expected = {row["expected"]: row["exact_match"] for row in rows}
+    wanted = [m[-1]["content"].strip() for m in conversations]
+    assert all(match == (text in wanted[:2]) for text, match in expected.items())
+    pairs = [
+        {"prompt": m[:-1], "chosen": m[-1:], "rejected": [said(" w9 ")]} for m in conversations
+    ]
+    file = write(tmp_path, "pairs.jsonl", pairs)
+    code, out, error, rows = generate(path, tmp_path, stage="dpo", eval_dataset=file)
+    assert code == 0, error
+    assert [row["expected"] for row in rows] == wanted and "66.7 % (2 of 3" in out
+    code, _, error, _ = generate(path, tmp_path, dataset=file, stage="dpo")
+    assert code == 2 and "there is nothing to evaluate on" in error
+
+
+def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
+    path, conversations = known
+    question, answer = (conversations[0][n]["content"] for n in (0, 1))
+    records = [
+        {"messages": conversations[0]},
+        {"prompt": question},
+        {"prompt": question, "completion": answer},
+        {"prompt": conversations[1][:-1]},
+        {"instruction": question, "output": "w9", "system": " w8 "},
+    ]
+    file = write(tmp_path, "prompts.jsonl", records)
+    code, out, error, rows = generate(path, tmp_path, "--file", file, stage="pt")
+    assert code == 0, error
+    assert [row.get("exact_match") for row in rows] == [True, None, True, None, False]
+    assert rows[0]["answer"] == rows[1]["answer"] and rows[4]["answer"] != rows[0]["answer"]
+    assert rows[3]["answer"] == conversations[1][-1]["content"].strip()
+    assert "(2 of 3 held-out prompts)" in out
+    file = write(tmp_path, "prompts.txt", [question.strip(), "w7"])
+    code, out, error, rows = generate(path, tmp_path, "--file", file)
+    assert code == 0 and "2 answers, and no expected ones" in out, error
+    code, _, error, _ = generate(path, tmp_path, stage="pt")
+    assert code == 2 and "its documents have no answers" in error
+
+
+def test_the_question_is_told_from_the_rest_of_a_prompt():
+    from mca_lite.chat_templates import TEMPLATES
+    from tests.shared.toy_tokenizer import byte_tokenizer
+
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}]
+    messages += [said("two"), {"role": "user", "content": "What now?"}]
+    for name in TEMPLATES:
+        tokenizer = byte_tokenizer(TEMPLATES[name])
+        find = cli_generate._question_finder(tokenizer)
+        for asked in (messages, messages[-1:]):
+            prompt = tokenizer.decode(prompt_ids(tokenizer, asked))
+            assert find(prompt).endswith("What now?"), (name, find(prompt))
+            if name in ("chatml", "llama3", "qwen3"):  # its marks are this tokenizer's tokens
+                assert find(prompt) == "What now?"

@@ -1,0 +1,156 @@
+"""Answers of trained models: loaded from what a run or PEFT wrote, and generated in batches as
+transformers generates them one by one.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mca_lite import generation
+from mca_lite.args_values import ConfigError
+from mca_lite.cli_convert import merge
+from mca_lite.generation import Decoding, load_for_generation
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.lora_tools import EVERYTHING, TARGETS, peft_model, save_start
+from tests.shared.small_runs import save_tokenizer, train, write_data
+
+PROMPTS = [[7, 9, 12], [5], [8, 30, 31, 32, 33, 4, 6], [11, 2]]
+
+SHORT = Decoding(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    path = tiny.save_model(tmp_path_factory.mktemp("generation") / "model", "llama")
+    save_tokenizer(path)
+    return path
+
+
+def plain(model, prompt: list[int], **keys) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **keys)
+    return output[0, len(prompt) :].tolist()
+
+
+def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama):
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = load_for_generation(llama)
+    oracle = AutoModelForCausalLM.from_pretrained(llama)
+    wanted = [
+        plain(oracle, prompt, do_sample=False, max_new_tokens=12, eos_token_id=None)
+        for prompt in PROMPTS
+    ]
+    for size in (1, 3, 32):
+        assert generation.continuations(model, PROMPTS, [], SHORT, size) == wanted
+    stop = [wanted[0][5], wanted[2][3]]
+    ended = [
+        row[: min([row.index(token) for token in stop if token in row], default=12)]
+        for row in wanted
+    ]
+    assert generation.continuations(model, PROMPTS, stop, SHORT, 3) == ended
+    assert sorted(map(len, ended))[0] < 12
+    texts = [tokenizer.decode(row) for row in wanted]
+    found = generation.answers(model, tokenizer, PROMPTS, SHORT)
+    assert all(text.startswith(answer) for text, answer in zip(texts, found, strict=True))
+
+
+def test_sampling_is_transformers_own_with_the_same_seed(llama):
+    model, _ = load_for_generation(llama)
+    model.generation_config.update(
+        do_sample=True, top_k=7, max_new_tokens=9, repetition_penalty=1.3
+    )
+    for given in (dict(temperature=1.7, top_p=0.8), dict(temperature=0.4), dict(top_p=0.5), {}):
+        torch.manual_seed(3)
+        wanted = plain(model, PROMPTS[2], eos_token_id=None, do_sample=True, **given)
+        torch.manual_seed(3)
+        found = generation.continuations(model, PROMPTS[2:3], [], Decoding(**given))
+        assert found == [wanted] and len(wanted) == 9
+    greedy = generation.continuations(model, PROMPTS[2:3], [])
+    assert greedy == [plain(model, PROMPTS[2], eos_token_id=None, do_sample=False)]
+
+
+def test_an_answer_ends_where_config_tokenizer_or_template_end_it(llama):
+    model, tokenizer = load_for_generation(llama)
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.generation_config.eos_token_id == 0
+    assert generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id, end_of_turn]
+    tokenizer.chat_template = None
+    assert generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id]
+    assert generation.prompt_ids(tokenizer, [{"role": "user", "content": "w3 w4"}]) == [7, 8]
+
+
+def weights(path, base=None, before=False) -> dict[str, torch.Tensor]:
+    return load_for_generation(path, base, before)[0].state_dict()
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["dense", "bf16", "saved", "experts"])
+def test_an_adapter_is_loaded_as_its_merged_export_is(kind, tmp_path):
+    path, adapter, merged = (str(tmp_path / name) for name in ("model", "adapter", "merged"))
+    if kind == "experts":
+        tiny_moe.save_model(path, "qwen3_moe", num_hidden_layers=2)
+        save_start(path, adapter, ("all", "all-router"))
+    else:
+        tiny.save_model(path, "llama", dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
+        keys = dict(targets=EVERYTHING)
+        if kind == "saved":
+            keys = dict(targets=TARGETS, modules_to_save=["lm_head", "embed_tokens"])
+        peft_model(path, **keys).save_pretrained(adapter)
+    save_tokenizer(path)
+    merge(path, Path(adapter), Path(merged))
+    assert same(weights(adapter, path), weights(merged))
+    model, tokenizer = load_for_generation(adapter)  # it names its base
+    assert model.dtype == (torch.bfloat16 if kind == "bf16" else torch.float32)
+    found = generation.answers(model, tokenizer, PROMPTS, SHORT)
+    assert found == generation.answers(*load_for_generation(merged), PROMPTS, SHORT)
+    assert found != generation.answers(*load_for_generation(adapter, before=True), PROMPTS, SHORT)
+    assert same(weights(adapter, before=True), weights(path))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folders of a run of LoRA on random weights, with new tokens, and of one that leaves the
+    weights as they are."""
+    folder = tmp_path_factory.mktemp("run")
+    path = tiny.save_model(folder / "model", "llama")
+    save_tokenizer(path)
+    write_data(folder)
+    keys = dict(
+        model_name_or_path=path, train_from_scratch=True, seed=5, add_tokens=["new", "newer"],
+        finetuning_type="lora", lora_rank=4, save_merged_model=True, stage="sft",
+        dataset=str(folder / "chat.jsonl"), cutoff_len=64, cache_dir=str(folder / "cache"),
+        default_system=" w9 ", max_steps=2, learning_rate=0.1, global_batch_size=4,
+        save_strategy="no", disable_tqdm=True, output_dir=str(folder / "out"),
+    )  # fmt: skip
+    world.run(train, 1, keys)
+    keys |= dict(finetuning_type="full", learning_rate=1e-30, output_dir=str(folder / "start"))
+    keys = {key: value for key, value in keys.items() if not key.startswith(("lora", "save_m"))}
+    world.run(train, 1, keys)
+    return folder
+
+
+def test_a_run_says_what_was_before_it(run):
+    """Weights that were drawn are drawn again: as a run exports them whose steps change nothing."""
+    start = weights(run / "start")
+    assert start["model.embed_tokens.weight"].shape[0] == tiny.VOCAB + 1
+    for folder in ("start", "out", "out/merged"):
+        assert same(weights(run / folder, before=True), start)
+    assert same(weights(run / "out"), weights(run / "out" / "merged"))
+    assert not same(weights(run / "out"), start)
+    assert generation.keys_of_run(run / "out" / "merged").default_system == " w9 "
+
+
+def test_a_base_that_has_moved_is_asked_for(run, tmp_path):
+    shutil.copytree(run / "out", tmp_path / "out")
+    config = tmp_path / "out" / "config.yaml"
+    config.write_text(config.read_text().replace(str(run / "model"), str(tmp_path / "gone")))
+    with pytest.raises(ConfigError, match="was trained from it: .*gone(.|\n)*--base M"):
+        load_for_generation(tmp_path / "out")
+    base = str(run / "start")
+    assert same(weights(tmp_path / "out", base), weights(run / "out"))
