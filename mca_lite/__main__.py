@@ -9,6 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
+    "parity": ("cli_parity", "the first step in a layout beside plain torch: what differs first"),
     "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
     "report": ("cli_report", "one or several runs as a page: curves, numbers, configuration"),
     "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),

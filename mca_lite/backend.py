@@ -7,7 +7,7 @@ count, metrics). What has an answer here is that of one data parallel rank that 
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -109,6 +109,14 @@ class Backend(abc.ABC):
         """The model in Hugging Face's format, each (name, tensor) changed -> files written."""
 
     @abc.abstractmethod
+    def _gradients_for_weights(self) -> None:
+        """Give each trained parameter its whole gradient, in float32, for its value."""
+
+    @abc.abstractmethod
+    def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face's name, CPU tensor) of a model without adapters, on global rank 0."""
+
+    @abc.abstractmethod
     def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that read different batches. Changes `values`."""
 
@@ -174,6 +182,19 @@ class Backend(abc.ABC):
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face's or PEFT's name, float32 CPU tensor) of what the last forward_backward
+        left, on global rank 0. All ranks must iterate to the end.
+
+        The gradients take the weights' place, and go the way of an export: the model is no model
+        afterwards. Collectives: those of an export, and a gather of the distributed optimizer's
+        shards."""
+        self._gradients_for_weights()
+        if lora.spec_of(self.model) is None:
+            yield from self._trained_weights()
+        else:
+            yield from lora_files.trained_tensors(self.model).items()
 
     def export_hf(self, folder, max_shard_size) -> list[str]:
         """The trained model in Hugging Face's format, or its adapters in PEFT's -> the files that

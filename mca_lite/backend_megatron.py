@@ -1,6 +1,7 @@
 """The megatron-core backend: DDP on every chunk, the pipeline schedule, megatron's optimizer."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -294,6 +295,27 @@ class MegatronBackend(Backend):
         return values
 
     # -- Hugging Face out
+
+    def _gradients_for_weights(self) -> None:
+        self._gather_shards()
+        factor = 1 if self._tokens is None else 1 / max(int(self._tokens), 1)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.main_grad.float() * factor
+
+    def _gather_shards(self) -> None:
+        """The distributed optimizer leaves each rank the sum of its own part alone. Collective."""
+        if not self.args.use_distributed_optimizer:
+            return
+        for chunk in self.chunks:
+            for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group = buckets.intra_distributed_optimizer_instance_group
+                for bucket in buckets.buckets:
+                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+    def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return weights_convert.iter_hf_tensors(self.model)
 
     def _export(self, folder, max_shard_size, change=None) -> list[str]:
         return weights_convert.export_hf(self.model, folder, max_shard_size, change)

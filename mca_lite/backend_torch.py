@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sources
@@ -60,12 +59,15 @@ class TokenLossModel(torch.nn.Module):
         self.model.train(training)
         return torch.allclose(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None):
-        """input_ids, labels [b, s]; mask bool [b or 1, 1, s, s], True hidden -> float32 [b, s]."""
+    def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None):
+        """input_ids, labels [b, s]; mask bool [b or 1, 1, s, s], True hidden -> float32 [b, s].
+        places: of the logits, the only ones that are computed (None: all)."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
         if labels is None:
+            if places is not None:
+                kwargs["logits_to_keep"] = places
             return self.model(input_ids, **kwargs).logits
         if not self.head_is_plain:
             logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
@@ -118,7 +120,7 @@ class TorchBackend(Backend):
 
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.world = parallel.world_size()
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
@@ -258,7 +260,7 @@ class TorchBackend(Backend):
         if parallel.is_main():
             config, source = self.model.config, self.model.name_or_path
             carried = weights_sources.carried_tensors(source, config.to_dict())
-            tensors = itertools.chain(self._tensors_of_files(change), carried)
+            tensors = itertools.chain(self._tensors_of_files(self.dtype, change), carried)
             written = weights_files.write_safetensors(tensors, Path(folder), max_shard_size)
             written += weights_files.write_hf_config(
                 config.to_dict(), source, Path(folder), self.dtype
@@ -266,8 +268,21 @@ class TorchBackend(Backend):
         parallel.barrier()
         return written
 
-    def _tensors_of_files(self, change) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a file, tensor), in the dtype that the weights were trained for."""
+    def _gradients_for_weights(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                if gradient is None:  # nothing that the loss depends on
+                    gradient = torch.zeros_like(parameter)
+                parameter.data = gradient.float()
+
+    def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._tensors_of_files(torch.float32) if parallel.is_main() else iter(())
+
+    def _tensors_of_files(
+        self, dtype: torch.dtype, change=None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in a file, tensor); those that are trained in `dtype`."""
         for name, tensor in named_tensors(self.model):
             if ".lora." in name:
                 continue
@@ -275,10 +290,10 @@ class TorchBackend(Backend):
             for file_name, index in parts:
                 part = tensor.detach()[index].to("cpu", copy=bool(index))
                 # a router's bias, which is a buffer, keeps its precision, as in transformers
-                dtype = self.dtype if tensor.requires_grad else part.dtype
+                kept = dtype if tensor.requires_grad else part.dtype
                 if change is not None:
                     part = change(file_name, part)
-                yield file_name, part.to(dtype)
+                yield file_name, part.to(kept)
 
     def snapshot(self, with_optimizer: bool, copy: bool) -> ckpt.TorchSnapshot:
         """The main rank writes all of it."""

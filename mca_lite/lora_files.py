@@ -234,6 +234,14 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
     return out
 
 
+def trained_tensors(model) -> dict[str, torch.Tensor]:
+    """gather_adapters() with the weights that modules_to_save means. All ranks must call it."""
+    tensors = gather_adapters(model)
+    if keys := _saved_keys(model):
+        tensors.update(host_of(model).read(keys))
+    return tensors
+
+
 def _is_first(piece, host) -> bool:
     """Whether this rank is the first of those that hold the matrix or a part of it."""
     in_group = piece.group.rank() if piece.group is not None else 0
@@ -248,9 +256,7 @@ def save_adapter(model, folder: str | os.PathLike) -> list[str]:
     """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
     from safetensors.torch import save_file
 
-    spec, folder, tensors = lora.spec_of(model), Path(folder), gather_adapters(model)
-    if keys := _saved_keys(model):
-        tensors.update(host_of(model).read(keys))
+    spec, folder, tensors = lora.spec_of(model), Path(folder), trained_tensors(model)
     if parallel.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}

@@ -1,11 +1,12 @@
 """Start and stop of the distributed world: process groups, devices, seeds. CUDA with nccl, else CPU
 with gloo."""
 
+import contextlib
 import datetime
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from . import (
     world,
 )
 from .files import describe_error
+
+_is_alone = False  # inside alone()
 
 
 def device() -> torch.device:
@@ -35,11 +38,25 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def rank() -> int:
+    if _is_alone:
+        return 0
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() and not _is_alone else 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this rank is a world of one for this module's functions, and for the torch backend:
+    for what one rank computes while the others wait."""
+    global _is_alone
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
 
 
 def is_main() -> bool:
@@ -171,17 +188,39 @@ def set_seed(seed: int, use_mca: bool = True) -> None:
 
 
 def barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.barrier()
 
 
 def gather(value) -> list:
     """Every rank's `value` (anything that pickles), in order of rank, on every rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [value]
-    values = [None] * dist.get_world_size()
+    values = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
+    """(name, {rank: its tensor of that name, on the CPU}) on the main rank, one name at a time;
+    nothing elsewhere. All ranks must iterate to the end. Collective, with a message a tensor."""
+    told = gather({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    for name in dict.fromkeys(name for theirs in told for name in theirs):
+        found = {}
+        for holder, theirs in enumerate(told):
+            if name not in theirs or rank() not in (0, holder):
+                continue
+            shape, dtype = theirs[name]
+            if holder == 0:
+                found[0] = tensors[name].cpu()
+            elif is_main():
+                buffer = torch.empty(shape, dtype=dtype, device=device())
+                dist.recv(buffer, holder)
+                found[holder] = buffer.cpu()
+            else:
+                dist.send(tensors[name].to(device()).contiguous(), 0)
+        if is_main():
+            yield name, found
 
 
 def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> Any:
@@ -196,7 +235,7 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
             answer[0] = action()
         except Exception as error:
             answer[1] = describe_error(error)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise kind(answer[1])
@@ -205,7 +244,7 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
 
 def largest(*numbers: int) -> list[int]:
     """The largest of each number over all ranks, on every rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return list(numbers)
     vector = torch.tensor(numbers, dtype=torch.int64, device=device())
     dist.all_reduce(vector, op=dist.ReduceOp.MAX)
@@ -214,7 +253,7 @@ def largest(*numbers: int) -> list[int]:
 
 def sum_over_all(values: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, on every rank. Collective. Changes `values`."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(values)
     return values
 

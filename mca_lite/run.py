@@ -275,7 +275,7 @@ def train(plan: Plan):
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
     with watchdog.watch(args), output_folder.hold(args.output_dir):
-        trainer = _build_trainer(plan)
+        trainer = build_trainer(plan)
         if args.do_train:
             result = trainer.train()
             with StopSignals():
@@ -295,7 +295,8 @@ def _evaluate(trainer) -> None:
         write_json(folder / EVAL_RESULTS_NAME, metrics)
 
 
-def _build_trainer(plan: Plan):
+def build_trainer(plan: Plan):
+    """The objective's trainer with the planned model and data. Collective."""
     arguments, args, data = plan.arguments, plan.arguments.training, plan.data
     if parallel.is_main():
         print("\n".join(data.report), flush=True)

@@ -1,0 +1,366 @@
+"""The first step of a run in the configured layout, beside the same step of plain torch.
+
+The oracle is transformers' model in float32 on global rank 0, which runs the micro-batches of all
+ranks one after another. A layout in bf16 is judged by what rounding does: the same model runs once
+more there with bf16 weights, and its distance from the oracle is the noise, of which the layout's
+may be FACTOR times as much. Letters: s tokens of a row, h hidden size, V vocabulary.
+
+What is compared has a name of two words: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's
+or PEFT's name), ("losses", "micro-batch 0").
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from . import cpu, lora, model_config, parallel, run
+from .args import TrainingArguments, UseMcaArguments
+from .backend_torch import TorchBackend
+from .model import VirtualModels
+from .model_families import FAMILIES
+from .packed_rows import zigzag
+from .weights_sources import generator_of
+
+FACTOR = 3.0  # layouts of two models came to 1.5 times the noise: another order of sums is as good
+EXACT = 1e-4  # relative, in float32: what the order of sums does to a deep model stays below it
+_LOSS = 1e-3  # relative, the least noise of a loss: in a mean errors cancel more or less by chance
+_FLOOR = 1e-2  # of a usual gradient of as many numbers: it measures one that is nearly 0
+_LOGITS = 256  # places of the row whose logits are compared
+
+Name = tuple[str, str]
+
+
+class Row(NamedTuple):
+    """What both sides have. size: the oracle's norm. distance, noise, bound: relative to it."""
+
+    kind: str
+    name: str
+    size: float
+    distance: float
+    noise: float
+    bound: float
+
+    @property
+    def differs(self) -> bool:
+        return not self.distance <= self.bound  # NaN does too
+
+    @property
+    def group(self) -> str:
+        """The name without numbers of layers, experts and micro-batches. Outputs stand alone."""
+        return self.name if self.kind == "outputs" else re.sub(r"\d+", "*", self.name)
+
+
+class _Told(NamedTuple):
+    """What a rank tells of the step. index, places: of its outputs and its logits in the row;
+    losses: (sum, count) of each micro-batch."""
+
+    replica: int
+    index: torch.Tensor
+    places: torch.Tensor
+    batches: list[dict]
+    losses: list[list[float]]
+
+
+def compare(plan: run.Plan) -> list[Row]:
+    """Run the first step of a plan both ways -> what came of it in the order of a step, on global
+    rank 0; [] elsewhere.
+
+    Dropout has to be off. Adapters that would begin at 0 get small values. Memory of rank 0: beside
+    its part of the layout 8 bytes for each parameter of the whole model, and 4 in host memory,
+    where the outputs of all layers for one row are too. Collective. ValueError, on every rank, for
+    what rank 0 cannot run.
+    """
+    parallel.initialize(plan.arguments.training, plan.arguments.backend.use_mca)
+    trainer = run.build_trainer(plan)
+    _wake_adapters(trainer.model, plan)
+    trainer.create_optimizer()
+    if getattr(trainer, "reference", None) == "cached":
+        trainer.reference = "adapter"  # the same model, which is asked for these pairs alone
+    batches, length = _first_step(trainer)
+    part = _Part(trainer, batches[0])
+    told = parallel.gather(part.tell(batches, _run(trainer, batches, length)))
+    sent = part.outputs_and_logits(batches[0])
+    plain: list[dict] = []  # on rank 0: the oracle, and its noise
+    parallel.on_main(lambda: plain.extend(_oracle_and_noise(plan, trainer, told)), ValueError)
+    oracle = plain[0] if plain else {}
+    found = _errors(_joined(parallel.send_to_main(sent), told), oracle)
+    found |= _errors(_losses(_over_ranks(told)).items(), oracle)
+    found |= _errors(_named("gradients", trainer.backend.gradients()), oracle)
+    return _rows(*plain, found) if plain else []
+
+
+# -- the layout's side -----------------------------------------------------------------------------
+
+
+def _wake_adapters(model, plan: run.Plan) -> None:
+    """An adapter begins with a matrix of zeros, and the other one has no gradient: all get small
+    values, the same on both sides."""
+    if plan.model.adapters is None or plan.model.adapter_source is not None:
+        return
+
+    def draw(key, shape):
+        generator = generator_of(plan.arguments.training.seed, key)
+        return torch.empty(shape).normal_(0, 0.02, generator=generator)
+
+    lora.fill(model, draw)
+
+
+def _first_step(trainer) -> tuple[list[dict], int]:
+    """(this rank's micro-batches of the first step, with a reference's numbers; their length)"""
+    plan = trainer._plan(trainer.train_dataset)
+    loader = iter(trainer._train_loader(plan, 0, 0))
+    batches, length, _ = trainer._get_step_iterator_and_seq_length(loader, plan, 0)
+    return trainer._prepare_micro_batches(batches, length), length
+
+
+def _run(trainer, batches: list[dict], length: int) -> list[list[float]]:
+    """(sum, count) of each micro-batch's loss, [] before the last pipeline stage; the gradients are
+    left in the backend."""
+    trainer.backend.train_mode(True)
+    trainer.backend.weigh_router_losses(batches, trainer._count_of_loss)
+    metrics = trainer.backend.forward_backward(trainer.forward_step, batches, length)
+    return [of[trainer.metrics_keys[0]].tolist() for of in metrics]
+
+
+class _Part:
+    """What this rank has of the first row of the first micro-batch, which its hooks keep."""
+
+    def __init__(self, trainer, batch: dict):
+        self.trainer, self.backend = trainer, trainer.backend
+        model, borders = trainer.backend.model, batch.get("cu_seqlens", batch["input_ids"].shape)
+        self.is_mca, self.tp_rank = isinstance(model, VirtualModels), 0
+        borders = (0, borders[-1]) if "cu_seqlens" not in batch else borders
+        self.cuts = [zigzag(borders, *self.backend.context_parallel)]  # of tensor-parallel ranks
+        if self.is_mca:
+            from megatron.core import parallel_state as mpu
+
+            self.tp_rank = mpu.get_tensor_model_parallel_rank()
+            if model.config.sequence_parallel:
+                self.cuts = self.cuts[0].chunk(model.config.tensor_model_parallel_size)
+        self.every, self.outputs = math.ceil(borders[-1] / _LOGITS), {}
+        if self.backend.dp_rank == 0:
+            modules = _megatron_modules(model) if self.is_mca else _torch_modules(model)
+            _keep_outputs(modules, int(self.is_mca), self.outputs)
+
+    @property
+    def places(self) -> torch.Tensor:
+        return torch.cat([cut[:: self.every] for cut in self.cuts])
+
+    def tell(self, batches: list[dict], losses: list[list[float]]) -> _Told:
+        """What the others need of this rank; the batches come from one of those that have them."""
+        if self.tp_rank > 0:
+            losses = []
+        if not losses or self.backend.context_parallel[1] > 0:
+            batches = []
+        on_cpu = [
+            {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            for batch in batches
+        ]
+        index = self.cuts[self.tp_rank % len(self.cuts)]
+        return _Told(self.backend.dp_rank, index, self.places, on_cpu, losses)
+
+    def outputs_and_logits(self, batch: dict) -> dict[str, torch.Tensor]:
+        """What no other rank tells. Collective over tensor-parallel ranks of the last stage."""
+        sent = self.outputs if self.tp_rank < len(self.cuts) else {}
+        if not self.is_mca and self.backend.dp_rank == 0:
+            return {**sent, "logits": _plain_logits(self.trainer, batch, self.places)}
+        if "final norm" not in self.outputs or not self.is_mca:
+            return sent
+        models = self.backend.model
+        with torch.no_grad():
+            rows = self.outputs["final norm"][:: self.every, None].to(parallel.device())
+            logits = models.gather_logits(models[len(models) - 1]._postprocess(rows))[0]
+        return {**sent, "logits": logits} if self.tp_rank == 0 else sent
+
+
+def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+    """(name, module, whether what it gets is meant, and not what it gives) of this rank."""
+    for chunk in models:
+        if chunk.pre_process:
+            yield "embedding", chunk.embedding, False
+        for layer in chunk.decoder.layers:
+            name = f"layer {layer.layer_number - 1}"
+            yield f"{name} attention", layer.self_attention, False
+            yield f"{name} mlp", layer.mlp, False
+            yield name, layer, False
+        if chunk.post_process:
+            yield "final norm", chunk.output_layer, True
+
+
+def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+    """The same places of a transformers model; none of one that is built in another way."""
+    decoder = model.base_model
+    layers = getattr(decoder, "layers", [])
+    for i, layer in enumerate(layers):
+        if i == 0:
+            yield "embedding", layer, True
+        yield f"layer {i} attention", layer.self_attn, False
+        yield f"layer {i} mlp", layer.mlp, False
+        yield f"layer {i}", layer, False
+    if layers:
+        yield "final norm", decoder.norm, False
+
+
+def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
+    """Let hooks put the first answer of each module there, [s, h] on the CPU, of the row that is
+    first on `axis`: recomputation and later micro-batches come after it."""
+
+    def keep(name, module, args, answer=None):
+        value = args if answer is None else answer
+        value = value[0] if isinstance(value, tuple) else value
+        if name not in outputs:
+            outputs[name] = value.detach().select(axis, 0).to("cpu", copy=True)
+
+    for name, module, is_input in modules:
+        hook = functools.partial(keep, name)
+        (module.register_forward_pre_hook if is_input else module.register_forward_hook)(hook)
+
+
+# -- what ranks told -------------------------------------------------------------------------------
+
+
+def _over_ranks(told: list[_Told]) -> list[list[float]]:
+    """(sum, count) of each micro-batch of each replica, over context-parallel ranks."""
+    of_replica: dict[int, list[torch.Tensor]] = {}
+    for one in told:
+        if one.losses:
+            of_replica.setdefault(one.replica, []).append(torch.tensor(one.losses))
+    return [pair for key in sorted(of_replica) for pair in sum(of_replica[key]).tolist()]
+
+
+def _losses(pairs: list[list[float]]) -> dict[Name, torch.Tensor]:
+    return {
+        ("losses", f"micro-batch {i}"): torch.tensor(total / count)
+        for i, (total, count) in enumerate(pairs)
+        if count
+    }
+
+
+def _named(kind: str, pairs: Iterable[tuple[str, torch.Tensor]]):
+    return (((kind, name), tensor) for name, tensor in pairs)
+
+
+def _joined(sent, told: list[_Told]) -> Iterator[tuple[Name, torch.Tensor]]:
+    """The parts of ranks as whole outputs, in the order of the row; logits as ranks have them."""
+    for name, parts in sent:
+        whole = torch.cat(list(parts.values()))
+        if name != "logits":
+            whole = whole[torch.cat([told[rank].index for rank in parts]).argsort()]
+        yield ("outputs", name), whole
+
+
+# -- plain torch, on rank 0 ------------------------------------------------------------------------
+
+
+def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
+    """[the oracle's tensors by name, how far from them the same in bf16 is, and of experts in bf16
+    what one token is of each]; {} in float32"""
+    batches = [batch for one in sorted(told, key=lambda one: one.replica) for batch in one.batches]
+    places = torch.cat([one.places for one in told if one.replica == 0 and one.losses])
+    with parallel.alone():
+        oracle = dict(_plain_step(plan, trainer, batches, places, bf16=False))
+        if not plan.arguments.training.bf16:
+            return [oracle, {}, {}]
+        noise = _errors(_plain_step(plan, trainer, batches, places, bf16=True), oracle)
+    return [oracle, noise, _shares_of_a_token(plan, batches, oracle)]
+
+
+def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
+    """Rounding may send a token to another expert: what its part is of a norm over all tokens."""
+    config = plan.model.config
+    kind = getattr(config, "hf_model_type", None) or config.model_type
+    values = FAMILIES[kind].values(_hf_config(plan)) if kind in FAMILIES else {}
+    if not values.get("num_moe_experts"):
+        return {}
+    count = sum(batch["input_ids"].numel() for batch in batches)
+    of_expert = count * values["moe_router_topk"] / values["num_moe_experts"]
+    counts = {
+        (kind, name): len(tensor)
+        if kind == "outputs"
+        else of_expert
+        if ".experts." in name
+        else count
+        for (kind, name), tensor in oracle.items()
+    }
+    return {name: 1 / math.sqrt(max(count, 1)) for name, count in counts.items()}
+
+
+def _hf_config(plan: run.Plan):
+    keys, values = plan.arguments.model, plan.arguments.model_config
+    return model_config.load_hf_config(str(plan.model.folder), keys.trust_remote_code, values)
+
+
+def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, bf16: bool):
+    """(name, tensor on the CPU) of what a transformers model on this rank makes of the step."""
+    arguments, planned, args = plan.arguments, plan.model, plan.arguments.training
+    fields = dataclasses.fields(TrainingArguments)
+    values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
+    values |= dict(bf16=bf16, global_batch_size=None, gradient_accumulation_steps=None)
+    keys = dict(training=TrainingArguments(**values), backend=UseMcaArguments(use_mca=False))
+    arguments = dataclasses.replace(arguments, **keys)
+    planned = dataclasses.replace(planned, config=_hf_config(plan))
+    model = run.build_model(dataclasses.replace(plan, arguments=arguments, model=planned))
+    _wake_adapters(model, plan)
+    if bf16 and planned.adapters is None:  # not the buffers: rotary frequencies stay exact
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    other = copy.copy(trainer)  # the same objective
+    other.model, other.backend = model, TorchBackend(model, arguments.training)
+    other.backend.expect_weighted_losses()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    other.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
+    outputs: dict[str, torch.Tensor] = {}
+    _keep_outputs(_torch_modules(model), 0, outputs)
+    losses = _losses(_run(other, batches, 0))
+    outputs["logits"] = _plain_logits(other, batches[0], places)
+    yield from _named("outputs", outputs.items())
+    yield from losses.items()
+    yield from _named("gradients", other.backend.gradients())
+
+
+@torch.no_grad()
+def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
+    """[places, V] of the first row, on the CPU."""
+    inputs, device = trainer._prepare_train_inputs(iter([batch])), parallel.device()
+    ids, positions = inputs["input_ids"][:1], inputs["position_ids"][:1]
+    with trainer.backend._autocast():
+        model, mask = trainer.backend.loss_model, inputs["attention_mask"]
+        return model(ids, positions, mask, places=places.to(device))[0].cpu()
+
+
+# -- both beside each other ------------------------------------------------------------------------
+
+
+def _errors(found: Iterable[tuple[Name, torch.Tensor]], wanted: dict) -> dict[Name, float]:
+    """The norm of each difference from what is wanted; goes to the end of `found`, which may be
+    collective."""
+    return {name: _norm(tensor.float() - wanted[name]) for name, tensor in found if name in wanted}
+
+
+def _norm(*tensors: torch.Tensor) -> float:
+    return float(cpu.l2_norm(tensors))
+
+
+def _rows(oracle: dict, noise: dict, per_token: dict, found: dict) -> list[Row]:
+    gradients = [tensor for (kind, _), tensor in oracle.items() if kind == "gradients"]
+    count = sum(tensor.numel() for tensor in gradients)
+    usual = _FLOOR * _norm(*gradients) / math.sqrt(max(count, 1))
+    rows, worst = [], {}  # worst: noise of a group, since few numbers may be near by chance
+    for name, tensor in oracle.items():
+        row = Row(*name, _norm(tensor), 0.0, 0.0, 0.0)
+        scale, least = row.size, per_token.get(name, 0.0)
+        if row.kind == "gradients":
+            scale = max(scale, usual * math.sqrt(tensor.numel()))
+        if row.kind == "losses" and noise:
+            least = _LOSS
+        scale = max(scale, 1e-30)
+        distance, moved = found.get(name, math.inf) / scale, noise.get(name, 0.0) / scale
+        rows.append(row._replace(distance=distance, noise=moved))
+        worst[row.group] = max(worst.get(row.group, 0.0), moved, least)
+    return [row._replace(bound=EXACT + FACTOR * worst[row.group]) for row in rows]
