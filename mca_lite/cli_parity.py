@@ -7,8 +7,8 @@ On one rank python -m mca_lite parity does. A smaller step shows as much: global
 cutoff_len=512. Rank 0 needs 8 bytes for each parameter of the whole model beside its part of the
 layout, and the activations of a micro-batch in float32; in host memory 4 bytes for each parameter.
 float32 has to agree to 1e-4. In bf16 the model of plain torch runs in bf16 too, and a layout may be
-three times as far from float32 as that is. Dropout and multi-token prediction are off; adapters
-that would begin at 0 get small values. Nothing is written.
+three times as far from float32 as that is; of experts one token may go elsewhere. Dropout and
+multi-token prediction are off; adapters that would begin at 0 get small values. Nothing is written.
 Exit code: 0 where they agree, 3 where they differ.
 """
 
@@ -34,8 +34,8 @@ _CAUSES = {
     "norm": "the weight or epsilon of the last norm",
     "logits": "the head's weight, its tie to the embedding, a scale or cap of logits",
     "micro-batch": "labels, the mask of trained tokens, or what the loss is a mean over",
-    "gradients": "the forward pass agrees: the backward pass of these modules, or the sum of their "
-    "gradients over ranks (tensor, sequence, context, expert or data parallel)",
+    "gradients": "the forward pass agrees to its bounds: the backward pass of these modules, or "
+    "the sum of their gradients over ranks (tensor, sequence, context, expert or data parallel)",
 }
 
 
@@ -110,8 +110,12 @@ def _line(row, name: str) -> str:
 
 def _verdict(rows) -> list[str]:
     wrong, gradients = ([r for r in rows if r.differs], [r for r in rows if r.kind == "gradients"])
+    blind = max(row.bound for row in rows if row.kind == "outputs")
+    hint = [f"rounding hides errors below {blind:.1e} of an output: bf16=false shows smaller ones"]
+    if not any(row.noise for row in rows):
+        hint = []
     if not wrong:
-        return ["right: the layout computes what plain torch does, to rounding"]
+        return ["right: the layout computes what plain torch does, to rounding", *hint]
     first, words = wrong[0], wrong[0].name.split()
     cause = _CAUSES["gradients"]
     shares = [row.distance for row in gradients]
@@ -124,4 +128,5 @@ def _verdict(rows) -> list[str]:
         f"wrong: {first.name} differs first, by {first.distance:.1e} where rounding explains "
         f"{first.bound:.1e}; {bad} of {len(gradients)} gradients differ",
         f"most likely: {cause}",
+        *hint,
     ]

@@ -16,13 +16,13 @@ PACKED, BF16, LORA = dict(neat_packing=True), dict(bf16=True), dict(finetuning_t
 MODELS = {"qwen3": tiny, "glm4": tiny, "qwen3_moe": tiny_moe}
 RIGHT = {
     "tp2pp2": ("qwen3", 4, {**TP2, **PP2}),
-    "tp2 sp, pp2 vpp2, bf16": ("qwen3", 4, {**TP2_SP, **PP2, **VPP2, **BF16}),
+    "tp2 sp, bf16": ("qwen3", 2, {**TP2_SP, **BF16}),
     "cp2, packed": ("qwen3", 2, {**CP2, **PACKED, "calculate_per_token_loss": False}),
     "dp2, sharded optimizer, packed, bf16": ("qwen3", 2, {**OVERLAP, **PACKED, **BF16}),
     "lora, tp2, dropout": ("qwen3", 2, {**TP2, **LORA, "lora_dropout": 0.5}),
     "experts, ep2, balancing losses": ("qwen3_moe", 2, {**EP2, **AUX}),
     "torch, dp2, bf16": ("glm4", 2, {"use_mca": False, **BF16}),
-    "dpo, pp2": ("qwen3", 2, {**PP2, "stage": "dpo"}),
+    "dpo, pp2 vpp2": ("qwen3", 2, {**PP2, **VPP2, "stage": "dpo"}),
 }
 
 
@@ -175,10 +175,11 @@ def test_what_is_wrong_is_named(harmed, case):
     code, out = harmed[case]
     assert code == 3 and "wrong: " in out, out
     assert WRONG[case][2] in out, out
+    assert ("bf16=false shows smaller ones" in out) == ("bf16" in case), out
 
 
 def test_a_layer_on_another_stage_is_named_on_every_rank(folder):
-    code, out = in_world(folder, "qwen3", 4, {**TP2, **PP2}, scale_mlp)
+    code, out = in_world(folder, "qwen3", 2, PP2, scale_mlp)
     assert code == 3 and "layer 2 mlp differs first" in out, out
     assert "the activation" in out
 
