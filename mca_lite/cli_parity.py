@@ -79,9 +79,6 @@ def _leave_out_chance(arguments: RunArguments) -> None:
         args.mtp_num_layers = 0
     if finetuning.finetuning_type == "lora":
         finetuning.lora_dropout = 0.0
-    for key in arguments.model_config:
-        if key.endswith(("dropout", "pdrop")):
-            arguments.model_config[key] = 0.0
 
 
 def _table(rows) -> list[str]:

@@ -12,6 +12,7 @@ or PEFT's name), ("losses", "micro-batch 0").
 import copy
 import dataclasses
 import functools
+import gc
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,8 @@ from .model_families import FAMILIES
 from .packed_rows import zigzag
 from .weights_sources import generator_of
 
-FACTOR = 3.0  # layouts of two models came to 1.5 times the noise: another order of sums is as good
+# another order of sums is as far again: tiny models of 24 kinds came to 1.5 times the noise
+FACTOR = 3.0
 EXACT = 1e-4  # relative, in float32: what the order of sums does to a deep model stays below it
 _LOSS = 1e-3  # relative, the least noise of a loss: in a mean errors cancel more or less by chance
 _FLOOR = 1e-2  # of a usual gradient of as many numbers: it measures one that is nearly 0
@@ -71,12 +73,14 @@ def compare(plan: run.Plan) -> list[Row]:
     """Run the first step of a plan both ways -> what came of it in the order of a step, on global
     rank 0; [] elsewhere.
 
-    Dropout has to be off. Adapters that would begin at 0 get small values. Memory of rank 0: beside
-    its part of the layout 8 bytes for each parameter of the whole model, and 4 in host memory,
-    where the outputs of all layers for one row are too. Collective. ValueError, on every rank, for
-    what rank 0 cannot run.
+    Dropout is off in transformers' models, and has to be in others. Adapters that would begin at 0
+    get small values. Memory of rank 0: beside its part of the layout 8 bytes for each parameter of
+    the whole model, and 4 in host memory, where the outputs of all layers for one row are too.
+    Collective. ValueError, on every rank, for what rank 0 cannot run.
     """
     parallel.initialize(plan.arguments.training, plan.arguments.backend.use_mca)
+    if not plan.arguments.backend.use_mca:
+        plan.model.config = _hf_config(plan)
     trainer = run.build_trainer(plan)
     _wake_adapters(trainer.model, plan)
     trainer.create_optimizer()
@@ -132,10 +136,9 @@ class _Part:
     """What this rank has of the first row of the first micro-batch, which its hooks keep."""
 
     def __init__(self, trainer, batch: dict):
-        self.trainer, self.backend = trainer, trainer.backend
-        model, borders = trainer.backend.model, batch.get("cu_seqlens", batch["input_ids"].shape)
+        self.trainer, self.backend, model = trainer, trainer.backend, trainer.backend.model
         self.is_mca, self.tp_rank = isinstance(model, VirtualModels), 0
-        borders = (0, borders[-1]) if "cu_seqlens" not in batch else borders
+        borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
         self.cuts = [zigzag(borders, *self.backend.context_parallel)]  # of tensor-parallel ranks
         if self.is_mca:
             from megatron.core import parallel_state as mpu
@@ -200,10 +203,11 @@ def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
     for i, layer in enumerate(layers):
         if i == 0:
             yield "embedding", layer, True
-        yield f"layer {i} attention", layer.self_attn, False
-        yield f"layer {i} mlp", layer.mlp, False
+        for part, module in (("attention", "self_attn"), ("mlp", "mlp")):
+            if hasattr(layer, module):
+                yield f"layer {i} {part}", getattr(layer, module), False
         yield f"layer {i}", layer, False
-    if layers:
+    if layers and hasattr(decoder, "norm"):
         yield "final norm", decoder.norm, False
 
 
@@ -267,33 +271,35 @@ def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
         oracle = dict(_plain_step(plan, trainer, batches, places, bf16=False))
         if not plan.arguments.training.bf16:
             return [oracle, {}, {}]
+        gc.collect()  # the first model goes before the second one comes
         noise = _errors(_plain_step(plan, trainer, batches, places, bf16=True), oracle)
     return [oracle, noise, _shares_of_a_token(plan, batches, oracle)]
 
 
 def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
     """Rounding may send a token to another expert: what its part is of a norm over all tokens."""
-    config = plan.model.config
-    kind = getattr(config, "hf_model_type", None) or config.model_type
-    values = FAMILIES[kind].values(_hf_config(plan)) if kind in FAMILIES else {}
+    config, shares = _hf_config(plan), {}
+    values = FAMILIES[config.model_type].values(config) if config.model_type in FAMILIES else {}
     if not values.get("num_moe_experts"):
         return {}
-    count = sum(batch["input_ids"].numel() for batch in batches)
-    of_expert = count * values["moe_router_topk"] / values["num_moe_experts"]
-    counts = {
-        (kind, name): len(tensor)
-        if kind == "outputs"
-        else of_expert
-        if ".experts." in name
-        else count
-        for (kind, name), tensor in oracle.items()
-    }
-    return {name: 1 / math.sqrt(max(count, 1)) for name, count in counts.items()}
+    for (kind, name), tensor in oracle.items():
+        count = sum(batch["input_ids"].numel() for batch in batches)
+        if kind == "outputs":
+            count = len(tensor)
+        elif ".experts." in name:
+            count *= values["moe_router_topk"] / values["num_moe_experts"]
+        shares[kind, name] = 1 / math.sqrt(max(count, 1))
+    return shares
 
 
 def _hf_config(plan: run.Plan):
+    """transformers' config of the model, without dropout."""
     keys, values = plan.arguments.model, plan.arguments.model_config
-    return model_config.load_hf_config(str(plan.model.folder), keys.trust_remote_code, values)
+    config = model_config.load_hf_config(str(plan.model.folder), keys.trust_remote_code, values)
+    for key in config.to_dict():
+        if key.endswith(("dropout", "pdrop")):
+            setattr(config, key, 0.0)
+    return config
 
 
 def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, bf16: bool):

@@ -129,7 +129,7 @@ def parity_of_all(runs: dict) -> dict:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
     for name, models in MODELS.items():
-        models.save_model(folder / name, name, vocab_size=64)
+        models.save_model(folder / name, name, vocab_size=64, attention_dropout=0.3)
         save_tokenizer(folder / name)
     write_data(folder)
     return folder
