@@ -13,6 +13,7 @@ import torch
 
 from . import cpu, lora, lora_files, model_fused, parallel
 from .args_run import check_together
+from .loss_logits import LossOfLogits
 from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
 
 
@@ -68,6 +69,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def expect_weighted_losses(self) -> None:
         """Say that each token's loss gets a weight that is known after the forward pass only."""
+
+    @abc.abstractmethod
+    def use_loss(self, of_logits: LossOfLogits | None) -> None:
+        """Take this loss of the trained model's tokens in place of cross entropy (None: that)."""
 
     @abc.abstractmethod
     def create_optimizer(self):

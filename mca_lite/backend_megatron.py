@@ -195,6 +195,10 @@ class MegatronBackend(Backend):
     def expect_weighted_losses(self) -> None:
         self.config.loss_weights_differ = True
 
+    def use_loss(self, of_logits) -> None:
+        for model in self.model:
+            model.loss_of_logits = of_logits
+
     def wrap_reference(self, models: VirtualModels) -> list:
         models.config.calculate_per_token_loss = self.config.calculate_per_token_loss
         models.config.rows_are_packed = self.config.rows_are_packed

@@ -19,6 +19,7 @@ from .args_values import Judge
 from .backend import Backend
 from .backend_torch_moe import TorchRouters
 from .constants import IGNORE_INDEX
+from .loss_logits import Head, Logits, LossOfLogits, checked
 from .loss_tokens import token_losses
 from .model_routing import BalancingLosses
 from .optim import create_grad_scaler, create_torch_optimizer
@@ -39,6 +40,7 @@ class TokenLossModel(torch.nn.Module):
         super().__init__()
         self.model, self.loss_chunk_size = model, loss_chunk_size
         self.weights_differ = False  # whether rows weigh differently in the loss
+        self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
         self.head_is_plain = self._head_is_plain()
 
     @torch.no_grad()
@@ -69,6 +71,8 @@ class TokenLossModel(torch.nn.Module):
             if places is not None:
                 kwargs["logits_to_keep"] = places
             return self.model(input_ids, **kwargs).logits
+        if not self.head_is_plain and self.loss_of_logits is not None:
+            return self._losses_of_whole_logits(input_ids, labels, kwargs)
         if not self.head_is_plain:
             logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
             return F.cross_entropy(
@@ -84,7 +88,18 @@ class TokenLossModel(torch.nn.Module):
             chunk_size=self.loss_chunk_size,
             extra=extra,
             weights_differ=self.weights_differ,
+            of_logits=self.loss_of_logits,
         )
+
+    def _losses_of_whole_logits(self, input_ids, labels, kwargs) -> torch.Tensor:
+        answer = self.model(input_ids, output_hidden_states=True, **kwargs)
+        kept, weight = labels != IGNORE_INDEX, self.model.get_output_embeddings().weight
+        head = Head(None, len(weight), 0, len(weight), labels.numel(), None)
+        hidden = answer.hidden_states[-1]
+        logits = Logits(answer.logits[kept], labels[kept], hidden[kept], weight, head)
+        losses = checked(self.loss_of_logits(logits), logits)
+        out = losses.new_zeros(*labels.shape, *losses.shape[1:])
+        return out.index_put((kept,), losses)
 
     @torch.no_grad()
     def refuse_packing_if_documents_mix(self) -> None:
@@ -172,6 +187,9 @@ class TorchBackend(Backend):
 
     def wrap_reference(self, model) -> list:
         return [TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size).eval()]
+
+    def use_loss(self, of_logits) -> None:
+        self.loss_model.loss_of_logits = of_logits
 
     def create_optimizer(self):
         self.optimizer = create_torch_optimizer(self.args, self.model)

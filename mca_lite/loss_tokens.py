@@ -18,40 +18,16 @@ makes the logits again.
 
 import functools
 import operator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .constants import IGNORE_INDEX
+from .loss_logits import Head, Logits, LossOfLogits, all_reduce, checked
 from .model_fused import compiled
 
 CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
 _SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
-
-
-def _all_reduce(tensor, op, group):
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
-    return tensor
-
-
-class _Head(NamedTuple):
-    """What all chunks of a loss share. columns: the first ones on this rank, which are token ids;
-    the rest pads."""
-
-    group: dist.ProcessGroup | None
-    vocab_size: int
-    first: int
-    columns: int
-    chunk_size: int
-    softcap: float | None
-
-    def place(self, labels):
-        """(column of each label, 0 where another rank has it; whether it is here)."""
-        column = labels - self.first
-        here = (column >= 0) & (column < self.columns)
-        return column.where(here, 0), here
 
 
 def _as_float(logits, columns: int, softcap: float | None):
@@ -100,7 +76,7 @@ def _scaled(gradient, by, dtype: torch.dtype):
     return (gradient.float() * by).to(dtype)
 
 
-def _logits(parts, head: _Head):
+def _logits(parts, head: Head):
     """[rows, V/tp]: the products of (hidden, weight) of a chunk, summed, and capped. In the dtype
     of a single product; float32 where there are several or a cap."""
     products = (hidden @ weight.t() for hidden, weight in parts)
@@ -110,22 +86,22 @@ def _logits(parts, head: _Head):
     return logits if head.softcap is None else _capped(logits, logits.shape[1], head.softcap)
 
 
-def _losses(logits, labels, head: _Head):
+def _losses(logits, labels, head: Head):
     """(losses, logsumexp) float32 [rows] of a chunk."""
     column, here = head.place(labels)
     top, total, target = _statistics(logits, column, head.columns)
     if head.group is not None and head.group.size() > 1:
-        own, top = top, _all_reduce(top.clone(), dist.ReduceOp.MAX, head.group)
+        own, top = top, all_reduce(top.clone(), dist.ReduceOp.MAX, head.group)
         total = total * (own - top).exp()
     # target logit and sum of exponentials travel together: one collective for both
     both = torch.stack([torch.where(here, target - top, 0.0), total])
-    target, total = _all_reduce(both, dist.ReduceOp.SUM, head.group)
+    target, total = all_reduce(both, dist.ReduceOp.SUM, head.group)
     # a label that no rank holds would leave the target's logit at 0: a loss like any other
     unknown = (labels < 0) | (labels >= head.vocab_size)
     return (total.log() - target).masked_fill_(unknown, float("nan")), total.log() + top
 
 
-def _logit_gradients(logits, labels, losses, lse, weights, head: _Head):
+def _logit_gradients(logits, labels, losses, lse, weights, head: Head):
     """d sum(weights * losses) / d z in the place of the logits; weights None: 1."""
     out = _probabilities(logits, lse, weights, head.columns, head.softcap)
     column, here = head.place(labels)
@@ -246,9 +222,61 @@ class _TokenLosses(torch.autograd.Function):
         return gradients.tensors
 
 
+class _LossesOfLogits(torch.autograd.Function):
+    """A function of the logits, chunk by chunk; the backward pass makes them again."""
+
+    @staticmethod
+    def forward(ctx, labels, function, head, *factors):
+        chunks = _chunks(labels, head.chunk_size)
+        losses = None
+        # an empty chunk says how many losses a token has
+        for rows in chunks or [slice(0, 0)]:
+            logits = _logits_of(_pairs(factors, rows), labels[rows], head)
+            part = checked(function(logits), logits)
+            if losses is None:
+                losses = part.new_zeros(len(labels), *part.shape[1:])
+            losses[rows] = part
+        ctx.function, ctx.head, ctx.chunks = function, head, chunks
+        ctx.save_for_backward(labels, *factors)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad):
+        labels, *factors = ctx.saved_tensors
+        complete = bool(ctx.chunks) and isinstance(ctx.chunks[0], slice)
+        gradients = _Gradients(factors, ctx.needs_input_grad[3:], complete)
+        for rows in ctx.chunks:
+            parts = _pairs(factors, rows)
+            logits = _logits_of(parts, labels[rows], ctx.head)
+            leaves = [x.requires_grad_() for x in (logits.product, logits.hidden, logits.weight)]
+            with torch.enable_grad(), torch.autocast(labels.device.type, enabled=False):
+                losses = checked(ctx.function(logits), logits)
+            d_logits, d_hidden, d_weight = torch.autograd.grad(
+                losses, leaves, grad[rows], allow_unused=True
+            )
+            if d_logits is None:
+                d_logits = torch.zeros_like(logits.product)
+            gradients.add(rows, parts, d_logits)
+            of_hidden, of_weight = gradients.tensors[:2]
+            if of_hidden is not None and d_hidden is not None:
+                # the same on all ranks, over which the caller sums
+                of_hidden[rows] += d_hidden / (ctx.head.group.size() if ctx.head.group else 1)
+            if of_weight is not None and d_weight is not None:
+                of_weight += d_weight
+        given = zip(gradients.tensors, factors, strict=True)
+        return None, None, None, *(g if g is None else g.to(t.dtype) for g, t in given)
+
+
+def _logits_of(parts, labels, head: Head) -> Logits:
+    """What a function of the logits gets of a chunk, without a history."""
+    product = _logits(parts, head._replace(softcap=None))
+    hidden, weight = parts[0]
+    return Logits(product, labels, hidden.detach(), weight.detach(), head)
+
+
 def token_losses(
     hidden, weight, labels, group=None, vocab_size=None, chunk_size=None, extra=None, softcap=None,
-    weights_differ=False,
+    weights_differ=False, of_logits: LossOfLogits | None = None,
 ):  # fmt: skip
     """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX, NaN where
     it is no token id.
@@ -260,6 +288,7 @@ def token_losses(
     to the logits; softcap: c, where the logits are capped to c tanh(z / c); weights_differ: rows
     will weigh differently in what is minimised, so that a weight's gradient taken in the forward
     pass would be in vain. It is a matter of speed alone: the gradients are right either way.
+    of_logits: another loss than cross entropy, or several: float32 [..., k] then.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
@@ -270,7 +299,7 @@ def token_losses(
         raise ValueError(
             f"hidden {tuple(hidden.shape)} does not belong to labels {tuple(labels.shape)}"
         )
-    device, factors = hidden.device.type, (hidden, weight, *(extra or ()))
+    device, factors = hidden.device.type, [hidden, weight, *(extra or ())]
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         factors = [t.to(dtype) for t in factors]
@@ -279,11 +308,14 @@ def token_losses(
     vocab_size = rows * size if vocab_size is None else vocab_size
     columns = min(max(vocab_size - rows * rank, 0), rows)
     chunk_size = chunk_size or (CHUNK_SIZE_CUDA if hidden.is_cuda else CHUNK_SIZE_CPU)
-    head = _Head(group, vocab_size, rows * rank, columns, chunk_size, softcap)
+    head = Head(group, vocab_size, rows * rank, columns, chunk_size, softcap)
     # probabilities of rare tokens are too small for fp16 until the loss scale multiplies them, in
     # the backward pass
     ahead = not (weights_differ and any(t.requires_grad for t in factors[1::2]))
     ahead = ahead and all(t.dtype != torch.float16 for t in factors)
     with torch.autocast(device, enabled=False):
         factors = [t.reshape(-1, t.shape[-1]) for t in factors]
+        if of_logits is not None:
+            losses = _LossesOfLogits.apply(labels.reshape(-1), of_logits, head, *factors)
+            return losses.view(*labels.shape, *losses.shape[1:])
         return _TokenLosses.apply(labels.reshape(-1), head, ahead, *factors).view(labels.shape)

@@ -26,6 +26,7 @@ from . import lora, parallel, weights_convert
 from .args_values import refuse
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
+from .loss_logits import LossOfLogits
 from .loss_tokens import token_losses
 from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
 from .model_dispatch import use_own_dispatcher
@@ -117,6 +118,9 @@ class McaGPTModel(GPTModel):
     tp]; on a pipeline stage that is not the last, its hidden states.
     """
 
+    # in place of cross entropy; k losses of a token are one more dimension, the last
+    loss_of_logits: LossOfLogits | None = None
+
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
         super().__init__(
             config=config,
@@ -195,7 +199,7 @@ class McaGPTModel(GPTModel):
                 padding_mask=self._padding_mask,
             )
             losses.append(self._losses(next_labels, hidden_states))
-        return torch.stack(losses, -1)
+        return torch.stack(losses, 2)
 
     def _tied_weight(self):
         """The embedding's weight where it is the output layer's too, else None."""
@@ -220,19 +224,19 @@ class McaGPTModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        group = mpu.get_tensor_model_parallel_group()
         config = self.config
         return token_losses(
             hidden,
             weight,
             labels.t().contiguous(),
-            group,
+            mpu.get_tensor_model_parallel_group(),
             config.vocab_size,
             config.loss_chunk_size,
             extra,
             config.final_logit_softcapping,
             config.loss_weights_differ,
-        ).t()
+            self.loss_of_logits,
+        ).transpose(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """megatron's ShardedTensors; its copy of the embedding reads the metadata unasked."""
@@ -247,11 +251,7 @@ class McaGPTModel(GPTModel):
         A router's bias, which is a buffer, is among them; of experts there are views of each
         matrix, under the names of rows.
         """
-        biases = (
-            (name, buffer)
-            for name, buffer in self.named_buffers()
-            if name.endswith("router.expert_bias")
-        )
+        biases = (b for b in self.named_buffers() if b[0].endswith("router.expert_bias"))
         for name, parameter in (*self.named_parameters(), *biases):
             match = _IN_LAYER.fullmatch(name)
             if match is None:
@@ -444,7 +444,8 @@ class AutoModel:
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
-        weights_convert.fill(models, InitSource(config.hf_config, seed, config.mtp_num_layers))
+        source = InitSource(config.hf_config or {}, seed, config.mtp_num_layers)
+        weights_convert.fill(models, source)
         models.weights_from = f"drawn from seed {seed}"
         return models
 

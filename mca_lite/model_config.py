@@ -75,7 +75,7 @@ class PretrainedConfig:
         (folder / MCA_CONFIG_NAME).write_text(self.to_json_string())
 
     @classmethod
-    def from_json_file(cls, path: str | os.PathLike, args=None) -> "PretrainedConfig":
+    def from_json_file(cls, path: str | os.PathLike, args=None) -> "McaModelConfig":
         """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of
         the saved one."""
         # 8-bit products are a run's own, and need a GPU
@@ -90,12 +90,12 @@ class PretrainedConfig:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def from_pretrained(cls, model_name_or_path: str, args=None) -> "PretrainedConfig":
+    def from_pretrained(cls, model_name_or_path: str, args=None) -> "McaModelConfig":
         """The config of a folder or hub name; see AutoConfig.from_pretrained."""
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
-    def _build(cls, values: dict, args, origin: str) -> "PretrainedConfig":
+    def _build(cls, values: dict, args, origin: str) -> Any:
         known = {f.name for f in fields(cls)}
         if args is not None:
             # a saved coefficient may be that of the run that saved it; the model's is in hf_config
@@ -232,7 +232,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def validate(self) -> None:
         """Check the layout against the model, without a process group. Raises ConfigError."""
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
-        layout, more = self.pipeline_model_parallel_layout, "m" * (self.mtp_num_layers or 0)
+        more, layout = (
+            "m" * (self.mtp_num_layers or 0),
+            vars(self)["pipeline_model_parallel_layout"],
+        )
         if isinstance(layout, str) and (more or "m" in layout):
             # m is a layer for multi-token prediction in megatron's syntax: before the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
@@ -250,7 +253,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             expert_columns=self.moe_ffn_hidden_size,
             shared_columns=self.moe_shared_expert_intermediate_size,
             has_expert_bias=self.moe_router_enable_expert_bias,
-            has_prediction_layers=family and family.prediction_layers,
+            has_prediction_layers=None if family is None else family.prediction_layers,
             embedding_is_head=self.tie_embeddings_and_output_weights,
             model_type=self.hf_model_type,
             te_works=model_te.transformer_engine_works(),
@@ -340,7 +343,8 @@ def grow(config, vocab_size: int) -> None:
         )
     text.vocab_size = vocab_size
     if isinstance(config, McaModelConfig):
-        (config.hf_config.get("text_config") or config.hf_config)["vocab_size"] = vocab_size
+        hf = config.hf_config or {}
+        (hf.get("text_config") or hf)["vocab_size"] = vocab_size
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:

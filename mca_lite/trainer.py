@@ -10,9 +10,9 @@ when they are shown.
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -65,6 +65,7 @@ class McaTrainer:
     metrics_keys = ["loss"]
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
     _reference_model = None  # what each batch passes forward only
+    _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
         self,
@@ -89,12 +90,13 @@ class McaTrainer:
         backend = MegatronBackend if isinstance(model, VirtualModels) else TorchBackend
         self.backend = backend(model, args)
         self.models = self.backend.chunks
+        self.backend.use_loss(self._loss_of_logits)
         if self.backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         self.data_collator = data_collator or Collator(self._pad_token_id)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shuffle, self.extra_summary = shuffle, summary or {}
-        self.optimizer = self.lr_scheduler = None
+        self.optimizer = self.lr_scheduler = cast(Any, None)  # until they are made
         self.state, self.control = TrainerState(), TrainerControl()
         self._signals = StopSignals()
         self.report = Report(
@@ -352,7 +354,7 @@ class McaTrainer:
 
     # -- numbers
 
-    def _numbers(self, metrics: list[dict] = ()) -> Numbers:
+    def _numbers(self, metrics: Sequence[dict] = ()) -> Numbers:
         return Numbers.zeros(self.metrics_keys, parallel.device()).add_metrics(metrics)
 
     def _over_ranks(self, numbers: Numbers) -> Numbers:

@@ -94,7 +94,9 @@ class DPOTrainer(McaTrainer):
             return Path(resolve_folder(keys.ref_model, arguments.model.model_revision))
         judge = Judge(keys)
         # new tokens bring modules_to_save that the file does not name
-        OBJECTIVES[keys.stage].check_keys(keys, judge)
+        check = OBJECTIVES[keys.stage].check_keys
+        if check is not None:
+            check(keys, judge)
         judge.close()
         adapter = keys.adapter_name_or_path
         if adapter and planned.adapters.modules_to_save:

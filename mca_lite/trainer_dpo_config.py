@@ -1,6 +1,7 @@
 """DPOConfig: what a preference objective is, and which reference it has."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from . import lora
 from .args import FinetuningArguments
@@ -43,7 +44,9 @@ class DPOConfig:
         judge.close()
         self.use_ref_model = needs
 
-    def check_with(self, finetuning_type: str = "lora", modules_to_save=()) -> FinetuningArguments:
+    def check_with(
+        self, finetuning_type: Literal["full", "lora"] = "lora", modules_to_save=()
+    ) -> FinetuningArguments:
         """The keys that mean the same, for such adapters. ConfigError by their rules."""
         return FinetuningArguments(
             stage="dpo",

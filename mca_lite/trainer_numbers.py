@@ -1,7 +1,8 @@
 """The numbers that a step adds up over micro-batches, steps and ranks, and what a run returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +42,7 @@ class Numbers:
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(self.keys, self.vector + other.vector)
 
-    def add_metrics(self, metrics: list[dict[str, torch.Tensor]]) -> "Numbers":
+    def add_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> "Numbers":
         """Add the (sum, count) pairs of micro-batches in place -> self."""
         for i, key in enumerate(self.keys):
             for of_micro_batch in metrics:
@@ -57,7 +58,7 @@ class Numbers:
         total, count, *rest = self.vector.tolist()
         return total / count if count else None, rest[-_COUNTS:]
 
-    def means(self, uncounted: float | None = 0.0) -> dict[str, float | None]:
+    def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
         """Metric -> sum / count; `uncounted` where nothing was counted. Waits for the device."""
         values = self.vector.tolist()
         means = {}

@@ -1,16 +1,18 @@
-"""What a user's script adds from outside the package trains: an objective, a preference loss and an
-optimizer.
+"""What a user's script adds from outside the package trains: an objective, a loss on the logits, a
+preference loss and an optimizer. The scripts are those of configs/examples.
 """
 
 import ast
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 import mca_lite
 from tests.shared import world
+from tests.shared.examples import FOLDER, example
 from tests.shared.training import read_log
 
 ROOT = Path(__file__).parents[1]
@@ -21,81 +23,25 @@ SHORT += " warmup_steps=0 max_samples=20 disable_tqdm=true learning_rate=1e-2"
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
 
 
-# -- a user's script: nothing of it stands in the package
-
-
-def hinge(responses, config):
-    """SLiC's hinge on the mean log-probability of a token: max(0, beta - (chosen - rejected)), with
-    no reference.
-    """
-    chosen = responses.chosen / responses.chosen_lens.clamp(min=1)
-    rejected = responses.rejected / responses.rejected_lens.clamp(min=1)
-    losses = (config.beta - (chosen - rejected)).clamp(min=0)
-    return losses, chosen.detach(), rejected.detach()
-
-
-def radam(groups, args):
-    import torch
-
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.RAdam(
-        groups, lr=args.learning_rate, betas=betas, decoupled_weight_decay=True
-    )
-
-
-def doubled_trainer():
-    from mca_lite import McaTrainer
-
-    class DoubledTrainer(McaTrainer):
-        """The mean loss of a token, times two; and the share of tokens that are certain to one
-        half, as a metric.
-        """
-
-        metrics_keys = ["loss", "certain"]
-
-        def _post_compute_loss(self, labels, losses):
-            import torch
-
-            total, count, metrics = super()._post_compute_loss(labels, losses)
-            certain = ((losses < math.log(2)) & (labels != -100)).sum()
-            metrics["certain"] = torch.stack([certain.double(), metrics["loss"][1].double()])
-            metrics["loss"][0] *= 2
-            return 2 * total, count, metrics
-
-    return DoubledTrainer
-
-
-def train(words: str, out: str) -> int:
-    """A user's train.py: registers, then trains by the command line."""
+def train(name: str, words: str, out: str) -> int:
+    """A script of configs/examples: it registers, then trains by the command line."""
     os.chdir(ROOT)
-    from mca_lite import cli, register_loss, register_objective, register_optimizer
-
-    register_loss("hinge", hinge, has_reference=False)
-    register_optimizer("radam", radam, states=("exp_avg", "exp_avg_sq"), counts_steps=True)
-    register_objective(
-        "doubled",
-        records="conversations",
-        trainer=doubled_trainer(),
-        metrics=("loss", "certain"),
-        describe=lambda keys: "twice the loss",
-    )
     places = [f"output_dir={out}/run", f"cache_dir={out}/cache"]
-    return cli.main([*MODEL.split(), *SHORT.split(), *words.split(), *places])
+    return example(name).main([*MODEL.split(), *SHORT.split(), *words.split(), *places])
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
 
 
-def logged(words: str, out, ranks: int = 1) -> list[dict]:
-    assert world.run(train, ranks, words, str(out)) == [0] * ranks
+def logged(name: str, words: str, out, ranks: int = 1) -> list[dict]:
+    assert world.run(train, ranks, name, words, str(out)) == [0] * ranks
     return read_log(out / "run")
 
 
 @BACKENDS
 def test_a_loss_from_outside_trains(tmp_path, backend):
-    first, second = logged(
-        f"configs/dpo.yaml pref_loss=hinge pref_beta=0.5 ref_model=null {backend}", tmp_path
-    )
+    words = f"configs/dpo.yaml pref_loss=hinge pref_beta=0.5 ref_model=null {backend}"
+    first, second = logged("preference_loss", words, tmp_path)
     # a model that is drawn at random gives both answers about the same: the hinge is near beta
     assert first["loss"] == pytest.approx(0.5, abs=0.3) and first["loss"] > 0
     margin = first["rewards/chosen"] - first["rewards/rejected"]
@@ -106,47 +52,80 @@ def test_a_loss_from_outside_trains(tmp_path, backend):
 @BACKENDS
 def test_an_optimizer_from_outside_trains_and_goes_on_from_a_checkpoint(tmp_path, backend):
     words = f"configs/sft.yaml optim=radam {backend} lr_scheduler_type=constant"
-    whole = logged(f"{words} max_steps=3 save_strategy=no", tmp_path / "whole")
-    logged(f"{words} save_strategy=steps save_steps=2", tmp_path / "parts")
-    parts = logged(
-        f"{words} save_strategy=no max_steps=3 resume_from_checkpoint=auto", tmp_path / "parts"
-    )
+    whole = logged("optimizer", f"{words} max_steps=3 save_strategy=no", tmp_path / "whole")
+    logged("optimizer", f"{words} save_strategy=steps save_steps=2", tmp_path / "parts")
+    goes_on = f"{words} save_strategy=no max_steps=3 resume_from_checkpoint=auto"
+    parts = logged("optimizer", goes_on, tmp_path / "parts")
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
-    adam = logged(
-        f"configs/sft.yaml {backend} save_strategy=no lr_scheduler_type=constant", tmp_path / "adam"
-    )
+    adam = f"configs/sft.yaml {backend} save_strategy=no lr_scheduler_type=constant"
+    adam = logged("optimizer", adam, tmp_path / "adam")
     assert adam[0]["loss"] == whole[0]["loss"] and adam[1]["loss"] != whole[1]["loss"]
+
+
+def assert_same(ours: list[dict], theirs: list[dict], *names: str) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm", *names):
+            assert a[name] == pytest.approx(b[name], rel=1e-5)
 
 
 def test_an_optimizer_from_outside_is_the_same_on_both_backends_and_not_distributed(tmp_path):
     words = "configs/sft.yaml optim=radam weight_decay=0.1 save_strategy=no"
-    ours = logged(f"{words} tensor_model_parallel_size=2", tmp_path / "tp2", ranks=2)
-    theirs = logged(f"{words} use_mca=false", tmp_path / "torch")
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)
+    tp2 = f"{words} tensor_model_parallel_size=2"
+    ours = logged("optimizer", tp2, tmp_path / "tp2", ranks=2)
+    assert_same(ours, logged("optimizer", f"{words} use_mca=false", tmp_path / "torch"))
     refused = f"{words} use_distributed_optimizer=true"
-    assert world.run(train, 1, refused, str(tmp_path / "no")) == [2]
+    assert world.run(train, 1, "optimizer", refused, str(tmp_path / "no")) == [2]
 
 
-@BACKENDS
-def test_an_objective_from_outside_trains(tmp_path, backend):
-    plain = logged(f"configs/sft.yaml save_strategy=no {backend}", tmp_path / "sft")
+def test_an_objective_from_outside_trains_the_same_on_both_backends(tmp_path):
     best = "metric_for_best_model=certain eval_strategy=steps eval_steps=2"
-    words = f"configs/sft.yaml stage=doubled save_strategy=no {backend}"
-    doubled = logged(f"{words} {best}", tmp_path / "doubled")
-    assert "certain" in doubled[0] and "eval_certain" in doubled[-1]
-    doubled = logged(words, tmp_path / "plain")
-    assert doubled[0]["loss"] == pytest.approx(2 * plain[0]["loss"], rel=1e-6)
-    assert doubled[0]["grad_norm"] == pytest.approx(2 * plain[0]["grad_norm"], rel=1e-5)
+    words = f"configs/sft.yaml stage=focal save_strategy=no {best}"
+    tp2 = f"{words} tensor_model_parallel_size=2"
+    ours = logged("objective", tp2, tmp_path / "tp2", ranks=2)
+    theirs = logged("objective", f"{words} use_mca=false", tmp_path / "torch")
+    assert "eval_certain" in ours[-1] and "eval_certain" in theirs[-1]
+    assert_same(ours[:2], theirs[:2], "certain")
+    plain = "configs/sft.yaml save_strategy=no use_mca=false"
+    plain = logged("objective", plain, tmp_path / "sft")
+    # a model that is drawn at random is certain of nothing: (1 - p)^2 of 1 / 512 tokens is 0.996
+    assert theirs[0]["loss"] < plain[0]["loss"]
+    assert theirs[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("backend", ["tensor_model_parallel_size=2", "use_mca=false"])
+def test_a_loss_on_the_logits_from_outside_trains_and_is_logged(tmp_path, backend):
+    words = f"configs/sft.yaml stage=sft_z save_strategy=no {backend}"
+    first, second = logged("z_loss", words, tmp_path, ranks=2)
+    # of logits near 0 the sum is near the size of the vocabulary
+    assert first["log_z_squared"] == pytest.approx(math.log(512) ** 2, rel=0.1)
+    assert second["grad_norm"] > 0
+
+
+def test_the_data_of_a_run_is_looked_at_without_the_run(tmp_path, capsys):
+    keys = ["dataset=configs/tiny/sft.jsonl", "cutoff_len=128", "val_size=0.1", "max_samples=50"]
+    main = example("datasets").main
+    assert main(["configs/tiny/model", *keys, f"cache_dir={tmp_path}"]) == 0
+    *_, first, _, counts = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d+ tokens, of which are trained: '.+<\|im_end\|>'", first)
+    assert counts == "45 samples to train on, 5 to evaluate on"
+
+
+def test_every_example_is_short_and_run_here_and_named_on_the_page():
+    page = (ROOT / "configs/README.md").read_text()
+    own = Path(__file__).read_text()
+    for path in sorted(FOLDER.glob("*.py")):
+        assert len(path.read_text().splitlines()) < 60, path
+        assert f'"{path.stem}"' in own, path
+        assert f"(examples/{path.name})" in page, path
 
 
 def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
     from mca_lite import register_loss, register_objective, register_optimizer
 
     with pytest.raises(ValueError, match="sigmoid is registered already"):
-        register_loss("sigmoid", hinge, has_reference=False)
+        register_loss("sigmoid", print, has_reference=False)
     with pytest.raises(ValueError, match="adamw_torch is registered already"):
-        register_optimizer("adamw_torch", radam, states=())
+        register_optimizer("adamw_torch", print, states=())
     with pytest.raises(ValueError, match="expected one of text, conversations, pairs"):
         register_objective("kto", records="scores")
 

@@ -1,0 +1,180 @@
+"""Losses on the logits: the example's z loss against whole logits in plain torch, in every kind of
+layout; what a function of the logits gets, and the gradients of all of it, on one rank and on two.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.shared import layouts, tiny, world
+from tests.shared.examples import example
+from tests.shared.training import assert_same_curve, train
+
+WEIGHT = 0.05  # large enough to show
+
+
+def z_trainer(whole: bool = False):
+    """The example's trainer; whole: with plain torch on the whole logits in place of its hook."""
+    module = example("z_loss")
+    module.WEIGHT = WEIGHT
+
+    class WholeLogits(module.ZLossTrainer):
+        _loss_of_logits = None
+
+        def forward_step(self, data_iterator, model):
+            batch = next(data_iterator)
+            inputs = self._prepare_train_inputs(iter([batch]))
+            labels = inputs.pop("labels")
+            logits = model(**inputs).float()
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            squares = logits.logsumexp(-1).square() * (labels != -100)
+            output = torch.stack([losses.view(labels.shape), squares], -1)
+            return output, self._guard.mark(self._pre_compute_loss(batch, {"labels": labels}))
+
+    return WholeLogits if whole else module.ZLossTrainer
+
+
+def curve(path, out, whole=False, **keys):
+    lines = []
+
+    from mca_lite import TrainerCallback
+
+    class Lines(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            lines.append(logs.get("log_z_squared", 0.0))
+
+    got = train(path, out, trainer_class=z_trainer(whole), callbacks=[Lines()], **keys)
+    return got + [(line, 0.0) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    """{family: (its folder, the curve of plain torch on whole logits)}"""
+    found = {}
+    for family in ("qwen3", "gemma2"):
+        folder = tmp_path_factory.mktemp(family)
+        path = tiny.save_model(folder / "model", family)
+        keys = dict(backend="torch", whole=True)
+        found[family] = path, world.run(curve, 1, path, str(folder / "whole"), **keys)[0]
+    return found
+
+
+LAYOUTS = {
+    "torch": (1, dict(backend="torch")),
+    "tp2": (2, layouts.TP2),
+    "tp2_sp_packed": (2, {**layouts.TP2_SP, **layouts.PACKED}),
+    "cp2": (2, layouts.CP2),
+    "pp2": (2, layouts.PP2),
+}
+CELLS = [("qwen3", name) for name in LAYOUTS] + [("gemma2", "torch"), ("gemma2", "tp2")]
+
+
+@pytest.mark.parametrize("family, layout", CELLS)
+def test_the_examples_z_loss_equals_plain_torch_on_whole_logits(oracles, tmp_path, family, layout):
+    ranks, keys = LAYOUTS[layout]
+    path, wanted = oracles[family]
+    assert wanted[-1][0] > 1  # the squares, which show in the loss
+    got = world.run(curve, ranks, path, str(tmp_path), loss_chunk_size=5, **keys)
+    assert_same_curve(got[0], wanted)
+
+
+# -- a function of the logits
+
+
+VOCAB = 61  # no multiple of 2 or 4
+
+
+def everything(logits):
+    """[n, 2]: cross entropy smoothed over the vocabulary; and a norm of the hidden states with the
+    logits of halved hidden states, whose products with the head are the function's own."""
+    mean = logits.sum(logits.values.sum(1)) / VOCAB
+    smoothed = 0.9 * logits.cross_entropy() + 0.1 * (logits.logsumexp() - mean)
+    halved = logits.spread(logits.hidden / 2) @ logits.weight.t()
+    return torch.stack(
+        [smoothed, logits.hidden.square().sum(1) + logits.sum(halved.tanh().sum(1))], 1
+    )
+
+
+def on_whole(hidden, weight, labels):
+    z = hidden @ weight.t()
+    smoothed = F.cross_entropy(z, labels, reduction="none", label_smoothing=0.1)
+    rest = hidden.square().sum(1) + (hidden / 2 @ weight.t()).tanh().sum(1)
+    return torch.stack([smoothed, rest], 1)
+
+
+def problem():
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(26, 24, generator=generator)
+    weight = torch.randn(VOCAB, 24, generator=generator) / 5
+    labels = torch.randint(0, VOCAB, (26,), generator=generator)
+    labels[::4] = -100
+    return hidden, weight, labels, torch.randn(26, 2, generator=generator)
+
+
+def sharded(chunk_size: int) -> list:
+    """Losses, d hidden and d weight of all ranks together."""
+    import torch.distributed as dist
+
+    from mca_lite.loss_tokens import token_losses
+
+    hidden, weight, labels, grad = problem()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine = F.pad(weight, (0, 0, 0, -VOCAB % size)).chunk(size)[rank].clone().requires_grad_()
+    hidden.requires_grad_()
+    group = dist.group.WORLD
+    losses = token_losses(hidden, mine, labels, group, VOCAB, chunk_size, of_logits=everything)
+    losses.backward(grad)
+    dist.all_reduce(hidden.grad)  # what megatron's mapping before the head does
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(parts, mine.grad)
+    return [losses.tolist(), hidden.grad.tolist(), torch.cat(parts)[:VOCAB].tolist()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_function_of_the_logits_has_its_gradients_in_every_layout(ranks):
+    hidden, weight, labels, grad = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    kept = labels != -100
+    losses = on_whole(hidden[kept], weight, labels[kept])
+    losses.backward(grad[kept])
+    wanted = torch.zeros(26, 2).index_put((kept,), losses.detach())
+    for got in world.run(sharded, ranks, 7):
+        for ours, theirs in zip(got, (wanted, hidden.grad, weight.grad), strict=True):
+            torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-5)
+
+
+def logits_seen(labels, function, chunk_size=4):
+    from mca_lite.loss_tokens import token_losses
+
+    hidden, weight, _, _ = problem()
+    seen = []
+
+    def noted(logits):
+        seen.append(tuple(logits.values.shape))
+        return function(logits)
+
+    labels = torch.tensor(labels)
+    return token_losses(
+        hidden[: len(labels)], weight, labels, chunk_size=chunk_size, of_logits=noted
+    ), seen
+
+
+def test_a_chunk_of_the_logits_is_there_at_a_time_and_rows_without_a_label_never():
+    losses, seen = logits_seen([1, 2, -100, 4, 5, 6, 7], lambda logits: logits.cross_entropy())
+    assert seen == [(4, VOCAB), (2, VOCAB)]
+    assert losses[2] == 0 and losses.shape == (7,)
+    hidden, weight, _, _ = problem()
+    wanted = F.cross_entropy(hidden[:1] @ weight.t(), torch.tensor([1]))
+    assert losses[0] == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_a_row_without_any_label_has_as_many_losses_and_a_bad_label_is_nan():
+    losses, _ = logits_seen([-100] * 3, lambda logits: torch.stack([logits.cross_entropy()] * 2, 1))
+    assert losses.shape == (3, 2) and not losses.any()
+    losses, _ = logits_seen([1, 99], lambda logits: logits.cross_entropy())
+    assert losses.isnan().tolist() == [False, True]
+
+
+def test_losses_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"gave \[\] for 3 tokens: expected \[n\] or \[n, k\]"):
+        logits_seen([1, 2, 3], lambda logits: logits.cross_entropy().mean())
