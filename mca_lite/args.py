@@ -50,7 +50,9 @@ class DataArguments(ArgumentGroup):
     """What it is trained on."""
 
     dataset: list[str] = arg(
-        MISSING, "files, or names in dataset_dir/dataset_info.json; a list, or joined by commas"
+        [],
+        "required to train: files, or names in dataset_dir/dataset_info.json; a list, or joined by "
+        "commas",
     )
     dataset_dir: str = arg("data", "the folder of dataset_info.json")
     eval_dataset: list[str] | None = arg(None, "files or names to evaluate on")
@@ -102,7 +104,7 @@ class FinetuningArguments(ArgumentGroup):
         "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
     )
     finetuning_type: Literal["full", "lora"] = arg(
-        "full", "full: every weight is trained; lora: adapters are"
+        "full", "full: every weight is trained; lora (LLaMA-Factory's default): adapters are"
     )
     lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536, lora=True)
     lora_alpha: float | None = arg(
@@ -221,7 +223,10 @@ class TrainingArguments(ArgumentGroup):
         None, "micro-batches a step on each data parallel rank (None: 1)", low=1
     )
     global_batch_size: int | None = arg(
-        None, "samples a step in all: gradient_accumulation_steps follows from it", low=1
+        None,
+        "samples a step in all, or packs of them with packing: gradient_accumulation_steps follows "
+        "from it",
+        low=1,
     )
     num_train_epochs: float = arg(3.0, "times that the data is seen", above=0, high=1e6)
     max_steps: int = arg(-1, "optimizer steps, instead of num_train_epochs (-1: not used)", low=-1)
@@ -237,7 +242,11 @@ class TrainingArguments(ArgumentGroup):
 
     # optimizer and schedule
     learning_rate: float = arg(5e-5, "the highest learning rate", low=0, optimizer="lr")
-    lr_scheduler_type: str = arg("linear", "shape of the learning rate after the warm-up")
+    lr_scheduler_type: str = arg(
+        "linear",
+        "shape of the learning rate after the warm-up, which constant does not have and "
+        "constant_with_warmup has",
+    )
     lr_scheduler_kwargs: dict[str, Any] = arg(
         {}, "min_lr, min_lr_rate, num_decay_steps, num_stable_steps, decay_type"
     )
@@ -333,7 +342,9 @@ class TrainingArguments(ArgumentGroup):
     variable_seq_lengths: bool = mca(
         False, "micro-batches may differ in length: pipeline stages exchange shapes", model=True
     )
-    sequence_packing: bool = arg(False, "pack the samples of a micro-batch into one row")
+    sequence_packing: bool = arg(
+        False, "join the samples of a micro-batch; packing fills rows of cutoff_len from all data"
+    )
     use_distributed_optimizer: bool = mca(
         False, "share optimizer state among the data parallel ranks", optimizer=True, ddp=True
     )

@@ -360,13 +360,17 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
 # ---- the other groups
 
 
-_NO_DATA = "it names no data", "dataset: <files, or names in dataset_info.json>"
+_DATA = "dataset: <files, or names in dataset_info.json>"
+
+
+def check_named(a: Any, judge: Judge) -> None:
+    """DataArguments name some data."""
+    if not a.dataset and not a.eval_dataset:
+        judge.refuse("dataset", "it names no data", _DATA)
 
 
 def check_records(a: Any, objective: Objective, judge: Judge) -> None:
     """DataArguments against the records of an objective."""
-    if not a.dataset and not a.eval_dataset:
-        judge.refuse("dataset", *_NO_DATA)
     if objective.has_pairs and a.train_on_prompt:
         reason = "answers are compared, and both have the same prompt"
         judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
@@ -375,8 +379,7 @@ def check_records(a: Any, objective: Objective, judge: Judge) -> None:
 def check_data(a: Any, judge: Judge) -> None:
     """DataArguments: what its keys must agree on; a val_size that counts samples becomes an int."""
     weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
-    if not a.dataset:
-        judge.refuse("dataset", *_NO_DATA)
+    check_named(a, judge)
     if a.eval_on_each_dataset and not a.eval_dataset:
         remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
         judge.refuse("eval_on_each_dataset", "eval_dataset names none", remedy)
@@ -482,6 +485,8 @@ def check_run(a: Any, judge: Judge) -> None:
     elif a.do_eval and not (a.eval_dataset or a.val_size > 0):
         remedy = "val_size: 0.05, or eval_dataset: <files>, or do_eval: false"
         judge.refuse("do_eval eval_dataset val_size", "there is nothing to evaluate on", remedy)
+    if a.do_train and a.eval_dataset and not a.dataset:
+        judge.refuse("dataset", "there is nothing to train on", f"{_DATA}, or do_train: false")
     if not (a.do_train or a.do_eval):
         remedy = "do_train: true, or do_eval: true"
         judge.refuse("do_train do_eval", "there is nothing to do", remedy)

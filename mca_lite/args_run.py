@@ -278,6 +278,12 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
     training, data, notes = run.training, run.data, []
     if switched_off:
         notes.append(f"use_mca is false: plain torch DDP does without {', '.join(switched_off)}")
+    if training.sequence_packing and not (data.neat_packing or data.packing):
+        count = training.per_device_train_batch_size
+        notes.append(
+            f"sequence_packing joins the samples of a micro-batch, {count} of them: packing: true "
+            "fills rows of cutoff_len"
+        )
     if training.fp8 and OBJECTIVES[run.finetuning.stage].has_pairs:
         notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
     if training.max_steps > 0 and "num_train_epochs" in given:

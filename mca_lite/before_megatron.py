@@ -5,6 +5,7 @@ that local layers do not need. So cpu.apply() comes first whichever module is im
 the modules that warn are imported here. The warning filters of the host program stay as they are.
 """
 
+import contextlib
 import warnings
 
 from . import cpu
@@ -14,3 +15,16 @@ with warnings.catch_warnings():
     cpu.apply()
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
+
+
+@contextlib.contextmanager
+def quiet():
+    """A run, without what libraries tell each rank of what its user has no part in."""
+    with warnings.catch_warnings():
+        # megatron-core calls collectives by names that newer versions of torch have others for
+        warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
+        # megatron-core asks every tensor for a gradient
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        # the summary says it once, on a GPU
+        warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
+        yield

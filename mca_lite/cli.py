@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             for line in arguments.warnings:
                 print(f"note: {line}", flush=True)
+        arguments.training.notes.clear()  # the summary need not say them again
         # torch, transformers and megatron-core: seconds, and a typing error is told by now
         from .run import make_plan, train
 

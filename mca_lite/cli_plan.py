@@ -205,6 +205,8 @@ def _run_lines(layout: _Layout) -> list[str]:
 
     args, arguments = layout.args, layout.arguments
     lines, of_epoch = [], 0
+    if not arguments.data.dataset:
+        return ["steps          0: there is no dataset to train on"]
     if args.max_steps <= 0:
         data = _data(arguments)
         of_epoch = math.ceil(len(data.train) / layout.global_batch_size)

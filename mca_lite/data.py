@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
-from .args_rules import check_records
+from .args_rules import check_named, check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
@@ -311,6 +311,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
     judge = Judge(data_args)
+    check_named(data_args, judge)
     check_records(data_args, objective_of(stage), judge)
     judge.close()
     loader = _Loader(data_args, stage, tokenizer)

@@ -31,6 +31,8 @@ class Packs(Dataset):
         self.identity = f"{name} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
 
+    unit = "packs"  # what a row is, in reports
+
     def __len__(self) -> int:
         return len(self.packs)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from .args_rules_schedule import plan_schedule
 from .constants import LOSS_PLOT_NAME, PAGE_NAME, RUN_SUMMARY_NAME, TRAINER_LOG_NAME
 from .files import describe_error, write_file, write_json
 from .log_html import page
@@ -325,7 +326,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     # here: they bring torch and megatron, which a refused key need not wait for
     from . import model_te, parallel
 
-    args, state = trainer.args, trainer.state
+    args = trainer.args
     config = getattr(trainer.model, "config", None)
     total, trained = trainer.backend.num_parameters()
     precision = str(trainer.backend.dtype).removeprefix("torch.")
@@ -365,19 +366,36 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             **_experts(config, args),
             **balance_summary(trainer.backend, args),
             "activations": ", ".join(shared) or "whole on every rank",
+            **_connections(args, parallel.device().type),
         },
-        "steps": {
-            "global batch": f"{plan.global_batch_size} samples = micro-batch "
-            f"{plan.micro_batch_size} x accumulation {args.gradient_accumulation_steps} x data "
-            f"parallel {plan.dp_size}",
-            "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} "
-            "samples)",
-            "from step": state.global_step,
-        },
+        "steps": _steps(trainer, plan),
     }
     if args.notes:
         sections["chosen"] = {str(i + 1): note for i, note in enumerate(args.notes)}
     return {**sections, **trainer.extra_summary}
+
+
+def _steps(trainer, plan) -> dict[str, str | int]:
+    args, state = trainer.args, trainer.state
+    unit = getattr(trainer.train_dataset, "unit", "samples")
+    warmup = plan_schedule(args, state.max_steps).warmup
+    return {
+        "global batch": f"{plan.global_batch_size} {unit} = micro-batch {plan.micro_batch_size} x "
+        f"accumulation {args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
+        "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} "
+        f"{unit})",
+        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, {warmup} steps of "
+        "warm-up",
+        "from step": state.global_step,
+    }
+
+
+def _connections(args, device: str) -> dict[str, str]:
+    """What megatron-core recommends for tensor parallelism on a GPU, where it is not so."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if device == "cpu" or args.tensor_model_parallel_size == 1 or os.environ.get(name) == "1":
+        return {}
+    return {name: "not 1: exported so, messages begin before the products that hide them"}
 
 
 def _experts(config, args) -> dict[str, str]:

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from . import (
+    before_megatron,
     lora,
     lora_files,
     model,
@@ -34,8 +35,9 @@ from .args_run import RunArguments
 from .args_values import Judge, read_config_file, refuse
 from .ckpt_megatron import DIST_NAME
 from .constants import EVAL_RESULTS_NAME, HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
-from .data import DatasetBundle, load_datasets
+from .data import DatasetBundle, TokenDataset, load_datasets
 from .data_batches import steps_of_run
+from .data_packs import Packs
 from .files import check_can_write, read_json, write_json
 from .lora_sites import host_of
 from .model_config import load_tokenizer
@@ -110,8 +112,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     data = load_datasets(arguments.data, keys.stage, tokenizer, seed)
     data.report[:0] = report
     args = arguments.training
-    steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
-    plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves nothing to decay
+    if data.train is not None:
+        steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
+        plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves no decay
     return Plan(arguments, objective, planned, tokenizer, data, second_model)
 
 
@@ -274,7 +277,8 @@ def train(plan: Plan):
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
-    with watchdog.watch(args), output_folder.hold(args.output_dir):
+    quiet = before_megatron.quiet()
+    with quiet, watchdog.watch(args), output_folder.hold(args.output_dir):
         trainer = build_trainer(plan)
         if args.do_train:
             result = trainer.train()
@@ -371,22 +375,21 @@ def data_summary(plan: Plan) -> dict[str, str]:
     """What the start summary says of the objective and the data."""
     data, keys, datasets = plan.arguments.data, plan.arguments.finetuning, plan.data
     spec = plan.model.adapters
-    packed = plan.arguments.training.sequence_packing
-    unit, packing = f"{plan.objective.unit}s", ""
-    if packed:
+    packing = ""
+    if plan.arguments.training.sequence_packing:
         packing = ", samples packed, none sees another"
-        if plan.objective.has_pairs:
-            unit = "packs of pairs"
     elif data.packing:
         packing = ", documents joined and cut"
     words = [keys.stage, plan.objective.describe(keys)]
     summary = {
         "stage": ", ".join(filter(None, words)),
+        "finetuning": "full: every weight is trained",
         "dataset": ", ".join(data.dataset),
-        "training": f"{len(datasets.train):,} {unit}, {datasets.train.num_tokens:,} tokens, "
-        f"{datasets.train.num_trained_tokens:,} trained",
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
+    if datasets.train is not None:
+        summary["training"] = f"{_count(plan, datasets.train)}, {datasets.train.num_tokens:,} "
+        summary["training"] += f"tokens, {datasets.train.num_trained_tokens:,} trained"
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
@@ -394,5 +397,12 @@ def data_summary(plan: Plan) -> dict[str, str]:
     for name, part in evaluated.items():
         if part is not None:
             trained = f"{part.num_trained_tokens:,} trained tokens"
-            summary[name] = f"{len(part):,} {unit}, {trained}"
+            summary[name] = f"{_count(plan, part)}, {trained}"
     return summary
+
+
+def _count(plan: Plan, part: TokenDataset | Packs) -> str:
+    """How many rows a dataset has: global_batch_size counts them."""
+    if isinstance(part, Packs):
+        return f"{len(part):,} packs of {len(part.dataset):,} {plan.objective.unit}s"
+    return f"{len(part):,} {plan.objective.unit}s"

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from . import ckpt, output_folder, parallel, watchdog
+from . import before_megatron, ckpt, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
@@ -142,8 +142,8 @@ class McaTrainer:
         SIGTERM, SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
         SystemExit with the code trainer_callbacks.EXIT_CODE.
         """
-        held = output_folder.hold(self.args.output_dir)
-        with watchdog.watch(self.args), held, StopSignals() as self._signals:
+        held, quiet = output_folder.hold(self.args.output_dir), before_megatron.quiet()
+        with quiet, watchdog.watch(self.args), held, StopSignals() as self._signals:
             return self._train(resume_from_checkpoint, self._signals)
 
     def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:

@@ -70,9 +70,8 @@ def test_packs_and_adapters_train_from_the_command_line(tmp_path):
         tmp_path,
         nproc=2,
     ).stdout
-    assert (
-        re.search(r"packed into \d+ rows of at most 200 tokens", shown)
-        and "packs of pairs" in shown
+    assert re.search(r"packed into \d+ rows of at most 200 tokens", shown) and re.search(
+        r"training +\d+ packs of 40 pairs", shown
     )
     assert (
         read_log(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)

@@ -17,6 +17,7 @@ BASE = (
 RUNS = {
     "trained": "model_name_or_path={folder}/model eval_on_each_dataset=true",
     "alone": "model_name_or_path={folder}/trained do_train=false eval_on_each_dataset=true",
+    "without": "model_name_or_path={folder}/trained do_train=false dataset=null",
     "joined": "model_name_or_path={folder}/trained do_train=false",
     "best": "model_name_or_path={folder}/model eval_on_each_dataset=true eval_strategy=steps "
     "eval_steps=1 metric_for_best_model=other_loss",
@@ -61,6 +62,10 @@ def test_the_loss_over_several_sets_is_that_of_their_tokens(folder):
     assert results(folder, "joined") == {"eval_loss": pytest.approx(alone["eval_loss"], rel=1e-5)}
 
 
+def test_evaluation_alone_needs_nothing_to_train_on(folder):
+    assert results(folder, "without") == pytest.approx(results(folder, "joined"), rel=1e-6)
+
+
 def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
     state = json.loads((folder / "best" / "trainer_state.json").read_text())
     losses = [line["eval_other_loss"] for line in state["log_history"] if "eval_loss" in line]
@@ -73,6 +78,8 @@ def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
     [
         ("do_train=false", "do_train"),
         ("do_eval=true", "do_eval"),
+        ("do_eval=true eval_dataset={folder}/chat.jsonl dataset=null", "dataset"),
+        ("do_eval=true do_train=false dataset=null", "dataset"),
         ("eval_on_each_dataset=true", "eval_on_each_dataset"),
         (
             "do_eval=true eval_on_each_dataset=true eval_dataset={folder}/chat.jsonl,chat.json",

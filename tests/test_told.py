@@ -1,0 +1,78 @@
+"""What a run says of itself, each thing once: on the way, in its summary, in --help and on the page
+for those who move in. What libraries say to each rank is not among it.
+"""
+
+import re
+import warnings
+
+from mca_lite.args_run import FIELDS, format_help
+from mca_lite.log import _connections
+from tests.shared import world
+from tests.shared.commands import ROOT, SHORT, run, run_train
+
+SHARDED = "sequence_parallel=true use_distributed_optimizer=true overlap_grad_reduce=true "
+SHARDED += "overlap_param_gather=true tensor_model_parallel_size=2"
+
+
+def run_with_warnings(words: list[str]) -> tuple[int, str, str]:
+    """train.py in a process whose libraries may warn: the fork server's may not."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore", DeprecationWarning)  # as Python does
+    return run_train(words)
+
+
+def test_libraries_warn_no_rank_of_collectives_or_connections(tmp_path):
+    words = f"configs/sft.yaml {SHORT} {SHARDED} max_samples=40 warmup_ratio=0"
+    words += f" output_dir={tmp_path}/out cache_dir={tmp_path}/cache disable_tqdm=true"
+    ranks = world.run(run_with_warnings, 2, words.split(), timeout_s=240)
+    assert [(code, error) for code, _, error in ranks] == [(0, ""), (0, "")]
+
+
+def test_a_run_says_once_what_a_row_is_and_which_schedule_and_weights_it_trains(tmp_path):
+    words = f"configs/sft.yaml {SHORT} packing=true lr_scheduler_type=constant max_samples=40"
+    shown = run(f"{words} output_dir={tmp_path}", tmp_path).stdout
+    for once in (
+        r"\n  global batch +8 packs = micro-batch 2 x accumulation 4 x data parallel 1\n",
+        r"\n  steps +3 \(2 an epoch of \d+ packs\)\n",
+        r"\n  training +\d+ packs of 40 samples,",
+        r"\n  learning rate +0.003, constant, 0 steps of warm-up\n",
+        r"the schedule constant has no warm-up: constant_with_warmup has one\n",
+        r"\n  finetuning +full: every weight is trained\n",
+    ):
+        assert len(re.findall(once, shown)) == 1, once
+    assert "sequence_packing joins" not in shown
+
+
+def test_sequence_packing_alone_is_told_from_packing(tmp_path):
+    words = f"configs/sft.yaml {SHORT} sequence_packing=true max_samples=40 max_steps=1"
+    shown = run(f"{words} warmup_ratio=0 output_dir={tmp_path}", tmp_path).stdout
+    said = "sequence_packing joins the samples of a micro-batch, 2 of them: packing: true fills"
+    assert shown.count(said) == 1
+    assert re.search(r"global batch +8 samples ", shown)
+
+
+def test_help_says_what_counts_as_a_sample_and_what_other_trainers_do():
+    shown = format_help()
+    assert re.search(r"global_batch_size \(null\): .*packs of them with packing", shown)
+    assert re.search(r'finetuning_type \("full"\): .*LLaMA-Factory\'s default', shown)
+    assert re.search(r"lr_scheduler_type .*constant_with_warmup has", shown)
+    assert re.search(r"sequence_packing .*packing fills rows of cutoff_len", shown)
+
+
+def test_the_page_for_those_who_move_in_says_them():
+    page = (ROOT / "configs/MIGRATION.md").read_text()
+    for key in ("finetuning_type", "sequence_packing", "global_batch_size"):
+        assert key in FIELDS and re.search(rf"^\|.*`{key}", page, re.MULTILINE), key
+    assert "`constant_with_warmup` has one" in page
+
+
+def test_the_summary_names_what_megatron_recommends_for_a_gpu_alone(monkeypatch):
+    from mca_lite import TrainingArguments
+
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = TrainingArguments(output_dir="out", tensor_model_parallel_size=2)
+    assert list(_connections(args, "cuda")) == [name] and _connections(args, "cpu") == {}
+    monkeypatch.setenv(name, "1")
+    assert _connections(args, "cuda") == {}
