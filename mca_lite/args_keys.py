@@ -127,6 +127,8 @@ _IGNORED_BY_REASON = {
     "activation_checkpointing activation_checkpointing_kwargs",
     "recompute_granularity decides it": "disable_gradient_checkpointing use_unsloth_gc "
     "use_reentrant_gc",
+    "torchrun starts the ranks": "ray_* placement_strategy resources_per_worker master_addr "
+    "master_port",
     "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank "
     "accelerator_config parallelism_config device_map offload_folder low_cpu_mem_usage",
     "overlap_grad_reduce decides it": "delay_grad_reduce",
@@ -158,7 +160,7 @@ _IGNORED_BY_REASON = {
     "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
     "calculate_per_token_loss does it": "average_tokens_across_devices",
     "mix_weights decides it": "mix_strategy",
-    "cache_dir holds tokenised data": "tokenized_path",
+    "cache_dir holds tokenised data, and training follows": "tokenized_path",
     "one process tokenises for all": "data_shared_file_system preprocessing_batch_size buffer_size",
     "no sample is dropped": "dataloader_drop_last",
     "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers "
@@ -183,6 +185,22 @@ _IGNORED_BY_REASON = {
     "use_audio_in_video",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
+
+# Values of other trainers that a key does not take, and why.
+FOREIGN_VALUES = {
+    "stage": {
+        "rm": "a reward model, with a head of its own, is not trained",
+        "ppo": "reinforcement learning is not in this version",
+        "kto": "KTO, the loss of answers with a label each, is not in this version",
+    },
+    "finetuning_type": {
+        "freeze": "training some layers alone is not in this version: lora has lora_target",
+        "oft": "orthogonal adapters are not in this version",
+    },
+    "pref_loss": dict.fromkeys(
+        ("simpo", "ipo", "hinge", "kto_pair"), "not in this version, and register_loss adds one"
+    ),
+}
 
 # What to say about keys that are no keys here although they read like some.
 HINTS = {

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 
-from .args_keys import UNSUPPORTED, unsupported
+from .args_keys import FOREIGN_VALUES, UNSUPPORTED, unsupported
 
 
 class Problem(NamedTuple):
@@ -431,7 +431,9 @@ class ArgumentGroup:
             if "check" in item.metadata:
                 item.metadata["check"](value)
         except ValueError as error:
-            judge.refuse(key, str(error), example(item), value)
+            why = FOREIGN_VALUES.get(key, {}).get(str(value).lower())
+            reason = str(error) if why is None else f"{why}: {error}"
+            judge.refuse(key, reason, example(item), value)
         else:
             limits = {name: item.metadata[name] for name in _LIMITS if name in item.metadata}
             kept = all(

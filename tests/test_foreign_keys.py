@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mca_lite.args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
+from mca_lite.args_keys import (
+    ALIASES,
+    FOREIGN_VALUES,
+    HINTS,
+    IGNORED_KEYS,
+    UNSUPPORTED,
+    lookup,
+    unsupported,
+)
 from mca_lite.args_run import FIELDS, GROUPS, own_keys
 from mca_lite.args_values import check_keys, default_of
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER
@@ -43,7 +51,7 @@ def fate_of(name: str) -> str:
 
 def test_the_lists_are_whole():
     sizes = (len(listed(MCORE_ADAPTER)), len(listed(LLAMA_FACTORY)), len(of_transformers()))
-    assert sizes[:2] == (57, 223) and sizes[2] >= 100
+    assert sizes[:2] == (57, 227) and sizes[2] >= 100
 
 
 def test_every_argument_of_the_origins_has_a_fate():
@@ -94,6 +102,14 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
     assert [k for k in theirs if fate_of(k) == "unknown" and k not in HINTS] == []
     ours = [key for _, here in ROWS for key in keys_in(here)]
     assert [key for key in ours if key not in FIELDS and key not in others] == []
+
+
+def test_values_of_other_trainers_are_refused_with_the_reason():
+    for key, values in FOREIGN_VALUES.items():
+        (group,) = (group for group in GROUPS if key in group.__dataclass_fields__)
+        for value, reason in values.items():
+            (problem,) = check_keys(group, **{key: value})
+            assert problem.reason.startswith(f"{reason}: expected one of "), problem
 
 
 def test_what_a_hint_names_is_a_key():

@@ -67,5 +67,5 @@ freeze_extra_modules simpo_gamma=0.5 freeze_vision_tower=true freeze_multi_modal
 freeze_language_model compute_accuracy rope_scaling moe_aux_loss_coef quantization_bit streaming
 loraplus_lr_ratio loraplus_lr_embedding=1e-6 use_dora pissa_init pissa_iter=16 pissa_convert
 create_new_adapter pref_bco_weight=0.0 ref_model_adapters ref_model_quantization_bit
-interleave_probs additional_target
+interleave_probs additional_target ray_num_workers=1 ray_init_kwargs master_addr master_port
 """

@@ -1,0 +1,67 @@
+"""Examples of LLaMA-Factory and mcore_adapter: run after model, data and paths are replaced and
+nothing else, or refused with the reason.
+"""
+
+import pytest
+
+from mca_lite.args_run import parse_args
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.commands import run_train
+from tests.shared.foreign_examples import LLAMA_FACTORY, REFUSED, ROLL, write_demo_data
+from tests.shared.small_runs import save_tokenizer
+
+EXAMPLES = {**LLAMA_FACTORY, **ROLL}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    tiny.save_model(folder / "dense", "qwen3")
+    tiny_moe.save_model(folder / "moe", "qwen3_moe")
+    for name in ("dense", "moe"):
+        save_tokenizer(folder / name)
+    write_demo_data(folder)
+    return folder
+
+
+def replaced(words: str, place, name: str) -> list[str]:
+    """The words with other paths, model and data, and nothing else."""
+    model = place / ("moe" if "moe" in words else "dense")
+    changes = dict(model_name_or_path=model, dataset_dir=place, cache_dir=place / "cache")
+    changes["output_dir"] = place / name.replace("/", "-")
+    return [*words.split(), *(f"{key}={value}" for key, value in changes.items())]
+
+
+def ranks_of(words: str) -> int:
+    """The GPUs of an example's machine."""
+    return 8 if "model_parallel_size=4" in words else 2
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_planned(place, monkeypatch, name):
+    from mca_lite.run import make_plan
+
+    words = EXAMPLES[name]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks_of(words)))
+    plan = make_plan(parse_args(replaced(words, place, name)))
+    assert len(plan.data.train) > 0 and plan.objective.stage in words
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_example_is_refused_with_the_reason(place, monkeypatch, name):
+    from mca_lite.run import make_plan
+
+    words, key, reason = REFUSED[name]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks_of(words)))
+    with pytest.raises(ValueError) as refused:
+        make_plan(parse_args(replaced(words, place, name)))
+    assert key in str(refused.value) and reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["train_lora/qwen3_lora_sft.sh", "train_lora/qwen3_lora_dpo", "run_sft_train.sh"]
+)
+def test_an_example_trains(place, name):
+    words = replaced(EXAMPLES[name], place, f"trained-{name}")
+    for code, out, error in world.run(run_train, ranks_of(EXAMPLES[name]), words, timeout_s=240):
+        assert code == 0, out + error
