@@ -432,6 +432,16 @@ class TrainingArguments(ArgumentGroup):
         return int(os.environ.get("WORLD_SIZE", "1"))
 
     @property
+    def process_index(self) -> int:
+        """This process's number in the run: torchrun's RANK, 0 without it."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process is the one that writes files of its own: the first."""
+        return self.process_index == 0
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model together: tp x pp x cp."""
         return (

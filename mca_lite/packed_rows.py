@@ -30,12 +30,13 @@ def get_ltor_masks_and_position_ids(
     - 1).
 
     input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
-    columns as well. build_attention_mask False: the mask is None, which the models take as causal.
+    columns as well. build_attention_mask False: the mask is attn_mask_1D as it is; None, which the
+    models take as causal, where there is none.
     """
     b, s = input_ids.shape
     position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
     if not build_attention_mask:
-        return None, position_ids
+        return attn_mask_1D, position_ids
     visible = torch.ones(s, s, dtype=torch.bool, device=input_ids.device).tril().expand(b, 1, s, s)
     if attn_mask_1D is not None:
         visible = visible & attn_mask_1D.bool()[:, None, None, :]
@@ -63,8 +64,9 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
-    """Whether all documents, padding too, are a multiple of align_size long."""
-    return all(bool((_document_lengths(row) % align_size == 0).all()) for row in attention_mask)
+    """Whether all documents are a multiple of align_size long; padding may have any length."""
+    lengths = (_document_lengths(row[row != 0]) for row in attention_mask)
+    return all(bool((of_row % align_size == 0).all()) for of_row in lengths)
 
 
 # -- a batch as one packed row ---------------------------------------------------------------------

@@ -736,6 +736,13 @@ def test_fields_of_megatron_that_are_no_keys_pass_through_additional_configs():
     assert problem.suggestion == "fp8: hybrid"
 
 
+def test_arguments_know_which_process_they_are_of(monkeypatch):
+    for rank, first in (("0", True), ("3", False)):
+        monkeypatch.setenv("RANK", rank)
+        args = training()
+        assert (args.process_index, args.should_save) == (int(rank), first)
+
+
 def test_a_warm_up_that_the_schedule_does_not_have_is_said():
     said = [
         any("no warm-up" in note for note in training(lr_scheduler_type=kind, **keys).notes)

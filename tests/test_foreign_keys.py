@@ -96,7 +96,7 @@ def keys_in(cell: str) -> list[str]:
 
 
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
-    others = {"router_aux_loss_coef", "max_lr", "constant_with_warmup"}  # of config.json, values
+    others = {"router_aux_loss_coef", "max_lr", "constant_with_warmup", "register_loss"}
     theirs = [key for there, _ in ROWS for key in keys_in(there)]
     assert len(theirs) > 30
     assert [k for k in theirs if fate_of(k) == "unknown" and k not in HINTS] == []

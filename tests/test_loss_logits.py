@@ -175,6 +175,25 @@ def test_a_row_without_any_label_has_as_many_losses_and_a_bad_label_is_nan():
     assert losses.isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_cross_entropy_as_a_function_of_the_logits_has_the_usual_gradients(dtype, softcap):
+    from mca_lite.loss_tokens import token_losses
+
+    hidden, weight, labels, grad = problem()
+    low, high = torch.randn(26, 3), torch.randn(VOCAB, 3)  # of an adapter on the head
+    got = []
+    for function in (None, lambda logits: logits.cross_entropy()):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, low, high)]
+        losses = token_losses(
+            *leaves[:2], labels, chunk_size=7, extra=leaves[2:], softcap=softcap, of_logits=function
+        )
+        losses.backward(grad[:, 0])
+        got.append([losses.detach(), *(leaf.grad.float() for leaf in leaves)])
+    for theirs, ours in zip(*got, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
+
+
 def test_losses_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"gave \[\] for 3 tokens: expected \[n\] or \[n, k\]"):
         logits_seen([1, 2, 3], lambda logits: logits.cross_entropy().mean())

@@ -76,9 +76,10 @@ def test_seqlens_take_a_mask_of_any_integer_type(dtype):
     assert get_seqlens_in_batch(torch.tensor([[1, 1, 0]]).to(dtype))[0].tolist() == [0, 2, 3]
 
 
-def test_padding_counts_for_alignment():
+def test_documents_are_aligned_and_padding_may_have_any_length():
     assert check_pack_seq_aligned(torch.tensor([[1, 1, 2, 2, 2, 2, 0, 0]]), 2)
-    assert not check_pack_seq_aligned(torch.tensor([[1, 1, 2, 2, 2, 2, 0]]), 2)
+    assert check_pack_seq_aligned(torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 1, 0]]), 2)
+    assert not check_pack_seq_aligned(torch.tensor([[1, 1, 2, 2, 2, 0]]), 2)
     assert not check_pack_seq_aligned(torch.tensor([[1, 1, 2, 2, 2, 2]]), 4)
 
 
@@ -106,6 +107,8 @@ def test_no_mask_is_built_where_none_is_asked_for():
         torch.zeros(1, 4, dtype=torch.long), build_attention_mask=False
     )
     assert mask is None and positions.tolist() == [[0, 1, 2, 3]]
+    ones = torch.ones(1, 4)
+    assert get_ltor_masks_and_position_ids(ones, False, attn_mask_1D=ones)[0] is ones
 
 
 # -- the packer and the cut of a row

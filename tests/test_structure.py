@@ -124,7 +124,10 @@ def test_only_the_import_of_megatron_filters_warnings():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "CONTRIBUTING.md", "mca_lite/README.md", "tests/README.md", "configs/README.md"],
+    [
+        *("README.md", "CONTRIBUTING.md", "mca_lite/README.md", "tests/README.md"),
+        *("configs/README.md", "configs/MIGRATION.md"),
+    ],
 )
 def test_a_page_names_only_files_tests_and_targets_that_exist(page):
     text = (ROOT / page).read_text()

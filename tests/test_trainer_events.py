@@ -233,6 +233,8 @@ def hook(*names: str):
             hook("data_iterator", "model", "x"),
             r"called with \(batch, inputs\)",
         ),
+        ("_pad_batched_inputs", hook("inputs"), r"never be called: override _to_length"),
+        ("create_optimizer_and_scheduler", hook("steps"), r"override create_optimizer\(\) or"),
         ("_post_compute_loss", hook("outputs"), r"called with \(labels, losses\)"),
         ("_prepare_train_inputs", hook("data_iterator"), None),
         ("_post_compute_loss", hook("labels", "losses", "more=1"), None),

@@ -1,0 +1,60 @@
+"""The pages of configs/ say what the code does: built-in chat templates, callbacks' events and
+flags, and what other trainers call otherwise.
+"""
+
+import re
+
+from transformers import TrainerCallback as TheirCallback
+
+from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
+from mca_lite.trainer_callbacks import FLAGS, TrainerCallback, TrainerState
+from tests.shared.commands import ROOT
+from tests.shared.toy_tokenizer import word_tokenizer
+
+
+def rows(page: str, heading: str = "") -> list[list[str]]:
+    """The cells of the page's tables, or of those below a heading, without their headers."""
+    text = (ROOT / "configs" / page).read_text()
+    if heading:
+        text = text.split(f"\n## {heading}")[1].split("\n## ")[0]
+    text = re.sub(r"^\|.*\|\n\| --- .*\n", "", text, flags=re.MULTILINE)
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_every_template_stands_on_its_page_with_its_names_and_what_it_writes():
+    turns = [("system", "S"), ("user", "Q"), ("assistant", "A")]
+    turns = [{"role": role, "content": content} for role, content in turns]
+    tokenizer = word_tokenizer()
+    tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
+    wanted = []
+    for ours, template in TEMPLATES.items():
+        theirs = ", ".join(f"`{name}`" for name, own in BUILT_IN_FOR.items() if own == ours)
+        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+        text = text.replace("\n", "\\n").replace("|", "\\|")
+        wanted.append([f"`{ours}`", theirs, f"`{text}`"])
+    assert rows("TEMPLATES.md") == wanted
+
+
+def test_every_event_of_a_callback_stands_on_its_page_as_its_docstring_says():
+    own = {name: hook for name, hook in vars(TrainerCallback).items() if name.startswith("on_")}
+    wanted = [[f"`{name}`", " ".join(hook.__doc__.split())] for name, hook in own.items()]
+    assert rows("CALLBACKS.md", "Events") == wanted
+    theirs = {name for name in vars(TheirCallback) if name.startswith("on_")}
+    never = re.findall(r"Never called: (.+?), since", (ROOT / "configs/CALLBACKS.md").read_text())
+    assert {f"`{name}`" for name in theirs - own.keys()} == set(never[0].split(", "))
+
+
+def test_every_flag_and_state_of_callbacks_stands_on_their_page():
+    assert [flag for flag, _ in rows("CALLBACKS.md", "Flags")] == [f"`{flag}`" for flag in FLAGS]
+    named = [re.findall(r"`(\w+)`", cells[0]) for cells in rows("CALLBACKS.md", "State")]
+    assert {name for names in named for name in names} == set(TrainerState.__dataclass_fields__)
+
+
+def test_the_page_for_those_who_move_in_has_two_columns_for_each_of_four_origins():
+    text = (ROOT / "configs/MIGRATION.md").read_text()
+    headings = re.findall(r"^## From (.+)$", text, re.MULTILINE)
+    assert headings == ["mcore_adapter", "LLaMA-Factory", "Hugging Face's Trainer", "TRL"]
+    for heading in headings:
+        found = rows("MIGRATION.md", f"From {heading}")
+        assert len(found) > 5 and all(len(cells) == 2 and all(cells) for cells in found)
