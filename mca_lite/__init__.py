@@ -16,6 +16,7 @@ _HOME = {
     "DataArguments": "args",
     "DPOConfig": "trainer_dpo_config",
     "DPOTrainer": "trainer_dpo",
+    "Logits": "loss_logits",
     "McaGPTModel": "model",
     "McaModelConfig": "model_config",
     "McaTrainer": "trainer",

@@ -118,8 +118,7 @@ class McaGPTModel(GPTModel):
     tp]; on a pipeline stage that is not the last, its hidden states.
     """
 
-    # in place of cross entropy; k losses of a token are one more dimension, the last
-    loss_of_logits: LossOfLogits | None = None
+    loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
         super().__init__(

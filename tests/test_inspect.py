@@ -253,7 +253,7 @@ def real(keys: dict) -> dict:
 
     plan = run.make_plan(parse_args(small_runs.words_of(keys)))
     parallel.initialize(plan.arguments.training)
-    trainer = run._build_trainer(plan)
+    trainer = run.build_trainer(plan)
     batches = plan_batches(trainer, trainer.train_dataset, training=True)
     step = read_step(trainer, iter(trainer.get_train_dataloader()), batches, 0)[0]
     held = {key: tuple(p.shape) for key, p in own_parameters(trainer.model).items()}
