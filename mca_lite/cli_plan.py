@@ -17,9 +17,8 @@ import sys
 from typing import NamedTuple
 
 from .args_run import parse_args
-from .args_values import ConfigError, refuse
+from .args_values import ConfigError, refuse, show_size
 from .cli_errors import end
-from .objectives import OBJECTIVES
 
 DOES_NOT_FIT = 3
 _GIB = 2**30
@@ -78,7 +77,9 @@ def _plan(words: list[str], options) -> int:
     arguments = parse_args(words)
     if not arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are megatron-core's", "use_mca: true")
-    model = _Model(arguments)
+    from .plan_memory import ModelOfRun
+
+    model = ModelOfRun(arguments)
     layout = _Layout(arguments, model, options)
     for line in (*_memory_lines(layout), *_run_lines(layout)):
         print(line)
@@ -95,44 +96,15 @@ def _plan(words: list[str], options) -> int:
     return 0 if need <= budget else DOES_NOT_FIT
 
 
-class _Model:
-    """What layouts share: the length of rows, the adapters, the tensors' shapes."""
-
-    def __init__(self, arguments):
-        from . import lora, lora_files
-        from .plan_memory import ModelTensors
-
-        config, spec = self.config_of(arguments), None
-        if arguments.finetuning.finetuning_type == "lora":
-            spec = lora.plan(config, lora_files.adapter_of_keys(arguments.finetuning)[0])
-        self.tensors = ModelTensors(config, spec)
-        self.objective = OBJECTIVES[arguments.finetuning.stage]
-        self.length = arguments.data.cutoff_len * (2 if self.objective.has_pairs else 1)
-
-    @staticmethod
-    def config_of(arguments):
-        from .model_config import AutoConfig
-
-        keys = arguments.model
-        return AutoConfig.from_pretrained(
-            keys.model_name_or_path,
-            arguments.training,
-            keys.trust_remote_code,
-            arguments.model_config,
-        )
-
-
 class _Layout:
     """A run in one layout: what its fullest rank holds, and how long a step takes."""
 
-    def __init__(self, arguments, model: _Model, options, keys: tuple[str, ...] = ()):
-        from .plan_memory import fullest_rank
-
+    def __init__(self, arguments, model, options, keys: tuple[str, ...] = ()):
         self.arguments, self.model, self.options, self.keys = arguments, model, options, keys
         self.args = arguments.training
         self.config = model.config_of(arguments)
-        self.stage, self.memory = fullest_rank(
-            self.args, self.config, model.tensors, model.length, options.gpus, on_gpu=True
+        self.stage, self.memory = model.fullest_rank(
+            self.args, self.config, options.gpus, on_gpu=True
         )
         self.global_batch_size = self.args.train_global_batch_size
 
@@ -188,8 +160,8 @@ def _memory_lines(layout: _Layout) -> list[str]:
         f"model          {total:,} parameters",
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
     ]
-    lines += [f"  {name:12} {_size(getattr(memory, name)):>12}" for name in PARTS]
-    lines.append(f"  {'total':12} {_size(memory.total):>12}")
+    lines += [f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in PARTS]
+    lines.append(f"  {'total':12} {show_size(memory.total):>12}")
     if hasattr(layout.config, "kv_lora_rank"):
         lines.append("note: activations of multi-latent attention are counted too low")
     if layout.model.objective.has_pairs and layout.arguments.finetuning.ref_model is not None:
@@ -224,13 +196,13 @@ def _run_lines(layout: _Layout) -> list[str]:
             count = steps // every
         lines.append(f"{'evaluations' if what == 'eval' else 'checkpoints':15}{count}")
     total, width = layout.model.tensors.total(layout.config), layout.config.params_dtype.itemsize
-    lines.append(f"model on disk  {_size(total * width)}")
+    lines.append(f"model on disk  {show_size(total * width)}")
     states = 0 if args.save_only_model else 4 * len(OPTIMIZERS[args.optim].states)
     size = total * (width + states + (4 if width < 4 and states else 0))  # float32 masters
     if layout.model.tensors.spec is not None:  # the adapters alone are kept, in float32
         ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
         size = layout.memory.trained * ranks * (4 + states)
-    lines.append(f"a checkpoint   {_size(size)}")
+    lines.append(f"a checkpoint   {show_size(size)}")
     time = layout.step_time()
     if time is not None:
         hours = time[0] * steps / 3600
@@ -267,9 +239,3 @@ def _layouts(words: list[str], base: _Layout, options):
         with contextlib.suppress(ConfigError):
             arguments = parse_args([*words, *batch, *keys])
             yield _Layout(arguments, base.model, options, (*keys, *batch[1:]))
-
-
-def _size(count: float) -> str:
-    if count < 0.1 * _GIB:
-        return f"{count / 2**20:.2f} MiB"
-    return f"{count / _GIB:.2f} GiB"

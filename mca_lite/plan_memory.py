@@ -13,9 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from . import lora, lora_files
 from .args_rules_model import layout_stages
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
-from .model_config import McaModelConfig
+from .model_config import AutoConfig, McaModelConfig
+from .objectives import OBJECTIVES
 from .optim import splits_masters
 from .optimizers import OPTIMIZERS
 from .weights_convert import VOCABULARY, degree, in_layer_order
@@ -370,11 +372,28 @@ def rank_memory(
     )
 
 
-def fullest_rank(args, config, tensors, length: int, world_size: int, on_gpu: bool):
-    """(pipeline stage, RankMemory) of the rank that holds most."""
-    stages = range(config.pipeline_model_parallel_size)
-    each = [
-        (stage, rank_memory(args, config, tensors, stage, length, world_size, on_gpu))
-        for stage in stages
-    ]
-    return max(each, key=lambda pair: pair[1].total)
+class ModelOfRun:
+    """What the layouts of a run share: its tensors, the length of its rows. arguments:
+    RunArguments."""
+
+    def __init__(self, arguments):
+        config, spec = self.config_of(arguments), None
+        if arguments.finetuning.finetuning_type == "lora":
+            spec = lora.plan(config, lora_files.adapter_of_keys(arguments.finetuning)[0])
+        self.tensors = ModelTensors(config, spec)
+        self.objective = OBJECTIVES[arguments.finetuning.stage]
+        self.length = arguments.data.cutoff_len * (2 if self.objective.has_pairs else 1)
+
+    @staticmethod
+    def config_of(arguments) -> McaModelConfig:
+        keys = arguments.model
+        name, remote = keys.model_name_or_path, keys.trust_remote_code
+        return AutoConfig.from_pretrained(name, arguments.training, remote, arguments.model_config)
+
+    def fullest_rank(self, args, config, world_size: int, on_gpu: bool) -> tuple[int, RankMemory]:
+        """(pipeline stage, memory) of the rank that holds most, in the layout of config."""
+        each = [
+            (stage, rank_memory(args, config, self.tensors, stage, self.length, world_size, on_gpu))
+            for stage in range(config.pipeline_model_parallel_size)
+        ]
+        return max(each, key=lambda pair: pair[1].total)

@@ -23,6 +23,7 @@ from . import (
     model_config,
     output_folder,
     parallel,
+    plan_advice,
     watchdog,
     weights_convert,
     weights_vocabulary,
@@ -274,7 +275,8 @@ def train(plan: Plan):
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
-    with watchdog.watch(args), output_folder.hold(args.output_dir):
+    explained = plan_advice.explained(plan.arguments)
+    with watchdog.watch(args), output_folder.hold(args.output_dir), explained:
         trainer = build_trainer(plan)
         if args.do_train:
             result = trainer.train()
