@@ -32,6 +32,7 @@ LAYOUTS = {
     "cp2": (2, CP2),
     "full": (1, {**FULL, **TWO}),
 }
+OF_MILLIONS = ("one_bf16", "tp2_sp_bf16", "pp2", "dp2_dist_opt_bf16", "cp2", "full")
 
 
 # what one H200 held at the peak of a step in bf16, GiB (case of tests/tools/bench_gpu.py)
@@ -67,6 +68,13 @@ def test_ranks_of_a_mixture_of_experts_do(tmp_path, name, keys):
     check(hf, 2, 64, tmp_path, {**TWO, **keys})
 
 
+@pytest.mark.parametrize("name, keys", [("deepseek_v3", {}), ("deepseek_v2", TP2_SP)])
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_ranks_with_latent_attention_do(tmp_path, name, keys, precision):
+    hf = tiny_moe.hf_config(name, hidden_size=64, vocab_size=512)
+    check(hf, 2 if keys else 1, 64, tmp_path, {**TWO, **keys, **precision})
+
+
 def test_ranks_with_adapters_do(tmp_path):
     check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
 
@@ -80,7 +88,7 @@ def test_adapters_of_a_model_in_bf16_are_float32(tmp_path):
             assert getattr(run["planned"], part) == pytest.approx(run["held"][part], rel=0.1)
 
 
-@pytest.mark.parametrize("layout", ["one_bf16", "tp2_sp_bf16", "pp2", "dp2_dist_opt_bf16"])
+@pytest.mark.parametrize("layout", OF_MILLIONS)
 def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
     check(tiny.hf_config("qwen3", **MILLIONS), LAYOUTS[layout][0], 64, tmp_path, LAYOUTS[layout][1])
 
@@ -129,7 +137,10 @@ def test_a_configuration_is_planned_without_weights(tmp_path):
     assert f"{count:,} parameters" in out
     assert "40 of 16 samples, 640 in all" in out and "at most 327,680" in out
     assert "warm-up        4 steps" in out and "checkpoints    4" in out
-    assert "MFU" in out and "WORLD_SIZE" not in os.environ
+    assert "MFU" in out and "not counted: --link" in out and "WORLD_SIZE" not in os.environ
+    slow, fast = (plan(f"{words} --gpus 4 --gpu H200 --link {link}")[1] for link in (1, 1000))
+    times = [float(one.split("time  ")[1].split()[0]) for one in (out, fast, slow)]
+    assert times[0] <= times[1] < times[2] and "of it messages" in slow
     # 1.7 GiB fit as they are; the search says what a smaller GPU wants
     assert plan(f"{words} --gpus 4 --memory 4")[0] == 0
     code, out = plan(f"{words} --gpus 4 --memory 0.7")
