@@ -363,6 +363,9 @@ def _buffers(config, tokens: float) -> float:
         groups = config.num_query_groups or config.num_attention_heads
         keys = 2 * max(groups / tp, 1) * config.kv_channels * w
         total += 2 * tokens * config.context_parallel_size * keys
+    if config.num_moe_experts and config.expert_model_parallel_size > 1:
+        # what goes to other ranks; what comes from them is kept, as the experts' input
+        total += config.moe_router_topk * whole / (tp if config.sequence_parallel else 1)
     return total
 
 
