@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),
     "chat": ("cli_chat", "speak to what was trained, in the terminal"),
     "generate": ("cli_generate", "answers of what was trained to the evaluation set"),
+    "doctor": ("cli_doctor", "whether this machine is ready to train, with remedies"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from .args_rules import check_data, check_finetuning, check_training
+from .args_rules_schedule import parse_steps
 from .args_values import ArgumentGroup, arg, parse_size
 from .chat_templates import TEMPLATES
 from .loss_preference import LOSSES
@@ -213,6 +214,12 @@ class TrainingArguments(ArgumentGroup):
     plot_loss: bool = arg(False, "draw training_loss.png, again and again during the run")
     html_report: bool = arg(True, "write report.html, again and again during the run")
     disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar where there is a terminal)")
+    profile_steps: str | None = arg(
+        None,
+        "steps such as 10-12 in which torch's profiler runs: a trace of each rank in "
+        "output_dir/profile, and a table by kind of kernel",
+        check=parse_steps,
+    )
 
     # batches and length
     per_device_train_batch_size: int = arg(1, "samples of a micro-batch", low=1, high=100_000)

@@ -18,7 +18,7 @@ from typing import Any
 from .args_keys import FIELDS_OF_MEGATRON, unsupported
 from .args_rules_lora import check_no_prediction
 from .args_rules_model import layout_defect, layout_stages
-from .args_rules_schedule import check_schedule
+from .args_rules_schedule import check_schedule, parse_steps
 from .args_values import Judge
 from .chat_templates import TEMPLATES
 from .objectives import OBJECTIVES, Objective
@@ -233,6 +233,9 @@ def check_virtual_stages(a: Any, judge: Judge) -> None:
 def _check_cadence(a: Any, judge: Judge) -> None:
     if a.max_steps == 0:
         judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
+    if a.profile_steps and 0 < a.max_steps < parse_steps(a.profile_steps)[0]:
+        remedy = f"profile_steps: {a.max_steps}"
+        judge.refuse("profile_steps", f"the run has {a.max_steps} steps", remedy)
     if (
         a.eval_strategy != "no"
         # of several sets a metric has its set's name before its own

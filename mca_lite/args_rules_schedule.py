@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal, NamedTuple
 
 from .args_values import Judge, cast
@@ -33,6 +34,15 @@ OTHER_SPELLINGS = {
     "lr_wsd_decay_style": "decay_type",
     "min_lr_ratio": "min_lr_rate",
 }
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """(first, last) of "10-12", or of "10". Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} are no steps, expected something like 10-12 or 10")
+    return first, last
 
 
 def check_schedule(a: Any, judge: Judge) -> None:

@@ -318,6 +318,13 @@ def parse_size(size: str | int) -> int:
     return math.ceil(float(number) * unit)
 
 
+def show_size(count: float) -> str:
+    """Bytes as MiB or GiB."""
+    if count < 0.1 * 2**30:
+        return f"{count / 2**20:.2f} MiB"
+    return f"{count / 2**30:.2f} GiB"
+
+
 # ---- groups of keys
 
 _LIMITS = {
@@ -428,7 +435,7 @@ class ArgumentGroup:
             value = cast(value, type_hints(type(self))[key])  # type: ignore[arg-type]
             if "choices" in item.metadata:
                 value = cast(value, Literal[tuple(item.metadata["choices"])])
-            if "check" in item.metadata:
+            if "check" in item.metadata and value is not None:
                 item.metadata["check"](value)
         except ValueError as error:
             why = FOREIGN_VALUES.get(key, {}).get(str(value).lower())

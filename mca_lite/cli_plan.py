@@ -5,6 +5,7 @@ python -m mca_lite plan config.yaml [key=value ...] [--gpus N] [--memory G] [--g
     --gpus N:   the ranks of the run (1), and with --memory the layouts of so many
     --memory G: GiB of each GPU: whether the run fits, and the layouts that do, best first
     --gpu NAME: H200, for the time of a step
+    --link B:   GB/s between GPUs, as `doctor` measures them: messages are counted then
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
 
@@ -14,30 +15,17 @@ import itertools
 import math
 import os
 import sys
-from typing import NamedTuple
 
 from .args_run import parse_args
-from .args_values import ConfigError, refuse
+from .args_values import ConfigError, refuse, show_size
 from .cli_errors import end
-from .objectives import OBJECTIVES
+from .plan_time import RATES, bubble, step_time
 
 DOES_NOT_FIT = 3
 _GIB = 2**30
 _HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
 _MAX_SHOWN = 8
-
-
-class _Rates(NamedTuple):
-    """Measured on one GPU. share: of the peak, forward and backward; update: parameters/s of
-    Adam with float32 moments."""
-
-    share: float
-    update: float
-
-
-# by GPU: a 4B Qwen3 in bf16, rows of 4,096 tokens (`make bench-gpu ARGS=4B`: 1.659 s forward and
-# backward of 32,768 tokens, 34.5 ms an update of 4.02e9 parameters)
-_RATES = {"H200": _Rates(0.555, 1.17e11)}
+_LOCAL = ("transformer_impl=local", "fp8=null", "fp8_recipe=null", "first_last_layers_bf16=false")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,14 +35,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, default=1, metavar="N")
     parser.add_argument("--memory", type=float, metavar="G")
-    parser.add_argument("--gpu", choices=_RATES)
+    parser.add_argument("--gpu", choices=RATES)
+    parser.add_argument("--link", type=float, metavar="B")
     options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if not words:
         parser.print_help()
         return 0
     try:
-        if options.gpus < 1 or (options.memory is not None and options.memory <= 0):
-            raise ValueError("--gpus and --memory: expected numbers above 0")
+        numbers = (options.gpus, options.memory, options.link)
+        if any(number is not None and number <= 0 for number in numbers):
+            raise ValueError("--gpus, --memory and --link: expected numbers above 0")
         with planned_world(options.gpus):
             return _plan(words, options)
     except Exception as error:
@@ -75,12 +65,15 @@ def planned_world(size: int):
 
 
 def _plan(words: list[str], options) -> int:
+    words, note = _of_local_layers(words)
     arguments = parse_args(words)
     if not arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are megatron-core's", "use_mca: true")
-    model = _Model(arguments)
+    from .plan_memory import ModelOfRun
+
+    model = ModelOfRun(arguments)
     layout = _Layout(arguments, model, options)
-    for line in (*_memory_lines(layout), *_run_lines(layout)):
+    for line in (*_memory_lines(layout), *note, *_run_lines(layout)):
         print(line)
     if options.memory is None:
         return 0
@@ -95,85 +88,65 @@ def _plan(words: list[str], options) -> int:
     return 0 if need <= budget else DOES_NOT_FIT
 
 
-class _Model:
-    """What layouts share: the length of rows, the adapters, the tensors' shapes."""
-
-    def __init__(self, arguments):
-        from . import lora, lora_files
-        from .plan_memory import ModelTensors
-
-        config, spec = self.config_of(arguments), None
-        if arguments.finetuning.finetuning_type == "lora":
-            spec = lora.plan(config, lora_files.adapter_of_keys(arguments.finetuning)[0])
-        self.tensors = ModelTensors(config, spec)
-        self.objective = OBJECTIVES[arguments.finetuning.stage]
-        self.length = arguments.data.cutoff_len * (2 if self.objective.has_pairs else 1)
-
-    @staticmethod
-    def config_of(arguments):
-        from .model_config import AutoConfig
-
-        keys = arguments.model
-        return AutoConfig.from_pretrained(
-            keys.model_name_or_path,
-            arguments.training,
-            keys.trust_remote_code,
-            arguments.model_config,
-        )
+def _of_local_layers(words: list[str]) -> tuple[list[str], list[str]]:
+    """(words, a note) of a run on Transformer Engine, which need not be here to plan it: it is
+    planned as local layers in bf16, whose memory was measured to be about the same."""
+    try:
+        keys = parse_args(words).training
+        if keys.fp8 is None and keys.transformer_impl != "transformer_engine":
+            return words, []
+    except ConfigError as error:
+        if not {"fp8", "transformer_impl"} & {problem.key for problem in error.problems}:
+            raise
+    note = (
+        "note: planned as local layers in bf16; Transformer Engine's of 1.5B held as much on one "
+    )
+    note += "H200, and 3 % less with FP8, whose copies of weights take less than its inputs save"
+    return [*words, *_LOCAL], [note]
 
 
 class _Layout:
     """A run in one layout: what its fullest rank holds, and how long a step takes."""
 
-    def __init__(self, arguments, model: _Model, options, keys: tuple[str, ...] = ()):
-        from .plan_memory import fullest_rank
-
+    def __init__(self, arguments, model, options, keys: tuple[str, ...] = ()):
         self.arguments, self.model, self.options, self.keys = arguments, model, options, keys
         self.args = arguments.training
         self.config = model.config_of(arguments)
-        self.stage, self.memory = fullest_rank(
-            self.args, self.config, model.tensors, model.length, options.gpus, on_gpu=True
+        self.stage, self.memory = model.fullest_rank(
+            self.args, self.config, options.gpus, on_gpu=True
         )
         self.global_batch_size = self.args.train_global_batch_size
-
-    @property
-    def factor(self) -> float:
-        """Time of a step over that of its products alone: pipeline bubbles, recomputation."""
-        pp = self.args.pipeline_model_parallel_size
-        chunks = self.args.gradient_accumulation_steps or 1
-        chunks *= self.config.virtual_pipeline_model_parallel_size or 1
-        again = 4 / 3 if self.config.recompute_granularity == "full" else 1
-        return (1 + (pp - 1) / chunks) * again
+        self.time = None
+        if options.gpu is not None:
+            rates = RATES[options.gpu]
+            if options.link is not None:
+                rates = rates._replace(link=options.link * 1e9)
+            self.time = step_time(
+                *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
+                frozen=model.tensors.spec is not None,
+                reference=model.reference is not None,
+            )
 
     def rank(self) -> tuple:
         """Sorts layouts: the fastest, then the one with the fewest messages, then the smallest."""
         args = self.args
+        again = 4 / 3 if self.config.recompute_granularity == "full" else 1
         return (
-            self.factor,
+            (1 + bubble(args, self.config)) * again if self.time is None else self.time.total,
             args.tensor_model_parallel_size * args.expert_model_parallel_size,
             args.pipeline_model_parallel_size,
             self.memory.total,
         )
 
-    def step_time(self) -> tuple[float, float] | None:
-        """(seconds, MFU) of a step of full rows, without the time of messages between GPUs."""
-        from .log_speed import ModelWork, model_sizes, peak_flops
-
-        if self.options.gpu is None or (sizes := model_sizes(self.config)) is None:
-            return None
-        rates, peak = _RATES[self.options.gpu], peak_flops(self.options.gpu)
-        frozen, trained = 0.0, sizes.weights
-        if self.model.tensors.spec is not None:
-            frozen, trained = trained, 0.0  # adapters are less than a percent
-        rows, length = self.global_batch_size, self.model.length
-        work = ModelWork(frozen, trained, sizes.core).flops(rows * length, rows * length**2)
-        ideal = work / (peak * self.options.gpus)
-        seconds = ideal / rates.share * self.factor + self.memory.trained / rates.update
-        return seconds, ideal / seconds
-
     def time_words(self) -> str:
-        time = self.step_time()
-        return "" if time is None else f"  {time[0]:6.2f} s a step, MFU {time[1]:.0%}"
+        if self.time is None:
+            return ""
+        from .log_speed import peak_flops
+
+        peak = peak_flops(self.options.gpu) * self.options.gpus
+        return (
+            f"  {self.time.total:6.2f} s a step, MFU {self.time.flops / peak / self.time.total:.0%}"
+        )
 
 
 def _memory_lines(layout: _Layout) -> list[str]:
@@ -188,12 +161,10 @@ def _memory_lines(layout: _Layout) -> list[str]:
         f"model          {total:,} parameters",
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
     ]
-    lines += [f"  {name:12} {_size(getattr(memory, name)):>12}" for name in PARTS]
-    lines.append(f"  {'total':12} {_size(memory.total):>12}")
+    lines += [f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in PARTS]
+    lines.append(f"  {'total':12} {show_size(memory.total):>12}")
     if hasattr(layout.config, "kv_lora_rank"):
-        lines.append("note: activations of multi-latent attention are counted too low")
-    if layout.model.objective.has_pairs and layout.arguments.finetuning.ref_model is not None:
-        lines.append("note: a reference model in memory is not counted")
+        lines.append("note: of multi-latent attention only a CPU's activations were measured")
     return lines
 
 
@@ -216,8 +187,8 @@ def _run_lines(layout: _Layout) -> list[str]:
     steps = steps_of_run(args, of_epoch)
     rows = steps * layout.global_batch_size
     lines.append(f"steps          {steps:,} of {layout.global_batch_size} samples, {rows:,} in all")
-    most = rows * layout.model.length
-    lines.append(f"tokens         at most {most:,}, rows of {layout.model.length}")
+    most = rows * sum(layout.model.lengths)
+    lines.append(f"tokens         at most {most:,}, rows of {sum(layout.model.lengths)}")
     lines.append(f"warm-up        {plan_schedule(args, steps).warmup} steps")
     for what in ("eval", "save"):
         strategy, every = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_steps")
@@ -226,17 +197,19 @@ def _run_lines(layout: _Layout) -> list[str]:
             count = steps // every
         lines.append(f"{'evaluations' if what == 'eval' else 'checkpoints':15}{count}")
     total, width = layout.model.tensors.total(layout.config), layout.config.params_dtype.itemsize
-    lines.append(f"model on disk  {_size(total * width)}")
+    lines.append(f"model on disk  {show_size(total * width)}")
     states = 0 if args.save_only_model else 4 * len(OPTIMIZERS[args.optim].states)
     size = total * (width + states + (4 if width < 4 and states else 0))  # float32 masters
     if layout.model.tensors.spec is not None:  # the adapters alone are kept, in float32
         ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
         size = layout.memory.trained * ranks * (4 + states)
-    lines.append(f"a checkpoint   {_size(size)}")
-    time = layout.step_time()
-    if time is not None:
-        hours = time[0] * steps / 3600
-        lines.append(f"time{layout.time_words()}, {hours:.1f} h, without messages between GPUs")
+    lines.append(f"a checkpoint   {show_size(size)}")
+    if layout.time is not None:
+        time, messages = layout.time, "messages between GPUs not counted: --link"
+        if layout.options.link is not None:
+            messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
+        hours = time.total * steps / 3600
+        lines.append(f"time{layout.time_words()}, {hours:.1f} h; {messages}")
     return lines
 
 
@@ -269,9 +242,3 @@ def _layouts(words: list[str], base: _Layout, options):
         with contextlib.suppress(ConfigError):
             arguments = parse_args([*words, *batch, *keys])
             yield _Layout(arguments, base.model, options, (*keys, *batch[1:]))
-
-
-def _size(count: float) -> str:
-    if count < 0.1 * _GIB:
-        return f"{count / 2**20:.2f} MiB"
-    return f"{count / _GIB:.2f} GiB"

@@ -36,22 +36,31 @@ def switch(torch_compile: bool | None) -> None:
         )
 
 
-@functools.cache
-def _compiler_works() -> bool:
-    """Whether torch.compile makes a kernel that runs here: tried once, since a machine may lack
-    Triton or a C compiler."""
+def why_no_compiler() -> str | None:
+    """The first line of what torch.compile raised, None where it makes a kernel that runs here: a
+    machine may lack Triton or a C compiler."""
     try:
         doubled = torch.compile(lambda x: x + x)(torch.ones(2, device="cuda"))
-        return triton is not None and bool((doubled == 2).all())
+        is_right = bool((doubled == 2).all())
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    if triton is None:
+        return "Triton cannot be imported"
+    return None if is_right else "it gives wrong numbers"
+
+
+@functools.cache
+def _compiler_works() -> bool:
+    """Whether torch.compile works here: tried once, with a warning where it does not."""
+    reason = why_no_compiler()
+    if reason is not None:
         warnings.warn(
-            f"torch.compile does not work here ({first}): norms, rotary embedding, activations "
+            f"torch.compile does not work here ({reason}): norms, rotary embedding, activations "
             "and the loss run as single operations, and training is slower; torch_compile: false "
             "says so without a try",
             stacklevel=2,
         )
-        return False
+    return reason is None
 
 
 def compiles(tensor: torch.Tensor) -> bool:

@@ -23,30 +23,36 @@ ONLY_LOCAL = (
 NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
 
 
-@functools.lru_cache(1)
-def transformer_engine_works() -> bool:
-    """Whether TE can be imported and there is a GPU for it."""
+# why TE does not work, where that is no fault
+NO_GPU, ABSENT = "there is no GPU", "not installed"
+
+
+def why_unusable() -> str | None:
+    """NO_GPU, ABSENT, or the first line of what TE's import raised; None where it works here."""
     if not torch.cuda.is_available():
-        return False
+        return NO_GPU
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("transformer_engine"):
-            return False  # not installed
-        _warn_broken(error)
-        return False
     except Exception as error:  # a broken installation raises more than ImportError
-        _warn_broken(error)
-        return False
-    return True
+        missing = str(getattr(error, "name", None))
+        if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
+            return ABSENT
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
 
 
-def _warn_broken(error: Exception) -> None:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    warnings.warn(
-        f"Transformer Engine is installed and cannot be imported ({first}): layers are local ones",
-        stacklevel=4,
-    )
+@functools.lru_cache(1)
+def transformer_engine_works() -> bool:
+    """Whether TE can be imported and there is a GPU for it. Warns where it is installed and
+    broken."""
+    reason = why_unusable()
+    if reason not in (None, NO_GPU, ABSENT):
+        warnings.warn(
+            f"Transformer Engine is installed and cannot be imported ({reason}): layers are local "
+            "ones",
+            stacklevel=3,
+        )
+    return reason is None
 
 
 def resolve_transformer_impl(asked: str) -> str:

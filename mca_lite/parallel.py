@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,18 +67,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def _one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-
-
-def _stay_on_loopback() -> None:
-    """A world that fits one machine needs no other interface; gloo would pick whichever the host
-    name resolves to."""
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if _one_machine() and loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-
-
 def start_process_group(timeout_s: float = 1800) -> None:
     """Join the world that torchrun's or SLURM's variables describe, or make a world of one.
 
@@ -94,11 +81,11 @@ def start_process_group(timeout_s: float = 1800) -> None:
         torch.cuda.set_device(local_rank())
         backend = "nccl"
     else:
-        _stay_on_loopback()
+        world.stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
     if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
-        if _one_machine():
+        if world.is_one_machine():
             # after a restart torchrun's store still holds the addresses of ranks that are dead
             store = dist.PrefixStore(
                 f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store

@@ -13,9 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from . import lora, lora_files
 from .args_rules_model import layout_stages
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
-from .model_config import McaModelConfig
+from .model_config import AutoConfig, McaModelConfig
+from .objectives import OBJECTIVES
 from .optim import splits_masters
 from .optimizers import OPTIMIZERS
 from .weights_convert import VOCABULARY, degree, in_layer_order
@@ -34,6 +36,7 @@ class RankMemory:
     activations: int
     logits: int  # of the loss: a chunk of logits, the gradients taken with it
     buffers: int  # of messages between ranks
+    reference: int = 0  # the weights of a second model
 
     @property
     def total(self) -> int:
@@ -223,14 +226,23 @@ class _Facts:
     head_norm: int  # of queries and keys, whose output attention rotates and keeps itself
     mlp: int
     expert: int  # its columns are weighted too
+    scores: int  # of attention whose values are narrower than its keys: bytes of a head
+    attended: int  # its queries, keys and values: bytes of a number
 
 
-def _facts(width: int, compiled: bool, frozen: bool) -> _Facts:
-    """frozen: the norms' weights are not trained."""
+def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
+    """frozen: the norms' weights are not trained. length: of the sequences."""
     if compiled:
-        return _Facts(norm=2 * width, head_norm=width, mlp=3, expert=3)
+        return _Facts(norm=2 * width, head_norm=width, mlp=3, expert=3, scores=4, attended=width)
     quotient = 0 if frozen else width  # the input is float32 here
-    return _Facts(norm=4 + quotient + width, head_norm=4 + quotient, mlp=4, expert=5)
+    return _Facts(
+        norm=4 + quotient + width,
+        head_norm=4 + quotient,
+        mlp=4,
+        expert=5,
+        scores=4 * length,  # a CPU has no kernel for it, and keeps all of them
+        attended=4,
+    )
 
 
 def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
@@ -240,18 +252,15 @@ def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
     heads = config.num_attention_heads / tp
     groups = max((config.num_query_groups or config.num_attention_heads) / tp, 1)
     d = config.kv_channels
-    query = key = value = d
-    latent = 0.0
     if getattr(config, "kv_lora_rank", None):
-        groups, query = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
-        key, value = query, config.v_head_dim
-        latent = facts.norm * (config.kv_lora_rank + (config.q_lora_rank or 0))
-    # queries and what they get, keys, values, and the sum of each row's exponentials
-    attention = w * (heads * (query + value) + groups * (key + value)) + 4 * heads
-    if config.qk_layernorm and not latent:
-        attention += facts.head_norm * (heads * query + groups * key) + 4 * (heads + groups)
+        attention = _latent_bytes(config, facts, heads, sp)
+    else:
+        # queries and what they get, keys, values, and the sum of each row's exponentials
+        attention = 2 * w * d * (heads + groups) + 4 * heads
+        if config.qk_layernorm:
+            attention += facts.head_norm * d * (heads + groups) + 4 * (heads + groups)
     norms = 2 + 2 * config.post_norms
-    around = norms * (facts.norm * h + 4) / sp + attention + latent
+    around = norms * (facts.norm * h + 4) / sp + attention
     if not config.is_moe_layer(layer):
         mlp = w * facts.mlp * config.ffn_hidden_size / tp
         return around + mlp, mlp
@@ -264,6 +273,21 @@ def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
     if w < 4:
         experts += 4 * h / sp  # the router's input in float32
     return around + experts, experts
+
+
+def _latent_bytes(config, facts: _Facts, heads: float, sp: int) -> float:
+    """Bytes a token of multi-latent attention, without the norm before it."""
+    w, still, turning = config.params_dtype.itemsize, config.qk_head_dim, config.qk_pos_emb_head_dim
+    query, value, scores = still + turning, config.v_head_dim, facts.scores
+    if query == value:
+        scores = 4
+    of_value = value  # a copy
+    latent = facts.norm * (config.kv_lora_rank + (config.q_lora_rank or 0))
+    if facts.attended == w:  # no copies: a value is a view beside the keys' part that stays
+        of_value += still
+        latent += w * turning
+    attended = facts.attended * (2 * query + of_value) + w * value + scores
+    return heads * attended + latent / sp
 
 
 def _activations(args, config, stage: int, tokens: float, facts: _Facts) -> tuple[float, float]:
@@ -339,6 +363,9 @@ def _buffers(config, tokens: float) -> float:
         groups = config.num_query_groups or config.num_attention_heads
         keys = 2 * max(groups / tp, 1) * config.kv_channels * w
         total += 2 * tokens * config.context_parallel_size * keys
+    if config.num_moe_experts and config.expert_model_parallel_size > 1:
+        # what goes to other ranks; what comes from them is kept, as the experts' input
+        total += config.moe_router_topk * whole / (tp if config.sequence_parallel else 1)
     return total
 
 
@@ -354,7 +381,7 @@ def rank_memory(
     sample or row; on_gpu: whether kernels are compiled.
     """
     tokens = args.micro_batch_size * length / config.context_parallel_size
-    facts = _facts(config.params_dtype.itemsize, on_gpu, tensors.spec is not None)
+    facts = _facts(config.params_dtype.itemsize, on_gpu, tensors.spec is not None, length)
     activations, again = _activations(args, config, stage, tokens, facts)
     logits = norm = 0.0
     if stage == config.pipeline_model_parallel_size - 1:
@@ -370,11 +397,39 @@ def rank_memory(
     )
 
 
-def fullest_rank(args, config, tensors, length: int, world_size: int, on_gpu: bool):
-    """(pipeline stage, RankMemory) of the rank that holds most."""
-    stages = range(config.pipeline_model_parallel_size)
-    each = [
-        (stage, rank_memory(args, config, tensors, stage, length, world_size, on_gpu))
-        for stage in stages
-    ]
-    return max(each, key=lambda pair: pair[1].total)
+class ModelOfRun:
+    """What the layouts of a run share: the tensors of its model and of a reference that is a model
+    of its own, and the lengths of a sample's documents. arguments: RunArguments."""
+
+    def __init__(self, arguments):
+        config, spec, keys = self.config_of(arguments), None, arguments.finetuning
+        if keys.finetuning_type == "lora":
+            spec = lora.plan(config, lora_files.adapter_of_keys(keys)[0])
+        self.tensors = ModelTensors(config, spec)
+        documents = 2 if OBJECTIVES[keys.stage].has_pairs else 1
+        self.lengths = [arguments.data.cutoff_len] * documents
+        self.reference: str | None = None  # its folder
+        if documents > 1 and keys.ref_model not in (None, "cached", "adapter"):
+            self.reference = keys.ref_model
+            if keys.ref_model == "model":
+                self.reference = arguments.model.model_name_or_path
+
+    @staticmethod
+    def config_of(arguments) -> McaModelConfig:
+        keys = arguments.model
+        name, remote = keys.model_name_or_path, keys.trust_remote_code
+        return AutoConfig.from_pretrained(name, arguments.training, remote, arguments.model_config)
+
+    def fullest_rank(self, args, config, world_size: int, on_gpu: bool) -> tuple[int, RankMemory]:
+        """(pipeline stage, memory) of the rank that holds most, in the layout of config."""
+        stages, length = range(config.pipeline_model_parallel_size), sum(self.lengths)
+        each = [
+            rank_memory(args, config, self.tensors, stage, length, world_size, on_gpu)
+            for stage in stages
+        ]
+        if self.reference is not None:
+            second = AutoConfig.from_pretrained(self.reference, args)
+            tensors, width = ModelTensors(second), second.params_dtype.itemsize
+            held = [tensors.of_stage(second, stage)[0].sum for stage in stages]
+            each = [replace(each[stage], reference=held[stage] * width) for stage in stages]
+        return max(enumerate(each), key=lambda pair: pair[1].total)

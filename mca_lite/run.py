@@ -24,6 +24,7 @@ from . import (
     model_config,
     output_folder,
     parallel,
+    plan_advice,
     watchdog,
     weights_convert,
     weights_vocabulary,
@@ -277,8 +278,8 @@ def train(plan: Plan):
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
-    quiet = before_megatron.quiet()
-    with quiet, watchdog.watch(args), output_folder.hold(args.output_dir):
+    quiet, explained = before_megatron.quiet(), plan_advice.explained(plan.arguments)
+    with quiet, watchdog.watch(args), output_folder.hold(args.output_dir), explained:
         trainer = build_trainer(plan)
         if args.do_train:
             result = trainer.train()

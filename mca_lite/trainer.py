@@ -38,12 +38,11 @@ from .trainer_callbacks import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    callbacks_of,
     restore_states,
 )
 from .trainer_checkpoints import finish_checkpoint, store_state
 from .trainer_evaluation import evaluate, run_loop
-from .trainer_events import StepEnd, agree, as_callback, check_hooks, find_callback
+from .trainer_events import StepEnd, agree, as_callback, callbacks_of, check_hooks, find_callback
 from .trainer_nonfinite import FiniteGuard
 from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, advance, throughput_of
 

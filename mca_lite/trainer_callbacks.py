@@ -347,16 +347,6 @@ class EarlyStopping(_MetricWatcher):
             control.should_training_stop = True
 
 
-def callbacks_of(args) -> list[TrainerCallback]:
-    """Those that TrainingArguments ask for."""
-    found: list[TrainerCallback] = []
-    if args.eval_strategy != "no":
-        found.append(BestModel())
-    if args.early_stopping_patience is not None:
-        found.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
-    return found
-
-
 # -- their states, in checkpoints
 
 

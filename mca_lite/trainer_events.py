@@ -9,9 +9,11 @@ import inspect
 from collections.abc import Callable
 
 from . import parallel, watchdog
+from .args_rules_schedule import parse_steps
 from .log_speed import peak_memory_gib
-from .trainer_callbacks import FLAGS, TrainerCallback, raise_flags
+from .trainer_callbacks import FLAGS, BestModel, EarlyStopping, TrainerCallback, raise_flags
 from .trainer_checkpoints import answer_signals, finish_checkpoint, save_checkpoint
+from .trainer_profile import Profiler
 
 # Methods of transformers' and mcore_adapter's trainers that this loop does not call -> ours.
 _OTHER_HOOKS = {
@@ -47,6 +49,18 @@ def as_callback(callback):
             "transformers.TrainerCallback"
         )
     return made
+
+
+def callbacks_of(args) -> list[TrainerCallback]:
+    """Those that TrainingArguments ask for."""
+    found: list[TrainerCallback] = []
+    if args.eval_strategy != "no":
+        found.append(BestModel())
+    if args.early_stopping_patience is not None:
+        found.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
+    if args.profile_steps:
+        found.append(Profiler(*parse_steps(args.profile_steps)))
+    return found
 
 
 def find_callback(callbacks: list, wanted):

@@ -7,6 +7,7 @@ all of them would write to one folder.
 import json
 import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,18 @@ def _check() -> None:
             f"{'is' if len(missing) == 1 else 'are'} not set, so that the ranks cannot meet: set "
             f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, or {_HOW}"
         )
+
+
+def is_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def stay_on_loopback() -> None:
+    """A world that fits one machine needs no other interface; gloo would pick whichever the host
+    name resolves to."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if is_one_machine() and loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def tell_torchrun(text: str) -> None:

@@ -430,6 +430,7 @@ SHOWN_BY = {
     ),
     "resize_vocab": "test_weights_vocabulary.py::test_keys_add_tokens_and_both_backends_agree",
     "dataset_dir": "test_cli.py::test_a_llama_factory_mca_file_runs_after_its_paths_are_changed",
+    "profile_steps": "test_profile.py::test_steps_are_profiled_on_every_rank",
     "preprocessing_num_workers": "test_data.py::test_several_processes_give_the_same_files_as_one",
     "cache_dir": "test_data.py::test_several_processes_give_the_same_files_as_one",
     "chat_template": "test_data_chat.py::test_chat_template_takes_a_name_a_file_or_a_text",

@@ -32,13 +32,17 @@ LAYOUTS = {
     "cp2": (2, CP2),
     "full": (1, {**FULL, **TWO}),
 }
+OF_MILLIONS = ("one_bf16", "tp2_sp_bf16", "pp2", "dp2_dist_opt_bf16", "cp2", "full")
 
 
 # what one H200 held at the peak of a step in bf16, GiB (case of tests/tools/bench_gpu.py)
 H200 = {
+    "1.5B": (57.5, {}),
     "4B": (94.54, {}),
     "4B, moments in bf16": (79.56, dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")),
     "LoRA 8B": (51.0, {}),
+    "experts": (79.8, {}),
+    "DPO 1.5B": (44.4, {}),  # its reference is in memory
 }
 
 
@@ -67,6 +71,13 @@ def test_ranks_of_a_mixture_of_experts_do(tmp_path, name, keys):
     check(hf, 2, 64, tmp_path, {**TWO, **keys})
 
 
+@pytest.mark.parametrize("name, keys", [("deepseek_v3", {}), ("deepseek_v2", TP2_SP)])
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_ranks_with_latent_attention_do(tmp_path, name, keys, precision):
+    hf = tiny_moe.hf_config(name, hidden_size=64, vocab_size=512)
+    check(hf, 2 if keys else 1, 64, tmp_path, {**TWO, **keys, **precision})
+
+
 def test_ranks_with_adapters_do(tmp_path):
     check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
 
@@ -80,9 +91,64 @@ def test_adapters_of_a_model_in_bf16_are_float32(tmp_path):
             assert getattr(run["planned"], part) == pytest.approx(run["held"][part], rel=0.1)
 
 
-@pytest.mark.parametrize("layout", ["one_bf16", "tp2_sp_bf16", "pp2", "dp2_dist_opt_bf16"])
+@pytest.mark.parametrize("layout", OF_MILLIONS)
 def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
     check(tiny.hf_config("qwen3", **MILLIONS), LAYOUTS[layout][0], 64, tmp_path, LAYOUTS[layout][1])
+
+
+# layout -> (the operation, how many of what it writes are there at once: what comes and what is
+# sent; keys and values, in parts and joined)
+MESSAGES = {
+    "tensor": (TP2_SP, "_allgather_base_", 1),
+    "pipeline": (PP2, "recv_", 2),
+    "context": (CP2, "allgather_", 4),
+    "experts": (EP2, "alltoall_base_", 1),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_messages_are_as_large_as_planned(tmp_path, kind):
+    layout, operation, times = MESSAGES[kind]
+    hf = tiny.hf_config("qwen3", **SMALL)
+    if kind == "experts":
+        hf = tiny_moe.hf_config("qwen3_moe", hidden_size=64, vocab_size=512)
+    runs = world.run(measured, 2, hf, 64, str(tmp_path), {**TWO, **layout})
+    # of activations: others are some bytes; what an expert gets is even over all ranks alone
+    sizes = [size for run in runs for size in run["messages"][operation] if size > 2048]
+    mean = sum(sizes) / len(sizes)
+    assert [run["planned"].buffers for run in runs] == [pytest.approx(mean * times)] * 2
+
+
+def test_a_reference_model_is_counted(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hf = tiny.save_model(tmp_path / "hf", "qwen3", **SMALL)
+    larger = tiny.save_model(tmp_path / "ref", "qwen3", **{**SMALL, "intermediate_size": 352})
+    words = f"configs/dpo.yaml model_name_or_path={hf} max_steps=2 warmup_steps=0"
+    assert reference_in(plan(words)[1]) == 0  # scored before training
+    for name, folder in (("model", hf), (larger, larger)):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+        planned = reference_in(plan(f"{words} ref_model={name}")[1])
+        assert planned == pytest.approx(count * 4 / 2**20, abs=0.01)
+
+
+def reference_in(out: str) -> float:
+    number, unit = out.split("  reference ")[1].split()[:2]
+    assert unit == "MiB"
+    return float(number)
+
+
+def test_transformer_engine_need_not_be_here_to_plan_its_run(tmp_path):
+    tiny.hf_config("qwen3").save_pretrained(tmp_path)
+    words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0 bf16=true "
+    code, plain = plan(words)
+    assert code == 0 and "note" not in plain
+    for more in ("fp8=hybrid fp8_recipe=delayed", "transformer_impl=transformer_engine"):
+        code, out = plan(words + more)
+        assert code == 0, out
+        lines = out.splitlines()
+        assert [line for line in lines if line.startswith("note: planned as local layers")]
+        assert [line for line in lines if not line.startswith("note")] == plain.splitlines()
 
 
 @pytest.mark.parametrize("name", H200)
@@ -104,8 +170,10 @@ def test_a_gpu_held_what_is_planned(name):
     if "lora" in case:
         spec = lora.plan(config, lora.LoraSpec(rank=case["lora"]))
     tensors = plan_memory.ModelTensors(config, spec)
-    planned = plan_memory.rank_memory(args, config, tensors, 0, 4096, 1, on_gpu=True)
-    assert planned.total / 2**30 == pytest.approx(peak, rel=0.02)
+    length = case.get("s", 4096) * (2 if "pairs" in case else 1)
+    planned = plan_memory.rank_memory(args, config, tensors, 0, length, 1, on_gpu=True)
+    total = planned.total + (planned.weights if "pairs" in case else 0)
+    assert total / 2**30 == pytest.approx(peak, rel=0.02)
 
 
 # -- the command
@@ -129,7 +197,10 @@ def test_a_configuration_is_planned_without_weights(tmp_path):
     assert f"{count:,} parameters" in out
     assert "40 of 16 samples, 640 in all" in out and "at most 327,680" in out
     assert "warm-up        4 steps" in out and "checkpoints    4" in out
-    assert "MFU" in out and "WORLD_SIZE" not in os.environ
+    assert "MFU" in out and "not counted: --link" in out and "WORLD_SIZE" not in os.environ
+    slow, fast = (plan(f"{words} --gpus 4 --gpu H200 --link {link}")[1] for link in (1, 1000))
+    times = [float(one.split("time  ")[1].split()[0]) for one in (out, fast, slow)]
+    assert times[0] <= times[1] < times[2] and "of it messages" in slow
     # 1.7 GiB fit as they are; the search says what a smaller GPU wants
     assert plan(f"{words} --gpus 4 --memory 4")[0] == 0
     code, out = plan(f"{words} --gpus 4 --memory 0.7")

@@ -3,6 +3,8 @@ that autograd saves.
 """
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class SavedTensors:
@@ -35,6 +37,21 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor)
 
 
+class Messages(TorchDispatchMode):
+    """Bytes of what each collective's or receiving operation writes, by its name, call by call."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            written = [t for t in tree_leaves(args[0]) if torch.is_tensor(t)]
+            name = function._opname
+            self.sizes.setdefault(name, []).append(sum(t.nbytes for t in written))
+        return function(*args, **(kwargs or {}))
+
+
 def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **keys) -> dict:
     """Bytes that this rank holds after two steps on rows of `length` tokens, by the names of
     plan_memory.PARTS, with the pipeline stage; and what plan_memory says."""
@@ -56,7 +73,7 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
     trainer = McaTrainer(model=built, args=args, train_dataset=rows)
     weights = {*built.parameters()}
     saved = SavedTensors(weights)
-    with saved.hooks():
+    with saved.hooks(), Messages() as messages:
         trainer.train()
     chunks, parts = trainer.backend.chunks, trainer.backend._parts
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -73,7 +90,9 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
     world_size = parallel.world_size()
     planned = plan_memory.rank_memory(args, config, tensors, stage, length, world_size, False)
     parameters = sum(p.numel() for p in weights)
-    return dict(held=held, planned=planned, stage=stage, parameters=parameters)
+    return dict(
+        held=held, planned=planned, stage=stage, parameters=parameters, messages=messages.sizes
+    )
 
 
 def _bytes(tensors, but=()) -> int:

@@ -1,0 +1,129 @@
+"""The time of a step that `plan` predicts: beside what one H200 and ranks of a CPU took."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mca_lite import TrainingArguments, lora, plan_memory, plan_time
+from mca_lite.model_config import from_hf_config
+from tests.shared import tiny, world
+from tests.shared.rates import train_and_predict
+from tests.tools import bench_gpu
+
+RESULTS = (Path(__file__).parent / "bench" / "RESULTS.md").read_text()
+# cases of RESULTS.md -> of bench_gpu
+CASES = {
+    "0.5B": "0.5B",
+    "1.5B, 32 rows a step": "1.5B",
+    "1.5B, 8 rows a step": "1.5B short steps",
+    "4B": "4B",
+    "8B LoRA": "LoRA 8B",
+    "DPO 1.5B": "DPO 1.5B",
+}
+
+
+def measured(case: str) -> float:
+    """tokens/s of this project in the last call that has the case."""
+    rows = re.findall(
+        rf"^\| \d \| {re.escape(case)} \| (?:now|after) \| ([\d,]+) \|", RESULTS, re.MULTILINE
+    )
+    return float(rows[-1].replace(",", ""))
+
+
+def planned_on_h200(name: str, world_size: int = 1, link: float | None = None, **keys):
+    """(StepTime, tokens of a step) of a case of bench_gpu."""
+    case = bench_gpu.CASES[name]
+    pairs, length = case.get("pairs", False), case.get("s", 4096)
+    accumulation = case["rows"] // case["mbs"]
+    given = dict(output_dir="unused", bf16=True, transformer_impl="local")
+    given.update(gradient_accumulation_steps=accumulation, per_device_train_batch_size=case["mbs"])
+    args = TrainingArguments(**{**given, **keys})
+    config, spec = from_hf_config(bench_gpu.hf_config(case["shape"]), args), None
+    if "lora" in case:
+        spec = lora.plan(config, lora.LoraSpec(rank=case["lora"]))
+    tensors = plan_memory.ModelTensors(config, spec)
+    lengths = [length] * (2 if pairs else 1)
+    memory = plan_memory.rank_memory(args, config, tensors, 0, sum(lengths), world_size, True)
+    rates = plan_time.RATES["H200"]._replace(link=link)
+    times = plan_time.step_time(
+        *(args, config, memory, lengths, world_size, rates), frozen="lora" in case, reference=pairs
+    )
+    return times, args.train_global_batch_size * sum(lengths)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_h200_took_what_is_predicted(case):
+    times, tokens = planned_on_h200(CASES[case])
+    assert tokens / times.total == pytest.approx(measured(case), rel=0.1)
+
+
+# -- layouts: each part by hand
+
+
+def test_a_pipeline_waits_and_recomputation_computes_again():
+    one, _ = planned_on_h200("1.5B")
+    pipe, _ = planned_on_h200("1.5B", 2, pipeline_model_parallel_size=2)
+    assert one.bubble == one.messages == 0
+    assert pipe.compute == pytest.approx(one.compute / 2)
+    assert pipe.bubble == pytest.approx(pipe.compute / 8)  # (2 - 1) of 8 micro-batches
+    again, _ = planned_on_h200("1.5B", recompute_granularity="full")
+    # a third of all but the head, whose products and passes are some tenths of the model's
+    assert 1.22 < again.compute / one.compute < 4 / 3
+
+
+def test_messages_take_what_a_link_gives(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    link = 1e11
+    weights = 1543714304  # of Qwen2 1.5B
+    copies, _ = planned_on_h200("1.5B", 2, link)
+    assert copies.messages == pytest.approx(weights * 4 / link)  # 2 x 1/2 of float32 gradients
+    shared, _ = planned_on_h200("1.5B", 2, link, use_distributed_optimizer=True)
+    assert shared.messages == pytest.approx(weights * (4 + 2) / 2 / link)
+    assert shared.update == pytest.approx(copies.update / 2)
+    hidden, _ = planned_on_h200("1.5B", 2, link, overlap_grad_reduce=True)
+    assert hidden.messages == 0  # a backward pass is longer
+    split, _ = planned_on_h200("1.5B", 2, link, tensor_model_parallel_size=2)
+    sent = 4 * 4096 * 1536 * 2 * (4 * 28 + 2)  # an all-reduce over two ranks sends its size once
+    assert split.messages == pytest.approx(8 * sent / link)
+
+
+HF = dict(
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=2048,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+LAYOUTS = {
+    "tp2": (2, dict(tensor_model_parallel_size=2)),
+    "pp2": (2, dict(pipeline_model_parallel_size=2)),
+    "dp4": (4, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def ratio(tmp_path_factory):
+    """The predicted seconds of a step over those that it took, of the slowest rank of a layout."""
+
+    def of(ranks: int, keys: dict) -> float:
+        out, hf = str(tmp_path_factory.mktemp("out")), tiny.hf_config("qwen3", **HF)
+        keys = dict(global_batch_size=8, per_device_train_batch_size=2, **keys)
+        runs = world.run(train_and_predict, ranks, hf, 256, out, timeout_s=200, **keys)
+        planned = max(run["planned"].total - run["planned"].bubble for run in runs)
+        return planned / max(run["seconds"] for run in runs)
+
+    return SimpleNamespace(of=of, one=of(1, {}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_cpu_take_what_one_rank_lets_expect(ratio, layout):
+    """The rates are those of this machine in this moment; what they leave out (gaps, passes that
+    are not compiled) is one rank's."""
+    assert ratio.of(*LAYOUTS[layout]) / ratio.one == pytest.approx(1, abs=0.3)
