@@ -175,6 +175,16 @@ class TrainingArguments(ArgumentGroup):
     overwrite_output_dir: bool = arg(False, "train into a folder that is not empty")
     do_train: bool = arg(True, "train; false with do_eval: evaluate alone, and export nothing")
     do_eval: bool = arg(False, "evaluate at the end too, where eval_strategy has not")
+    do_predict: bool = arg(
+        False, "write the log-probability of each sample for evaluation to predictions.jsonl"
+    )
+    predict_with_generate: bool = arg(
+        False, "sft: let the model answer the samples for evaluation: exact_match, rouge_l"
+    )
+    max_new_tokens: int = arg(1024, "tokens of an answer that is generated", low=1)
+    generation_num_samples: int | None = arg(
+        None, "only the first so many samples of each set are answered (None: all)", low=1
+    )
     logging_steps: int = arg(10, "steps between two lines of the log", low=1)
     eval_strategy: Literal["no", "steps", "epoch"] = arg("no", "when to evaluate")
     eval_steps: int | None = arg(None, "steps between evaluations (None: logging_steps)", low=1)

@@ -84,7 +84,9 @@ _REFUSED_BY_REASON = {
     ("samples in another order", "disable_shuffling: true for that of the file"): (
         "train_sampling_strategy=random sortish_sampler"
     ),
-    ("the length of a generated text", "cutoff_len"): "max_length=1024",
+    ("a length of prompt and answer together", "cutoff_len, max_new_tokens"): (
+        "max_length=1024 generation_max_length"
+    ),
     ("debugging aids of transformers", ""): "debug",
 }
 # Fields of megatron's config among them: additional_configs takes them as they are.
@@ -119,7 +121,6 @@ _IGNORED_BY_REASON = {
     "the chat template decides it": "tool_format",
     "the tokenizer's own is used": "use_fast_tokenizer",
     "eval_strategy decides it": "eval_on_start",
-    "there is no prediction stage": "do_predict predict_with_generate",
     "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
     "liger_kernel_config cross_entropy_loss_fusion",
@@ -171,14 +172,16 @@ _IGNORED_BY_REASON = {
     "the log shows what was computed": "logging_nan_inf_filter log_level log_level_replica "
     "print_param_status log_on_each_node skip_memory_metrics",
     "checkpoints go to a file system that all nodes share": "save_on_each_node",
-    "no logits are kept": "prediction_loss_only eval_accumulation_steps compute_accuracy "
-    "eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics",
+    "compute_metrics sees what is kept of a whole set": "prediction_loss_only compute_accuracy "
+    "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics "
+    "batch_eval_metrics",
     "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen "
     "ignore_pad_token_for_loss include_effective_tokens_per_second label_names",
     "torch's default holds": "tf32",
-    "nothing is generated in training": "use_cache use_kv_cache generation_* do_sample temperature "
-    "top_p top_k num_beams eval_num_beams max_new_tokens repetition_penalty length_penalty "
-    "skip_special_tokens infer_backend infer_dtype vllm_* sglang_*",
+    "answers are generated greedily, by transformers": "use_cache use_kv_cache generation_config "
+    "generation_num_beams do_sample temperature top_p top_k num_beams eval_num_beams "
+    "repetition_penalty length_penalty skip_special_tokens infer_backend infer_dtype vllm_* "
+    "sglang_*",
     "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token ms_hub_token om_hub_token",
     "no stage or finetuning_type of this version reads it": "simpo_gamma freeze_*",
     "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only crop_to_patches "

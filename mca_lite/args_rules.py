@@ -21,7 +21,7 @@ from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule, parse_steps
 from .args_values import Judge
 from .chat_templates import TEMPLATES
-from .objectives import OBJECTIVES, Objective
+from .objectives import OBJECTIVES, Objective, check_generation
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 # what report_to may name -> the package that it takes, and the extra that installs it
@@ -236,13 +236,6 @@ def _check_cadence(a: Any, judge: Judge) -> None:
     if a.profile_steps and 0 < a.max_steps < parse_steps(a.profile_steps)[0]:
         remedy = f"profile_steps: {a.max_steps}"
         judge.refuse("profile_steps", f"the run has {a.max_steps} steps", remedy)
-    if (
-        a.eval_strategy != "no"
-        # of several sets a metric has its set's name before its own
-        and not a.metric_for_best_model.endswith(tuple(_all_metrics()))
-    ):
-        reason = "an evaluation gives eval_loss, and with stage dpo its metrics"
-        judge.refuse("metric_for_best_model eval_strategy", reason, "metric_for_best_model: loss")
     if a.load_best_model_at_end:
         _check_best_model(a, judge)
     if a.early_stopping_patience is not None and a.eval_strategy == "no":
@@ -451,14 +444,25 @@ def _check_objective_keys(a: Any, judge: Judge) -> None:
         check(a, judge)
 
 
+def check_metric(a: Any, metrics: tuple[str, ...], judge: Judge) -> None:
+    """metric_for_best_model against the metrics that an evaluation gives."""
+    # of several sets a metric has its set's name before its own
+    if a.eval_strategy != "no" and not a.metric_for_best_model.endswith(metrics):
+        reason, remedy = f"an evaluation gives {', '.join(metrics)}", metrics[0]
+        keys = "metric_for_best_model eval_strategy"
+        judge.refuse(keys, reason, f"metric_for_best_model: {remedy}")
+
+
 def check_objective_run(a: Any, judge: Judge) -> None:
     """The keys of all groups against the row of the stage."""
     objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
-    # a metric of no objective at all is a problem of TrainingArguments
-    if metric in _all_metrics() - set(objective.metrics):
+    metrics = objective.metrics + check_generation(a, objective, judge)
+    if metric in _all_metrics() - set(metrics):
         reason = f"stage {a.stage} has no such metric"
         remedy = f"metric_for_best_model: {objective.metrics[0]}"
         judge.refuse("metric_for_best_model", reason, remedy, metric)
+    else:
+        check_metric(a, metrics, judge)
     if objective.has_pairs:
         check_records(a, objective, judge)
     if objective.check_run is not None:
@@ -481,18 +485,18 @@ def check_run(a: Any, judge: Judge) -> None:
     """What the groups of a run must agree on: data, folders and evaluation."""
     check_backend(a, judge)
     check_objective_run(a, judge)
-    if a.eval_strategy != "no" and not (a.eval_dataset or a.val_size > 0):
-        remedy = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"
-        keys = "eval_strategy eval_dataset val_size"
-        judge.refuse(keys, "there is nothing to evaluate on", remedy)
-    elif a.do_eval and not (a.eval_dataset or a.val_size > 0):
-        remedy = "val_size: 0.05, or eval_dataset: <files>, or do_eval: false"
-        judge.refuse("do_eval eval_dataset val_size", "there is nothing to evaluate on", remedy)
+    asked = ["eval_strategy: no"] if a.eval_strategy != "no" else []
+    asked += [f"{key}: false" for key in ("do_eval", "do_predict") if getattr(a, key)]
+    if asked and not (a.eval_dataset or a.val_size > 0):
+        remedy = f"val_size: 0.05, or eval_dataset: <files>, or {', '.join(asked)}"
+        keys = " ".join(word.partition(":")[0] for word in asked)
+        reason = "there is nothing to evaluate on"
+        judge.refuse(f"{keys} eval_dataset val_size", reason, remedy)
     if a.do_train and a.eval_dataset and not a.dataset:
         judge.refuse("dataset", "there is nothing to train on", f"{_DATA}, or do_train: false")
-    if not (a.do_train or a.do_eval):
+    if not (a.do_train or a.do_eval or a.do_predict):
         remedy = "do_train: true, or do_eval: true"
-        judge.refuse("do_train do_eval", "there is nothing to do", remedy)
+        judge.refuse("do_train do_eval do_predict", "there is nothing to do", remedy)
     start = a.model_name_or_path
     if os.path.isdir(start or "") and os.path.realpath(start) == os.path.realpath(a.output_dir):
         reason = "the trained model would overwrite the one that it starts from"

@@ -253,9 +253,9 @@ def _check_fused(spec, model_type: str, rows, found: list, judge: Judge) -> None
         )
 
 
-def check_mergeable(spec, is_tied: bool, judge: Judge) -> None:
+def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_model") -> None:
     """The adapter can be put into the weights: it is not on one side of a tied embedding."""
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     if one_sided and is_tied:
-        remedy = "take it out of lora_target, or set save_merged_model: false"
-        judge.refuse("save_merged_model", ONE_SIDED.format(one_sided[0]), remedy, True)
+        remedy = f"take it out of lora_target, or set {key}: false"
+        judge.refuse(key, ONE_SIDED.format(one_sided[0]), remedy, True)

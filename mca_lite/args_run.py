@@ -288,12 +288,11 @@ def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[
         notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
     if training.max_steps > 0 and "num_train_epochs" in given:
         notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
-    if (
-        training.eval_strategy == "no"
-        and not training.do_eval
-        and (data.val_size > 0 or data.eval_dataset)
-    ):
-        notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
+    if training.eval_strategy == "no" and not (training.do_eval or training.do_predict):
+        if data.val_size > 0 or data.eval_dataset:
+            notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
+        if training.predict_with_generate:
+            notes.append("predict_with_generate: no effect, since nothing is evaluated")
     return notes + unheard_wishes(run.model_config, training)
 
 

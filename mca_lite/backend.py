@@ -137,6 +137,11 @@ class Backend(abc.ABC):
         """The sum of what each rank got from its part of a row. Changes `values`."""
         return values
 
+    def whole_logits(self, logits: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """The logits [b, s, V] of whole rows, where this rank may have computed a part of them.
+        Collective over the ranks that share them."""
+        return logits
+
     def common_length(self, longest: int) -> int:
         """The length that all micro-batches of a step must have, of which the longest is given; 0:
         each has its own."""

@@ -176,6 +176,18 @@ class MegatronBackend(Backend):
             values, group=mpu.get_context_parallel_group()
         )
 
+    def whole_logits(self, logits: torch.Tensor, inputs: dict) -> torch.Tensor:
+        logits = self.model.gather_logits(logits)
+        size, rank = self.context_parallel
+        if size == 1:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(size)]
+        dist.all_gather(parts, logits.contiguous(), group=mpu.get_context_parallel_group())
+        whole, params = torch.cat(parts, 1), inputs["packed_seq_params"]
+        if params is not None:
+            return whole[:, params.layout.order]
+        return whole[:, row_layout((0, whole.shape[1]), size, rank, logits.device).order]
+
     # -- training
 
     def _accumulate_in_place(self, models: VirtualModels) -> None:

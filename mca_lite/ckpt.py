@@ -425,10 +425,10 @@ class TorchSnapshot:
         self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
         if optimizer is not None:
             self._files["optimizer.safetensors"] = {
-                f"{key}.{names[p]}": value.detach()
+                f"{key}.{names[p]}": torch.as_tensor(value).detach()
                 for p, state in optimizer.state.items()
                 for key, value in state.items()
-                if torch.is_tensor(value)
+                if isinstance(value, (torch.Tensor, int, float))
             }
         if copy:
             self._files = {
@@ -471,12 +471,17 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
         return
     states = _Tensors(folder / "optimizer.safetensors")
     keys = sorted({key.partition(".")[0] for key in states.names})
+    of_one_kernel = [g for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_there = {p for group in of_one_kernel for p in group["params"]}
     for name, parameter in model.named_parameters():
         # the counter too: the fused AdamW keeps it beside the parameter
         kept, shapes = {}, [parameter.shape, torch.Size()]
         if any(f"{key}.{name}" in states.names for key in keys):
             kept = {key: states.read(f"{key}.{name}", shapes) for key in keys}
-        optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in kept.items()}
+        for key, value in kept.items():  # other kernels want their counters on the CPU
+            if value.dim() or parameter in counted_there:
+                kept[key] = value.to(parameter.device)
+        optimizer.state[parameter] = kept
 
 
 class _Tensors:

@@ -19,11 +19,10 @@ from .args_run import parse_args
 from .args_values import refuse
 from .cli_chat import add_options, decoding_of
 from .cli_errors import end
-from .constants import IGNORE_INDEX
+from .constants import GENERATIONS_NAME
 from .files import write_file
 from .objectives import OBJECTIVES
 
-GENERATIONS_NAME = "generations.jsonl"
 _SHOWN, _MOST_CHARACTERS = 3, 100  # answers, and of each line
 _QUESTION = "mcaquestion"  # no template changes it
 
@@ -145,7 +144,7 @@ def _samples(arguments, file: str | None, model, tokenizer) -> list[_Sample]:
 def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
     """The samples as training reads them: the last answer that carries loss is the expected one."""
     from .data import load_datasets
-    from .generation import stop_ids, until_stop
+    from .generation import last_turn, stop_ids, until_stop
 
     data, seed = copy.copy(arguments.data), arguments.training.data_seed
     vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
@@ -159,14 +158,9 @@ def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
         refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)
     stop, samples = stop_ids(model, tokenizer), []
     for number in range(len(dataset)):
-        document = dataset[number][0]  # of a pair the chosen one
-        labels = document["labels"].tolist()
-        end = max(at for at, label in enumerate(labels) if label != IGNORE_INDEX) + 1
-        start = end
-        while start and labels[start - 1] != IGNORE_INDEX:
-            start -= 1
-        expected = tokenizer.decode(until_stop(labels[start:end], stop), skip_special_tokens=True)
-        samples.append(_Sample(document["input_ids"][: start + 1].tolist(), expected))
+        prompt, answer = last_turn(dataset[number][0])  # of a pair the chosen one
+        expected = tokenizer.decode(until_stop(answer, stop), skip_special_tokens=True)
+        samples.append(_Sample(prompt, expected))
     return samples
 
 

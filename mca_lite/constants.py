@@ -1,6 +1,7 @@
 """Names of files and numbers that several modules share."""
 
 IGNORE_INDEX = -100  # a label that carries no loss
+GENERATION_METRICS = ("exact_match", "rouge_l")  # of predict_with_generate
 
 # Hugging Face's file names
 HF_CONFIG_NAME = "config.json"
@@ -20,6 +21,7 @@ TRAINER_LOG_NAME = "trainer_log.jsonl"
 EVAL_RESULTS_NAME = "eval_results.json"
 RUN_SUMMARY_NAME = "run_summary.json"
 GENERATIONS_NAME = "generations.jsonl"
+PREDICTIONS_NAME = "predictions.jsonl"
 LOSS_PLOT_NAME = "training_loss.png"
 PAGE_NAME = "report.html"
 CHECKPOINT_PREFIX = "checkpoint"

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
@@ -22,6 +23,7 @@ from .constants import (
     CHECKPOINT_PREFIX,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
+    IGNORE_INDEX,
     RUN_CONFIG_NAME,
 )
 from .data_chat import ChatRenderer
@@ -152,6 +154,18 @@ def stop_ids(model, tokenizer) -> list[int]:
         ids = tokenizer.encode(ending, add_special_tokens=False)
         found.update(ids if len(ids) == 1 else ())
     return sorted(found)
+
+
+def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
+    """(the tokens before the last run of trained ones, that run) of a document {"input_ids",
+    "labels"}; None where nothing is trained."""
+    ids, labels = np.asarray(document["input_ids"]), np.asarray(document["labels"])
+    trained = np.flatnonzero(labels != IGNORE_INDEX)
+    if not len(trained):
+        return None
+    gaps = np.flatnonzero(np.diff(trained) > 1)
+    first = trained[gaps[-1] + 1] if len(gaps) else trained[0]
+    return ids[: first + 1].tolist(), labels[first : trained[-1] + 1].tolist()
 
 
 def until_stop(ids: list[int], stop: list[int]) -> list[int]:

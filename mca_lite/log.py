@@ -320,6 +320,22 @@ class Report(TrainerCallback):
         self._file = self._bar = self._tensorboard = self._wandb = None
 
 
+def report_of(args) -> Report:
+    """The Report that TrainingArguments ask for."""
+    from . import parallel
+
+    return Report(
+        is_main=parallel.is_main(),
+        output_dir=args.output_dir,
+        report_to=args.report_to,
+        plot_loss=args.plot_loss,
+        html_report=args.html_report,
+        run_name=args.run_name,
+        disable_tqdm=args.disable_tqdm,
+        config=args.to_dict(),
+    )
+
+
 def run_summary(trainer, plan) -> dict[str, dict]:
     """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
     itself."""

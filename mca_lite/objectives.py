@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from .args_values import Judge
-from .constants import HF_CONFIG_NAME
+from .constants import GENERATION_METRICS, HF_CONFIG_NAME
 from .loss_preference import LOSSES, METRICS, REFERENCES
 
 # kinds of records
@@ -94,6 +94,20 @@ def objective_of(stage: str) -> Objective:
     if stage not in OBJECTIVES:
         raise ValueError(f"stage {stage!r}: expected one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[stage]
+
+
+def check_generation(a: Any, objective: Objective, judge: Judge) -> tuple[str, ...]:
+    """predict_with_generate against the keys of all groups -> the metrics that it adds."""
+    if not a.predict_with_generate:
+        return ()
+    off = "predict_with_generate: false"
+    if objective.records != CONVERSATIONS:
+        reason = f"stage {objective.stage} has no prompts with one answer"
+        judge.refuse("predict_with_generate", reason, off)
+    elif a.train_on_prompt:
+        reason = "an answer begins where trained tokens do, and the prompt is trained too"
+        judge.refuse("predict_with_generate train_on_prompt", reason, "train_on_prompt: false")
+    return GENERATION_METRICS
 
 
 # -- preference training

@@ -269,6 +269,62 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
     return OPTIMIZERS[args.optim].make(groups, args)
 
 
+class GivenScheduler:
+    """A torch scheduler that the user made, as the loop and checkpoints call it."""
+
+    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler):
+        self.scheduler, self.num_steps = scheduler, 0
+
+    def step(self, increment: int = 1) -> None:
+        """Count finished steps. A resumed run counts a new scheduler to where it was."""
+        for _ in range(increment):
+            self.scheduler.step()
+        self.num_steps += increment
+
+    def get_last_lr(self) -> list[float]:
+        return self.scheduler.get_last_lr()
+
+
+def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
+    """(optimizer or None, GivenScheduler or None) from the `optimizers` of transformers' Trainer.
+
+    Without a scheduler each group keeps its weight decay, and has its own rate as the highest one
+    of the schedule of lr_scheduler_type. ValueError for what would not update the model.
+    """
+    optimizer, scheduler = optimizers
+    if optimizer is None and scheduler is None:
+        return None, None
+    if is_megatron:
+        raise ValueError(
+            "optimizers: expected (None, None) under megatron-core, which updates float32 copies "
+            "that it makes from the wrapped model, and an optimizer made before would update "
+            "nothing: register_optimizer adds one for optim, and lr_scheduler_type with "
+            "lr_scheduler_kwargs chooses the schedule"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizers: expected a torch optimizer first, got {optimizer!r}")
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    trained = {p for p in model.parameters() if p.requires_grad}
+    if held != trained:
+        raise ValueError(
+            f"optimizers: the optimizer lacks {len(trained - held)} of the model's "
+            f"{len(trained)} trained parameters, and has {len(held - trained)} others: make it of "
+            "those of this model that require a gradient"
+        )
+    if scheduler is None:
+        for group in optimizer.param_groups:  # MegatronLRScheduler reads them
+            group.setdefault("max_lr", group["lr"])
+            group["start_wd"] = group["end_wd"] = group.get("weight_decay", 0.0)
+        return optimizer, None
+    kinds = torch.optim.lr_scheduler
+    steps_alone = not isinstance(scheduler, kinds.ReduceLROnPlateau)
+    if not (isinstance(scheduler, kinds.LRScheduler) and steps_alone):
+        raise ValueError(f"optimizers: expected a scheduler that counts steps, got {scheduler!r}")
+    if scheduler.optimizer is not optimizer:
+        raise ValueError("optimizers: the scheduler is another optimizer's")
+    return optimizer, GivenScheduler(scheduler)
+
+
 def create_grad_scaler(args):
     """megatron's loss scaler of fp16 for the plain torch backend: constant with loss_scale, else it
     adapts.

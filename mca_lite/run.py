@@ -7,6 +7,7 @@ and trains.
 """
 
 import copy
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +36,24 @@ from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
 from .args_values import Judge, read_config_file, refuse
 from .ckpt_megatron import DIST_NAME
-from .constants import EVAL_RESULTS_NAME, HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
+from .constants import (
+    EVAL_RESULTS_NAME,
+    GENERATIONS_NAME,
+    HF_GENERATION_CONFIG_NAME,
+    PREDICTIONS_NAME,
+    RUN_CONFIG_NAME,
+)
 from .data import DatasetBundle, TokenDataset, load_datasets
 from .data_batches import steps_of_run
 from .data_packs import Packs
-from .files import check_can_write, read_json, write_json
+from .files import check_can_write, read_json, write_file, write_json
 from .lora_sites import host_of
 from .model_config import load_tokenizer
 from .model_families import FAMILIES
 from .objectives import OBJECTIVES, Objective
 from .trainer_callbacks import StopSignals, TrainerCallback
+from .trainer_generate import generate, scores
+from .trainer_predict import records_of
 from .weights_sources import SafetensorsSource, check_shapes, resolve_folder
 from .weights_vocabulary import GrownSource
 
@@ -233,6 +242,8 @@ def _plan_adapters(arguments: RunArguments, config, spec: lora.LoraSpec, judge: 
     spec = lora.plan(host, spec, judge)
     if keys.save_merged_model:
         check_mergeable(spec, host_of(host).is_tied, judge)
+    if arguments.training.predict_with_generate and arguments.backend.use_mca:
+        check_mergeable(spec, host_of(host).is_tied, judge, "predict_with_generate")
     return spec
 
 
@@ -287,6 +298,8 @@ def train(plan: Plan):
                 _export(plan, trainer, result)
         if args.do_eval and not (args.do_train and args.eval_strategy != "no"):
             _evaluate(trainer)
+        if args.do_predict:
+            _predict(trainer)
     parallel.shutdown()
     return trainer
 
@@ -298,6 +311,28 @@ def _evaluate(trainer) -> None:
         folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / EVAL_RESULTS_NAME, metrics)
+
+
+def _predict(trainer) -> None:
+    """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
+    predict_with_generate generations.jsonl too, a line an answer. Collective."""
+    sets, files = trainer.eval_dataset, {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
+    for name, dataset in sets.items() if isinstance(sets, dict) else [("", sets)]:
+        found, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
+        of_set = {"dataset": name} if name else {}
+        files[PREDICTIONS_NAME] += [of_set | line for line in records_of(found)]
+        if trainer.args.predict_with_generate:
+            answers = generate(trainer, dataset)
+            files[GENERATIONS_NAME] += [of_set | answer for answer in answers]
+            metrics |= scores(answers, "predict")
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        trainer.report.print(f"{name or 'evaluation'}: {len(found):,} samples, {shown}")
+    folder = Path(trainer.args.output_dir)
+    for name, lines in files.items() if parallel.is_main() else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        if lines:
+            text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+            write_file(folder / name, f"{text}\n")
 
 
 def build_trainer(plan: Plan):

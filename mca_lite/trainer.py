@@ -21,10 +21,10 @@ from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
-from .log import Report, run_summary
+from .log import report_of, run_summary
 from .log_speed import model_work
 from .model import VirtualModels
-from .optim import get_megatron_lr_scheduler
+from .optim import get_megatron_lr_scheduler, given_optimizers
 from .packed_rows import (
     Targets,
     get_ltor_masks_and_position_ids,
@@ -40,11 +40,12 @@ from .trainer_callbacks import (
     TrainerState,
     restore_states,
 )
-from .trainer_checkpoints import finish_checkpoint, store_state
-from .trainer_evaluation import evaluate, run_loop
+from .trainer_checkpoints import finish_run
+from .trainer_evaluation import check_metrics, evaluate, run_loop
 from .trainer_events import StepEnd, agree, as_callback, callbacks_of, check_hooks, find_callback
 from .trainer_nonfinite import FiniteGuard
 from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, advance, throughput_of
+from .trainer_predict import PredictionOutput, predict
 
 __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
 
@@ -57,11 +58,16 @@ class McaTrainer:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
     {"input_ids", "labels"} that are shifted themselves. Datasets are map-style. callbacks: ours or
-    transformers', instances or classes. processing_class: another name of tokenizer.
+    transformers', instances or classes. processing_class: another name of tokenizer. optimizers:
+    on the torch backend (a torch optimizer of the model's trained parameters, its scheduler or
+    None). compute_metrics(EvalPrediction) -> {name: number} of each evaluation, over what
+    preprocess_logits_for_metrics(logits, labels) returns of each sample, such as
+    logits.argmax(-1): both as in transformers, position t of the labels being predicted by t - 1.
     TypeError for a callback that is none, and for a subclass's override that would not be called.
     """
 
     metrics_keys = ["loss"]
+    documents_per_sample = 1
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
     _reference_model = None  # what each batch passes forward only
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
@@ -79,15 +85,18 @@ class McaTrainer:
         summary: dict[str, Any] | None = None,
         processing_class=None,
         optimizers: tuple = (None, None),
+        compute_metrics=None,
+        preprocess_logits_for_metrics=None,
     ):
-        check_hooks(self, McaTrainer, optimizers)
+        check_hooks(self, McaTrainer)
+        is_megatron = isinstance(model, VirtualModels)
+        self._given = given_optimizers(optimizers, model, is_megatron)
         tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
         self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
         self._guard.check_weights("before training")
-        backend = MegatronBackend if isinstance(model, VirtualModels) else TorchBackend
-        self.backend = backend(model, args)
+        self.backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
         self.models = self.backend.chunks
         self.backend.use_loss(self._loss_of_logits)
         if self.backend.predicts_ahead:
@@ -97,17 +106,10 @@ class McaTrainer:
         self.shuffle, self.extra_summary = shuffle, summary or {}
         self.optimizer = self.lr_scheduler = cast(Any, None)  # until they are made
         self.state, self.control = TrainerState(), TrainerControl()
-        self._signals = StopSignals()
-        self.report = Report(
-            is_main=parallel.is_main(),
-            output_dir=args.output_dir,
-            report_to=args.report_to,
-            plot_loss=args.plot_loss,
-            html_report=args.html_report,
-            run_name=args.run_name,
-            disable_tqdm=args.disable_tqdm,
-            config=args.to_dict(),
-        )
+        self._signals, self.report = StopSignals(), report_of(args)
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        check_metrics(self)
         self._loaders = {"train_dataloader": None, "eval_dataloader": None}
         given = [as_callback(callback) for callback in callbacks or []]
         self.callbacks = [*given, *callbacks_of(args), self.report]
@@ -179,7 +181,7 @@ class McaTrainer:
             epoch_begins = end.run()
             if "should_log" in end.done:  # the step closed a line of the log
                 window, skips = self._numbers(), 0
-        return self._finish(whole_run, time.perf_counter() - started)
+        return finish_run(self, whole_run, time.perf_counter() - started)
 
     def _open_loader(self, plan: BatchPlan, epoch: int, step: int) -> Iterator:
         self._loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
@@ -380,12 +382,17 @@ class McaTrainer:
         return plan
 
     def create_optimizer(self):
-        self.optimizer = self.backend.create_optimizer()
+        if self._given[0] is None:
+            self.optimizer = self.backend.create_optimizer()
+        else:
+            self.optimizer = self.backend.optimizer = self._given[0]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         optimizer = self.optimizer if optimizer is None else optimizer
-        self.lr_scheduler = get_megatron_lr_scheduler(self.args, num_training_steps, optimizer)
+        self.lr_scheduler = self._given[1]
+        if self.lr_scheduler is None:
+            self.lr_scheduler = get_megatron_lr_scheduler(self.args, num_training_steps, optimizer)
         return self.lr_scheduler
 
     def _line(self, window: Numbers, extra: dict, throughput) -> dict:
@@ -419,20 +426,6 @@ class McaTrainer:
         """pop_callback without its answer."""
         self.pop_callback(callback)
 
-    def _finish(self, whole_run: Numbers, seconds: float) -> TrainOutput:
-        if self._writer.is_busy:
-            finish_checkpoint(self)
-        watchdog.note(watchdog.ENDING)
-        self._guard.end_run()
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            ckpt.load_model(self.state.best_model_checkpoint, self.backend)
-            self.report.print(f"loaded the best checkpoint {self.state.best_model_checkpoint}")
-        store_state(self)
-        self._notify("on_train_end")
-        loss = whole_run.means()["loss"]
-        metrics = {"train_loss": loss, "train_runtime": seconds}
-        return TrainOutput(self.state.global_step, loss, metrics)
-
     # -- evaluation
 
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -440,6 +433,13 @@ class McaTrainer:
         sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         return evaluate(self, dataset, metric_key_prefix)
+
+    def predict(
+        self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The log-probability of each sample, in the data set's order, on every rank: transformers'
+        (predictions, label_ids, metrics), see PredictionOutput. Collective."""
+        return predict(self, test_dataset, metric_key_prefix)
 
     def evaluation_loop(
         self,

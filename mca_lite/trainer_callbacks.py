@@ -203,7 +203,12 @@ class TrainerCallback:
         prefix that evaluate() was given."""
 
     def on_prediction_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
-        """After each step of an evaluation."""
+        """After each step of an evaluation or a prediction."""
+
+    def on_predict(
+        self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
+    ):
+        """`metrics` are those that predict() returns, their names starting with its prefix."""
 
     def on_save(
         self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs

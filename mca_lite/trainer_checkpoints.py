@@ -2,10 +2,11 @@
 
 import os
 
-from . import ckpt_folder, parallel, watchdog
+from . import ckpt, ckpt_folder, parallel, watchdog
 from .ckpt_folder import CheckpointError
 from .constants import TRAINER_STATE_NAME
 from .trainer_callbacks import Interrupted, export_states
+from .trainer_numbers import Numbers, TrainOutput
 
 
 def save_checkpoint(trainer) -> None:
@@ -67,3 +68,22 @@ def store_state(trainer) -> None:
     if parallel.is_main():
         os.makedirs(trainer.args.output_dir, exist_ok=True)
         trainer.state.save(os.path.join(trainer.args.output_dir, TRAINER_STATE_NAME))
+
+
+def finish_run(trainer, whole_run: Numbers, seconds: float) -> TrainOutput:
+    """What is left after the last step: the checkpoint on its way, the best one, the state's file.
+    Collective."""
+    if trainer._writer.is_busy:
+        finish_checkpoint(trainer)
+    watchdog.note(watchdog.ENDING)
+    trainer._guard.end_run()
+    best = trainer.state.best_model_checkpoint
+    if trainer.args.load_best_model_at_end and best:
+        ckpt.load_model(best, trainer.backend)
+        trainer.report.print(f"loaded the best checkpoint {best}")
+    store_state(trainer)
+    trainer._notify("on_train_end")
+    loss = whole_run.means()["loss"]
+    return TrainOutput(
+        trainer.state.global_step, loss, {"train_loss": loss, "train_runtime": seconds}
+    )

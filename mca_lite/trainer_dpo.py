@@ -22,7 +22,6 @@ from . import lora, loss_preference, parallel
 from .args_run import check_together
 from .args_values import Judge, refuse
 from .ckpt_folder import CheckpointError
-from .constants import IGNORE_INDEX
 from .data_batches import documents_of, split_documents
 from .data_cache import default_cache_dir
 from .data_files import SIDES
@@ -32,6 +31,7 @@ from .objectives import OBJECTIVES
 from .packed_rows import pack_batch
 from .trainer import McaTrainer
 from .trainer_dpo_config import DPOConfig, choose_reference
+from .trainer_predict import own_lengths, sum_documents
 from .trainer_reference import is_same_model, reference_of, score
 from .weights_sources import resolve_folder
 
@@ -57,6 +57,7 @@ class DPOTrainer(McaTrainer):
     """
 
     metrics_keys = list(METRICS)
+    documents_per_sample = len(SIDES)
     _language_input_names = [*McaTrainer._language_input_names, "reference"]
 
     def __init__(
@@ -172,10 +173,7 @@ class DPOTrainer(McaTrainer):
         )
 
     def _documents(self, batch: dict) -> Documents:
-        lengths, cp = None, self.backend.context_parallel[0]
-        if "cu_seqlens" in batch:
-            cu = batch["cu_seqlens"]
-            lengths = [(end - start) // cp for start, end in zip(cu, cu[1:], strict=False)]
+        lengths = own_lengths(self.backend, batch)
         return Documents(lengths, parallel.to_device(batch["real"], parallel.device()))
 
     def _response_logps(self, labels, documents: Documents, losses):
@@ -183,14 +181,8 @@ class DPOTrainer(McaTrainer):
         rejected in turn.
 
         Collective under context parallelism: one sum over its group."""
-        both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
-        if documents.lengths is None:
-            sums = both.sum(-1)
-        else:
-            sums = torch.stack(
-                [part.sum(-1) for part in both[:, 0].split(documents.lengths, -1)], -1
-            )
-        return self.backend.sum_over_context_parallel(sums)[:, : 2 * len(documents.real)]
+        sums = sum_documents(self.backend, documents.lengths, labels, losses)
+        return sums[:, : 2 * len(documents.real)]
 
     def _post_compute_loss(self, labels, documents, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).

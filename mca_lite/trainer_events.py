@@ -69,15 +69,8 @@ def find_callback(callbacks: list, wanted):
     return next((one for one in callbacks if one is wanted or isinstance(one, of_kind)), None)
 
 
-def check_hooks(trainer, base: type, optimizers: tuple) -> None:
-    """ValueError for optimizers that cannot be used; TypeError where a subclass of `base` overrides
-    what is never called, or called otherwise."""
-    if any(given is not None for given in optimizers):
-        raise ValueError(
-            "optimizers: expected (None, None), as an optimizer is made for the wrapped model: "
-            "register_optimizer adds one, and lr_scheduler_type with lr_scheduler_kwargs chooses "
-            "the schedule"
-        )
+def check_hooks(trainer, base: type) -> None:
+    """TypeError where a subclass of `base` overrides what is never called, or called otherwise."""
     kinds = type(trainer).__mro__
     for place, kind in enumerate(kinds[: kinds.index(base)]):
         for name in vars(kind).keys() & _OTHER_HOOKS.keys():

@@ -27,9 +27,10 @@ from torch.utils.data import Subset
 from . import ckpt_folder, parallel
 from .ckpt_folder import CheckpointError, measure
 from .constants import HF_CONFIG_NAME
-from .data_batches import FILLER, BatchPlan, make_loader
+from .data_files import SIDES
 from .files import describe_error, read_json, write_file, write_json
 from .trainer_callbacks import Interrupted
+from .trainer_predict import by_sample
 
 FORMAT = 2
 META_NAME = "meta.json"
@@ -139,29 +140,12 @@ def score(trainer, pairs) -> np.ndarray:
     """float32 [pairs, 2]: the log-probabilities that the trainer's model, without adapters, gives
     to them now. Collective.
     """
-    args, backend = trainer.args, trainer.backend
-    plan = BatchPlan(
-        len(pairs),
-        args.per_device_eval_batch_size,
-        args.gradient_accumulation_steps,
-        backend.dp_rank,
-        backend.dp_size,
-        seed=0,
-        shuffle=False,
-    )
-    loader = iter(make_loader(pairs, trainer.data_collator, plan, num_epochs=1))
-    values = torch.zeros(len(pairs), 2, dtype=torch.float64, device=parallel.device())
-    for step in range(plan.steps_per_epoch):
-        batches, seq_length, _ = trainer._get_step_iterator_and_seq_length(loader, plan, step)
+
+    def run(batches: list[dict], seq_length: int) -> list[torch.Tensor]:
         found = trainer.compute_reference_log_probs(trainer.models, batches, seq_length)
-        if not found or backend.context_parallel[1] > 0:
-            continue
-        # micro-batches after the plan's are empty
-        for numbers, of_batch in zip(plan.step(0, step), found, strict=False):
-            numbers = [number for number in numbers if number != FILLER]
-            logps = torch.stack(list(of_batch.values()), -1)
-            values[numbers] = logps[: len(numbers)].to(values.dtype)
-    return backend.reduce(values.flatten()).view(-1, 2).cpu().numpy().astype(np.float32)
+        return [torch.stack(list(of_batch.values()), -1) for of_batch in found or ()]
+
+    return by_sample(trainer, pairs, run, (len(SIDES),)).astype(np.float32)
 
 
 def is_same_model(args, ours: np.ndarray, theirs: np.ndarray) -> bool:

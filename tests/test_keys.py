@@ -428,6 +428,10 @@ SHOWN_BY = {
         "test_trainer_evaluation.py::"
         "test_evaluation_alone_gives_what_the_end_of_training_gave_and_exports_nothing",
     ),
+    **dict.fromkeys(
+        "do_predict predict_with_generate max_new_tokens generation_num_samples".split(),
+        "test_predict.py::test_do_predict_writes_each_sample_of_the_evaluation_sets_once",
+    ),
     "resize_vocab": "test_weights_vocabulary.py::test_keys_add_tokens_and_both_backends_agree",
     "dataset_dir": "test_cli.py::test_a_llama_factory_mca_file_runs_after_its_paths_are_changed",
     "profile_steps": "test_profile.py::test_steps_are_profiled_on_every_rank",

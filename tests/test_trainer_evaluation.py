@@ -80,6 +80,10 @@ def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
         ("do_eval=true", "do_eval"),
         ("do_eval=true eval_dataset={folder}/chat.jsonl dataset=null", "dataset"),
         ("do_eval=true do_train=false dataset=null", "dataset"),
+        ("do_predict=true", "do_predict"),
+        ("stage=pt predict_with_generate=true", "predict_with_generate"),
+        ("train_on_prompt=true predict_with_generate=true", "predict_with_generate"),
+        ("max_new_tokens=0", "max_new_tokens"),
         ("eval_on_each_dataset=true", "eval_on_each_dataset"),
         (
             "do_eval=true eval_on_each_dataset=true eval_dataset={folder}/chat.jsonl,chat.json",

@@ -209,8 +209,6 @@ def callbacks_of_every_kind(path, out) -> None:
     assert next(one for one in third.callbacks if isinstance(one, Mine)).steps == [*range(1, 10)]
     with pytest.raises(TypeError, match="has no on_init_end: derive it from"):
         our_trainer(path, out, [object()])
-    with pytest.raises(ValueError, match=r"optimizers: expected \(None, None\)"):
-        trainer.__class__(trainer.model, trainer.args, optimizers=(trainer.optimizer, None))
 
 
 def test_callbacks_are_added_and_removed_and_keep_their_state(model_path, tmp_path):
@@ -244,13 +242,13 @@ def test_an_override_is_called_or_refused(name, member, said):
     from mca_lite import DPOTrainer, McaTrainer
     from mca_lite.trainer_events import check_hooks
 
-    check_hooks(object.__new__(DPOTrainer), McaTrainer, (None, None))
+    check_hooks(object.__new__(DPOTrainer), McaTrainer)
     trainer = object.__new__(type("Mine", (McaTrainer,), {name: member}))
     if said is None:
-        check_hooks(trainer, McaTrainer, (None, None))
+        check_hooks(trainer, McaTrainer)
         return
     with pytest.raises(TypeError, match=f"Mine.{name} .*{said}"):
-        check_hooks(trainer, McaTrainer, (None, None))
+        check_hooks(trainer, McaTrainer)
 
 
 @pytest.mark.parametrize(
@@ -280,3 +278,90 @@ def test_an_import_line_of_mcore_adapter_works(module, names):
 def test_a_module_that_there_is_not_is_not_found():
     with pytest.raises(ModuleNotFoundError, match="trainer.nothing"):
         importlib.import_module("mca_lite.trainer.nothing")
+
+
+def run_with_own_optimizer(path, out, scheduled: bool, resume=None, steps=4) -> list:
+    """Losses of a run with an optimizer, and a scheduler, of the user's."""
+    import torch
+    from transformers import get_cosine_schedule_with_warmup
+
+    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    model = load_torch_model(path)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": rest, "lr": 1e-3}]
+    optimizer, scheduler = torch.optim.AdamW(groups, weight_decay=0.0), None
+    if scheduled:
+        scheduler = get_cosine_schedule_with_warmup(optimizer, 1, 8)
+    args = TrainingArguments(
+        output_dir=out, max_steps=steps, logging_steps=1, save_strategy="steps", save_steps=2,
+        disable_tqdm=True, lr_scheduler_type="cosine", warmup_steps=1, learning_rate=7.0,
+    )  # fmt: skip
+    optimizers, data = (optimizer, scheduler), dict(train_dataset=tiny.samples(8))
+    trainer = McaTrainer(model, args, optimizers=optimizers, shuffle=False, **data)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.optimizer is optimizer
+    return [(line["loss"], line["learning_rate"]) for line in trainer.state.log_history]
+
+
+def the_same_in_torch(path, total: int) -> list:
+    """The loss of each step and the rate that the next one has, of a loop in plain torch."""
+    import torch
+    from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+
+    model, found = AutoModelForCausalLM.from_pretrained(path).train(), []
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": rest, "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 1, total)
+    for sample in tiny.samples(8)[:4]:
+        logits = model(sample["input_ids"][None]).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, sample["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        found.append((float(loss), scheduler.get_last_lr()[0]))
+    return found
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_an_optimizer_of_the_users_updates_the_model_with_its_own_rates(
+    model_path, tmp_path, scheduled
+):
+    out = str(tmp_path)
+    [found] = world.run(run_with_own_optimizer, 1, model_path, out, scheduled)
+    wanted = the_same_in_torch(model_path, 8 if scheduled else 4)
+    for got, expected in zip(found, wanted, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+    if scheduled:
+        again = f"{out}/checkpoint-2"
+        [resumed] = world.run(run_with_own_optimizer, 1, model_path, out, True, again)
+        assert resumed[2:] == found[2:]
+
+
+def test_optimizers_that_would_not_update_the_model_are_refused():
+    import torch
+
+    from mca_lite.optim import given_optimizers
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    foreign = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(other.parameters(), lr=0.1))
+    refused = [
+        ((optimizer, None), True, "register_optimizer adds one for optim"),
+        ((None, foreign), False, "expected a torch optimizer first, got None"),
+        ((torch.optim.SGD([model.weight], lr=0.1), None), False, "lacks 1 of the model's 2"),
+        ((torch.optim.SGD(other.parameters(), lr=0.1), None), False, "and has 2 others"),
+        ((optimizer, plateau), False, "expected a scheduler that counts steps"),
+        ((optimizer, foreign), False, "the scheduler is another optimizer's"),
+    ]
+    for given, is_megatron, said in refused:
+        with pytest.raises(ValueError, match=said):
+            given_optimizers(given, model, is_megatron)
+    assert given_optimizers((None, None), model, True) == (None, None)
