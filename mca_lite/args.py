@@ -12,7 +12,8 @@ import os
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from .args_rules import check_data, check_finetuning, check_training
+from .args_rules import check_finetuning, check_training
+from .args_rules_data import check_data
 from .args_values import ArgumentGroup, arg, parse_size
 from .chat_templates import TEMPLATES
 from .loss_preference import LOSSES
@@ -65,8 +66,18 @@ class DataArguments(ArgumentGroup):
     neat_packing: bool = arg(False, "sft, dpo: like packing; pt: documents do not see each other")
     train_on_prompt: bool = arg(False, "the prompt carries loss too")
     mask_history: bool = arg(False, "only the last answer of a conversation carries loss")
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = arg(
+        "concat",
+        "an epoch of several datasets: all samples, or datasets in turns until the first is used "
+        "up, until all are and shorter ones repeat, or until all are and none repeats",
+    )
     mix_weights: list[float] | None = arg(
-        None, "relative sampling rate of each dataset (None: everything once an epoch)"
+        None,
+        "relative sampling rate of each dataset (None: everything once an epoch); interleave: the "
+        "chance of its turn (None: turns go round)",
+    )
+    sample_by: Literal["line", "document"] = arg(
+        "line", "what a document of a .txt file is: each line, or the whole file"
     )
     on_bad_record: Literal["stop", "skip"] = arg(
         "stop",

@@ -157,7 +157,6 @@ _IGNORED_BY_REASON = {
     "set ddp_bucket_size, in parameters": "ddp_bucket_cap_mb",
     "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
     "calculate_per_token_loss does it": "average_tokens_across_devices",
-    "mix_weights decides it": "mix_strategy",
     "cache_dir holds tokenised data": "tokenized_path",
     "one process tokenises for all": "data_shared_file_system preprocessing_batch_size buffer_size",
     "no sample is dropped": "dataloader_drop_last",

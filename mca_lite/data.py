@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
-from .args_rules import check_records
+from .args_rules_data import check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
 from .data_chat import set_chat_template
 from .data_encode import Encoder
 from .data_files import SIDES, DatasetSpec, resolve
+from .data_mix import Turns
 from .data_packs import Packs
 from .data_shard import Shard
 from .objectives import objective_of
@@ -150,12 +151,8 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     largest_remainders = np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]
     counts[largest_remainders] += 1
     rows, places, lines = [], [], []
-    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
-    for number, count in enumerate(counts.tolist()):
-        own = np.flatnonzero(shard_of == number)
-        if not len(own):
-            reason = f"dataset {number + 1} of {len(weights)} has no sample left to mix"
-            refuse("mix_weights", weights, reason, "a lower val_size")
+    for number, own in enumerate(_rows_of_shards(dataset)):
+        count = int(counts[number])
         repeats, rest = divmod(count, len(own))
         extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
         rows += [np.tile(own, repeats), own[extra]]
@@ -165,6 +162,36 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
         )
     order = np.argsort(np.concatenate(places), kind="stable")
     return dataset.subset(np.concatenate(rows)[order]), lines
+
+
+def interleave(dataset: TokenDataset, turns: Turns) -> tuple[TokenDataset, list[str]]:
+    """(dataset, lines for the report): the samples of the shards in turns, each shard's in their
+    order, and from the beginning again where the strategy repeats them."""
+    shards = _rows_of_shards(dataset)
+    counts, rows = [0] * len(shards), []
+    for number in turns:
+        own = shards[number]
+        rows.append(own[counts[number] % len(own)])
+        counts[number] += 1
+        if counts[number] >= len(own):
+            turns.exhausted.add(number)
+    lines = [
+        f"mix: {turns.strategy}: {count:,} samples an epoch from the {len(own):,} of dataset "
+        f"{number}"
+        for number, (count, own) in enumerate(zip(counts, shards, strict=True), 1)
+    ]
+    return dataset.subset(rows), lines
+
+
+def _rows_of_shards(dataset: TokenDataset) -> list[np.ndarray]:
+    """The positions in the dataset of each shard's samples."""
+    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
+    rows = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
+    for number, own in enumerate(rows, 1):
+        if not len(own):
+            reason = f"it leaves no sample of dataset {number} of {len(rows)} to mix"
+            refuse("val_size", None, reason, "a lower val_size")
+    return rows
 
 
 # -- the front door ------------------------------------------------------------------------------
@@ -191,8 +218,19 @@ class _Loader:
 
     def load(self, entries) -> TokenDataset:
         entries = [entries] if isinstance(entries, str) else entries
-        specs = resolve(entries, self.args.dataset_dir, self.stage)
+        specs = resolve(entries, self.args.dataset_dir, self.stage, self.args.sample_by)
         return TokenDataset.concat([self._load_one(spec) for spec in specs])
+
+    def mix(self, dataset: TokenDataset, seed: int) -> TokenDataset:
+        """The dataset as mix_strategy and mix_weights have it: they mix what is trained on."""
+        strategy, weights, lines = self.args.mix_strategy, self.args.mix_weights, []
+        if strategy != "concat":
+            turns = Turns(len(dataset.shards), strategy, weights, seed)
+            dataset, lines = interleave(dataset, turns)
+        elif weights:
+            dataset, lines = mix(dataset, weights, seed)
+        self.report += lines
+        return dataset
 
     def _load_one(self, spec: DatasetSpec) -> TokenDataset:
         args = self.args
@@ -322,9 +360,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         found["train"] = loader.load(data_args.dataset)
         if data_args.val_size:
             found["train"], found["eval"] = split_off(found["train"], data_args.val_size, seed)
-        if data_args.mix_weights:
-            found["train"], lines = mix(found["train"], data_args.mix_weights, seed)
-            loader.report += lines
+        found["train"] = loader.mix(found["train"], seed)
     each = {}  # name of an evaluation set -> its key in `found`
     if data_args.eval_dataset and data_args.eval_on_each_dataset:
         each = {Path(name).stem: f"eval {name}" for name in data_args.eval_dataset}

@@ -387,6 +387,9 @@ def data_summary(plan: Plan) -> dict[str, str]:
         f"{datasets.train.num_trained_tokens:,} trained",
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
+    if len(data.dataset) > 1:
+        weights = f", weights {', '.join(f'{w:g}' for w in data.mix_weights or ())}"
+        summary["mixed"] = data.mix_strategy + (weights if data.mix_weights else "")
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
