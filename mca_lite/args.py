@@ -76,6 +76,12 @@ class DataArguments(ArgumentGroup):
         "relative sampling rate of each dataset (None: everything once an epoch); interleave: the "
         "chance of its turn (None: turns go round)",
     )
+    streaming: bool = arg(
+        False, "pt, sft: tokenise `dataset` as it is read, and keep nothing; needs max_steps"
+    )
+    buffer_size: int = arg(
+        16384, "streaming: records that are in memory at once, and shuffled among each other", low=1
+    )
     sample_by: Literal["line", "document"] = arg(
         "line", "what a document of a .txt file is: each line, or the whole file"
     )

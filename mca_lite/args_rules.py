@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from .args_keys import FIELDS_OF_MEGATRON, unsupported
-from .args_rules_data import check_records
+from .args_rules_data import check_records, check_stream
 from .args_rules_lora import check_no_prediction
 from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule
@@ -427,6 +427,7 @@ def check_run(a: Any, judge: Judge) -> None:
     """What the groups of a run must agree on: data, folders and evaluation."""
     check_backend(a, judge)
     check_objective_run(a, judge)
+    check_stream(a, judge)
     if a.eval_strategy != "no" and not (a.eval_dataset or a.val_size > 0):
         remedy = "val_size: 0.05, or eval_dataset: <files>, or eval_strategy: no"
         keys = "eval_strategy eval_dataset val_size"

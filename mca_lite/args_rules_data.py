@@ -19,6 +19,21 @@ def check_records(a: Any, objective: Objective, judge: Judge) -> None:
     if objective.has_pairs and a.train_on_prompt:
         reason = "answers are compared, and both have the same prompt"
         judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
+    if objective.has_pairs and a.streaming:
+        reason = "preference pairs are read as a whole: a reference scores them before training"
+        judge.refuse("streaming", reason, "streaming: false")
+
+
+def check_stream(a: Any, judge: Judge) -> None:
+    """streaming against the keys of training."""
+    if not a.streaming:
+        return
+    if a.max_steps <= 0:
+        reason = "how many steps an epoch has is not known before the data is read"
+        judge.refuse("max_steps streaming", reason, "max_steps: 1000")
+    for key in ("eval_strategy", "save_strategy"):
+        if getattr(a, key) == "epoch":
+            judge.refuse(f"{key} streaming", "a stream has no epochs", f"{key}: steps")
 
 
 def check_data(a: Any, judge: Judge) -> None:
@@ -42,6 +57,9 @@ def check_data(a: Any, judge: Judge) -> None:
         judge.refuse("val_size", reason, "val_size: 0.05")
     elif a.val_size >= 1:
         a.val_size = int(a.val_size)
+    elif a.val_size > 0 and a.streaming:
+        reason = "how many samples a stream has is not known: it must be a number of records"
+        judge.refuse("val_size streaming", reason, "val_size: 1000, or eval_dataset")
     template = a.chat_template
     if template and "{" not in template and template not in TEMPLATES:
         if not os.path.isfile(template):
@@ -55,3 +73,6 @@ def check_data(a: Any, judge: Judge) -> None:
     elif weights is not None and len(weights) != len(a.dataset):
         reason = f"{len(weights)} rates for {len(a.dataset)} datasets"
         judge.refuse("mix_weights dataset", reason, one_each)
+    elif weights is not None and a.streaming and a.mix_strategy == "concat":
+        reason = "a stream of one dataset after another has no rates"
+        judge.refuse("mix_weights mix_strategy", reason, "mix_strategy: interleave_over")

@@ -28,6 +28,7 @@ import torch
 from . import ckpt_folder, lora, parallel
 from .ckpt_folder import CheckpointError
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .data_stream import TokenStream
 from .files import describe_error, read_json
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
@@ -226,10 +227,11 @@ def load(folder: str | os.PathLike, trainer) -> None:
             "weights"
         )
     now = _training_record(trainer)
-    for key in ("num_samples", "global_batch_size", "data_seed", "shuffle", "dataset"):
-        if record[key] != now[key]:
+    for key in "streaming num_samples global_batch_size data_seed shuffle dataset".split():
+        before = record.get(key, False)  # older checkpoints have no streaming
+        if before != now[key]:
             raise CheckpointError(
-                f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it "
+                f"{folder} was saved with {key} {before}, and this run has {now[key]}: set it "
                 "back to go on"
             )
     trainer.check_objective(record.get("objective") or {}, folder)
@@ -345,6 +347,7 @@ def write_weights(folder: Path, snapshot, facts: dict) -> None:
 
 def _training_record(trainer) -> dict:
     args, plan = trainer.args, trainer._plan(trainer.train_dataset)
+    streams = isinstance(trainer.train_dataset, TokenStream)
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
     layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
     layout += [args.world_size]
@@ -352,7 +355,8 @@ def _training_record(trainer) -> dict:
         "with_optimizer": not args.save_only_model,
         "scheduler_steps": trainer.lr_scheduler.num_steps,
         "loss_scales": scaler_states(trainer.backend.grad_scalers),
-        "num_samples": plan.num_samples,
+        "streaming": streams,
+        "num_samples": 0 if streams else plan.num_samples,
         "global_batch_size": plan.global_batch_size,
         "data_seed": plan.seed,
         "shuffle": plan.shuffle,

@@ -23,6 +23,7 @@ from .data_files import SIDES, DatasetSpec, resolve
 from .data_mix import Turns
 from .data_packs import Packs
 from .data_shard import Shard
+from .data_stream import HeldOut, TokenStream, look_at
 from .objectives import objective_of
 
 # -- the dataset ---------------------------------------------------------------------------------
@@ -201,8 +202,9 @@ def _rows_of_shards(dataset: TokenDataset) -> list[np.ndarray]:
 class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
-    train: TokenDataset | Packs | None
-    eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None  # a dict: of each name
+    train: TokenDataset | Packs | TokenStream | None
+    # a dict: of each name
+    eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
     report: list[str] = field(default_factory=list)
 
 
@@ -232,9 +234,22 @@ class _Loader:
         self.report += lines
         return dataset
 
-    def _load_one(self, spec: DatasetSpec) -> TokenDataset:
+    def open_stream(self, entries: list[str], seed: int) -> TokenStream:
+        """The entries as a stream: only their first records are read now."""
         args = self.args
-        encoder = Encoder(
+        specs = resolve(entries, args.dataset_dir, self.stage, args.sample_by)
+        sources = [(self._encoder(spec), self._limit(spec)) for spec in specs]
+        for encoder, _ in sources:
+            self._describe_stream(encoder)
+        return TokenStream(sources, args, data_args_pack(args, self.stage), seed)
+
+    def _limit(self, spec: DatasetSpec) -> int | None:
+        limits = [n for n in (self.args.max_samples, spec.num_samples) if n is not None]
+        return min(limits, default=None)
+
+    def _encoder(self, spec: DatasetSpec) -> Encoder:
+        args = self.args
+        return Encoder(
             self.tokenizer,
             spec,
             self.stage,
@@ -246,10 +261,12 @@ class _Loader:
             enable_thinking=args.enable_thinking,
             on_bad_record=args.on_bad_record,
         )
-        limits = [n for n in (args.max_samples, spec.num_samples) if n is not None]
+
+    def _load_one(self, spec: DatasetSpec) -> TokenDataset:
+        args = self.args
         shard = load_shard(
-            encoder,
-            min(limits, default=None),
+            self._encoder(spec),
+            self._limit(spec),
             args.preprocessing_num_workers,
             self.cache_dir,
             args.overwrite_cache,
@@ -292,6 +309,17 @@ class _Loader:
             for part, shown in zip(parts, dataset[0], strict=True):
                 text = show_document(shown, self.tokenizer)
                 self.report.append(f"  first {part}, trained tokens in «»: {text}")
+
+    def _describe_stream(self, encoder: Encoder) -> None:
+        spec = encoder.spec
+        form, first = look_at(encoder)
+        size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
+        self.report.append(f"{spec.files[0]}: {form} records")
+        line = f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read"
+        self.report += [line, *(f"  note: {note}" for note in spec.notes + encoder.notes)]
+        if first is not None:
+            text = show_document(first, self.tokenizer)
+            self.report.append(f"  first sample, trained tokens in «»: {text}")
 
     def _describe_bad(self, bad: dict, names: dict[str, str]) -> None:
         if not bad["count"]:
@@ -356,7 +384,15 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         names = data_args.chat_template, data_args.template
         loader.report += set_chat_template(tokenizer, *names)
     found: dict[str, TokenDataset | Packs] = {}
-    if data_args.dataset:
+    stream, held_out = None, None
+    if data_args.dataset and data_args.streaming:
+        stream = loader.open_stream(data_args.dataset, seed)
+        if data_args.val_size:
+            held_out = stream.hold_out(data_args.val_size)
+            loader.report.append(
+                f"eval: {len(held_out):,} rows of the first {data_args.val_size:,} records"
+            )
+    elif data_args.dataset:
         found["train"] = loader.load(data_args.dataset)
         if data_args.val_size:
             found["train"], found["eval"] = split_off(found["train"], data_args.val_size, seed)
@@ -381,5 +417,5 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
                 f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
                 f"{100 * packed.padding_fraction:.2f} % padding"
             )
-    evaluated = {name: found[key] for name, key in each.items()} or found.get("eval")
-    return DatasetBundle(found.get("train"), evaluated, loader.report)
+    evaluated = {name: found[key] for name, key in each.items()} or found.get("eval", held_out)
+    return DatasetBundle(found.get("train", stream), evaluated, loader.report)

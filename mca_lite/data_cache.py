@@ -70,7 +70,7 @@ def _content_hash(path: Path, cache_dir: Path) -> str:
     return target.read_text()
 
 
-def _tokenizer_identity(tokenizer) -> list:
+def tokenizer_identity(tokenizer) -> list:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = (
         backend.to_str()
@@ -90,7 +90,7 @@ def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, st
     """
     spec = encoder.spec
     identity = {
-        "tokenizer": _tokenizer_identity(encoder.tokenizer),
+        "tokenizer": tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options(), "limit": limit},
         "declaration": {
             k: v
@@ -99,7 +99,7 @@ def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, st
         },
         # the suffix says how the file is read, the name only what it is called
         "files": [
-            [_how_it_is_read(spec, file), _content_hash(Path(file), cache_dir)]
+            [how_it_is_read(spec, file), _content_hash(Path(file), cache_dir)]
             for file in spec.files
         ],
     }
@@ -108,7 +108,7 @@ def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, st
     return _hash(identity | code), _hash(identity)
 
 
-def _how_it_is_read(spec, file: str) -> str:
+def how_it_is_read(spec, file: str) -> str:
     kind = data_files.kind_of(file)
     is_whole = spec.sample_by == "document" and kind.removesuffix(".gz") == ".txt"
     return f"{kind} as a whole" if is_whole else kind

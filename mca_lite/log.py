@@ -319,6 +319,12 @@ class Report(TrainerCallback):
         self._file = self._bar = self._tensorboard = self._wandb = None
 
 
+def _epochs(trainer, plan) -> str:
+    if not hasattr(trainer.train_dataset, "__len__"):
+        return "of a stream, which has no epochs"
+    return f"({plan.steps_per_epoch} an epoch of {plan.num_samples} samples)"
+
+
 def run_summary(trainer, plan) -> dict[str, dict]:
     """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
     itself."""
@@ -370,8 +376,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "global batch": f"{plan.global_batch_size} samples = micro-batch "
             f"{plan.micro_batch_size} x accumulation {args.gradient_accumulation_steps} x data "
             f"parallel {plan.dp_size}",
-            "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} "
-            "samples)",
+            "steps": f"{state.max_steps} {_epochs(trainer, plan)}",
             "from step": state.global_step,
         },
     }

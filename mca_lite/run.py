@@ -110,7 +110,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     data = load_datasets(arguments.data, keys.stage, tokenizer, seed)
     data.report[:0] = report
     args = arguments.training
-    steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
+    steps_of_epoch = 0
+    if not arguments.data.streaming:
+        steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
     plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves nothing to decay
     return Plan(arguments, objective, planned, tokenizer, data, second_model)
 
@@ -383,8 +385,7 @@ def data_summary(plan: Plan) -> dict[str, str]:
     summary = {
         "stage": ", ".join(filter(None, words)),
         "dataset": ", ".join(data.dataset),
-        "training": f"{len(datasets.train):,} {unit}, {datasets.train.num_tokens:,} tokens, "
-        f"{datasets.train.num_trained_tokens:,} trained",
+        "training": _training_summary(data, datasets.train, unit),
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
     if len(data.dataset) > 1:
@@ -399,3 +400,13 @@ def data_summary(plan: Plan) -> dict[str, str]:
             trained = f"{part.num_trained_tokens:,} trained tokens"
             summary[name] = f"{len(part):,} {unit}, {trained}"
     return summary
+
+
+def _training_summary(data, train, unit: str) -> str:
+    if not data.streaming:
+        trained = f"{train.num_trained_tokens:,} trained"
+        return f"{len(train):,} {unit}, {train.num_tokens:,} tokens, {trained}"
+    order = "in the order of the files"
+    if not data.disable_shuffling:
+        order = f"shuffled in blocks of {data.buffer_size:,} records"
+    return f"streamed, {order}; every rank reads and tokenises all of it"

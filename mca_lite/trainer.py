@@ -21,6 +21,7 @@ from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
+from .data_stream import TokenStream
 from .log import Report, run_summary
 from .log_speed import model_work
 from .model import VirtualModels
@@ -57,7 +58,8 @@ class McaTrainer:
     TrainingArguments. tokenizer: saved beside the model; its padding token is used. data_collator:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
-    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style. callbacks: ours or
+    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style, and train_dataset
+    may be a data_stream.TokenStream. callbacks: ours or
     transformers', instances or classes. processing_class: another name of tokenizer.
     TypeError for a callback that is none, and for a subclass's override that would not be called.
     """
@@ -313,10 +315,11 @@ class McaTrainer:
         return plan_batches(self, dataset, training)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
-        workers = self.args.dataloader_num_workers
-        return make_loader(
-            self.train_dataset, self.data_collator, plan, epoch, step, num_workers=workers
-        )
+        workers, dataset = self.args.dataloader_num_workers, self.train_dataset
+        if isinstance(dataset, TokenStream):
+            position, speaks = self.state.data_position, parallel.is_main()
+            return dataset.loader(self.data_collator, plan, position, workers, speaks)
+        return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's Numbers with its
