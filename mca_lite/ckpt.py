@@ -27,6 +27,7 @@ import torch
 
 from . import ckpt_folder, lora, parallel
 from .ckpt_folder import CheckpointError
+from .ckpt_settings import refuse_changes, refuse_other_states, say_changes, settings_before
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
 from .data_stream import TokenStream
 from .files import describe_error, read_json
@@ -216,8 +217,8 @@ def load(folder: str | os.PathLike, trainer) -> None:
     """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has
     verified.
 
-    CheckpointError where the checkpoint has no optimizer state, or where the data or the global
-    batch are not what they were.
+    CheckpointError where the checkpoint has no optimizer state, or where the data, the global batch
+    or the optimizer are not what they were. Other settings are taken, and a line says which.
     """
     folder = Path(folder)
     record, state = _read_records(folder)
@@ -227,13 +228,10 @@ def load(folder: str | os.PathLike, trainer) -> None:
             "weights"
         )
     now = _training_record(trainer)
-    for key in "streaming num_samples global_batch_size data_seed shuffle dataset".split():
-        before = record.get(key, False)  # older checkpoints have no streaming
-        if before != now[key]:
-            raise CheckpointError(
-                f"{folder} was saved with {key} {before}, and this run has {now[key]}: set it "
-                "back to go on"
-            )
+    keys = "streaming num_samples global_batch_size data_seed shuffle dataset"
+    refuse_changes({"streaming": False, **record}, now, keys, folder)
+    before = settings_before(record, folder)
+    refuse_other_states(before, trainer.settings, trainer.backend.name, folder)
     trainer.check_objective(record.get("objective") or {}, folder)
     _check_base(record.get("base") or {}, trainer.model, folder)
     trainer.backend.load_state(folder)
@@ -260,6 +258,8 @@ def load(folder: str | os.PathLike, trainer) -> None:
     trainer.lr_scheduler.step(record["scheduler_steps"])
     _restore_random_states(folder, record["layout"] == now["layout"])
     parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
+    if changes := say_changes(before, trainer.settings):
+        trainer.report.print(changes)
 
 
 _KINDS = {  # what training.json must hold
@@ -286,7 +286,7 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
         for key in ("data_seed", "shuffle", "dataset"):
             if key not in record:
                 raise ValueError(f"{path}: expected {key}")
-        for key in ("objective", "base"):
+        for key in ("objective", "base", "settings"):
             if not isinstance(record.get(key) or {}, dict):
                 raise ValueError(f"{path}: {key} is no object")
     except (OSError, ValueError) as error:
@@ -364,6 +364,7 @@ def _training_record(trainer) -> dict:
         "dataset": getattr(trainer.train_dataset, "identity", None),
         "layout": layout,
         "objective": trainer.objective_facts(),
+        "settings": trainer.settings,
     }
 
 

@@ -31,7 +31,7 @@ from .args_rules_lora import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows
 from .args_rules_model import check_torch_experts, check_torch_packing
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
-from .args_values import Judge, read_config_file, refuse
+from .args_values import Judge, refuse
 from .ckpt_megatron import DIST_NAME
 from .constants import EVAL_RESULTS_NAME, HF_GENERATION_CONFIG_NAME, RUN_CONFIG_NAME
 from .data import DatasetBundle, load_datasets
@@ -306,7 +306,7 @@ def build_trainer(plan: Plan):
     second_model = None
     if plan.second_model is not None:
         second_model = build_planned(arguments, plan.second_model)
-    return make(
+    trainer = make(
         model=built,
         args=args,
         tokenizer=plan.tokenizer,
@@ -317,6 +317,8 @@ def build_trainer(plan: Plan):
         callbacks=[_SaveConfig(arguments)],
         **make.own_keywords(arguments, second_model),
     )
+    trainer.settings = arguments.to_yaml_dict()  # of all groups
+    return trainer
 
 
 def _export(plan: Plan, trainer, result) -> None:
@@ -347,26 +349,8 @@ class _SaveConfig(TrainerCallback):
         self.arguments = arguments
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not parallel.is_main():
-            return
-        path = Path(args.output_dir) / RUN_CONFIG_NAME
-        before = read_config_file(path) if state.global_step and path.is_file() else None
-        self.arguments.save(path)
-        if before is not None:
-            _say_changes(before, read_config_file(path))
-
-
-def _say_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """A line about the keys of a resumed run whose values differ; None and absent are alike."""
-    own = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
-    keys = sorted((before.keys() | now.keys()) - own)
-    changed = [
-        f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        print(f"note: other values than before, taken from here on: {', '.join(changed)}")
+        if parallel.is_main():
+            self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
 
 
 def data_summary(plan: Plan) -> dict[str, str]:

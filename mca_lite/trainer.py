@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import ckpt, output_folder, parallel, watchdog
+from . import ckpt, ckpt_settings, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
@@ -58,9 +58,9 @@ class McaTrainer:
     TrainingArguments. tokenizer: saved beside the model; its padding token is used. data_collator:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
-    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style, and train_dataset
-    may be a data_stream.TokenStream. callbacks: ours or
-    transformers', instances or classes. processing_class: another name of tokenizer.
+    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style; train_dataset may
+    be a TokenStream. callbacks: ours or transformers', instances or classes. processing_class:
+    another name of tokenizer. settings: keys that checkpoints keep, to say which have changed.
     TypeError for a callback that is none, and for a subclass's override that would not be called.
     """
 
@@ -86,6 +86,7 @@ class McaTrainer:
         tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
+        self.settings = ckpt_settings.settings_of(args)
         self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
         self._guard.check_weights("before training")
         backend = MegatronBackend if isinstance(model, VirtualModels) else TorchBackend
@@ -97,8 +98,7 @@ class McaTrainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shuffle, self.extra_summary = shuffle, summary or {}
         self.optimizer = self.lr_scheduler = None
-        self.state, self.control = TrainerState(), TrainerControl()
-        self._signals = StopSignals()
+        self.state, self.control, self._signals = TrainerState(), TrainerControl(), StopSignals()
         self.report = Report(
             is_main=parallel.is_main(),
             output_dir=args.output_dir,

@@ -98,7 +98,8 @@ def attempt(path: str, out: str, **keys) -> tuple[str, str, list]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:
-            return "", printed.getvalue(), train(path, out, **keys)
+            curve = train(path, out, **keys)
+            return "", printed.getvalue(), curve
         except ValueError as error:
             return str(error), printed.getvalue(), []
 
