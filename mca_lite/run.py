@@ -110,11 +110,16 @@ def make_plan(arguments: RunArguments) -> Plan:
     data = load_datasets(arguments.data, keys.stage, tokenizer, seed)
     data.report[:0] = report
     args = arguments.training
-    steps_of_epoch = 0
-    if not arguments.data.streaming:
-        steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
-    plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves nothing to decay
+    steps = steps_of_run(args, steps_of_epoch(arguments, data.train))
+    plan_schedule(args, steps)  # refuses what leaves nothing to decay
     return Plan(arguments, objective, planned, tokenizer, data, second_model)
+
+
+def steps_of_epoch(arguments: RunArguments, train) -> int:
+    """Optimizer steps of an epoch; 0 for a stream, which has none."""
+    if arguments.data.streaming:
+        return 0
+    return math.ceil(len(train) / arguments.training.train_global_batch_size)
 
 
 def _plan_model(

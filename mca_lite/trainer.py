@@ -110,8 +110,7 @@ class McaTrainer:
             config=args.to_dict(),
         )
         self._loaders = {"train_dataloader": None, "eval_dataloader": None}
-        given = [as_callback(callback) for callback in callbacks or []]
-        self.callbacks = [*given, *callbacks_of(args), self.report]
+        self.callbacks = [*map(as_callback, callbacks or ()), *callbacks_of(args), self.report]
         self._notify("on_init_end")
 
     # -- a run of the command line: what an objective needs beside model, data and arguments

@@ -61,7 +61,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit(folder, name, keys):
     """As if it had died at step 4, after the checkpoint of step 3; and past its max_steps, with a
     process that reads ahead.
     """
-    keys |= dict(use_mca=name != "rows")
+    keys = {**keys, "use_mca": name != "rows"}
     world.run(train, 1, keys_of(folder, f"{name}-whole", **{**keys, "save_strategy": "no"}))
     keys = keys_of(folder, name, **keys)
     world.run(train, 1, {**keys, "max_steps": 4, "save_steps": 3})
