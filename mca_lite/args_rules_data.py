@@ -60,6 +60,11 @@ def check_data(a: Any, judge: Judge) -> None:
     elif a.val_size > 0 and a.streaming:
         reason = "how many samples a stream has is not known: it must be a number of records"
         judge.refuse("val_size streaming", reason, "val_size: 1000, or eval_dataset")
+    for key in a.changed():
+        if key in ("preprocessing_num_workers", "overwrite_cache") and a.streaming:
+            a.notes.append(f"{key}: no effect on what is streamed")
+        elif key == "buffer_size" and not a.streaming:
+            a.notes.append("buffer_size: no effect, since streaming is false")
     template = a.chat_template
     if template and "{" not in template and template not in TEMPLATES:
         if not os.path.isfile(template):

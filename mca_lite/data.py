@@ -19,7 +19,7 @@ from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
 from .data_chat import set_chat_template
 from .data_encode import Encoder
-from .data_files import SIDES, DatasetSpec, resolve
+from .data_files import SIDES, DatasetSpec, kind_of, resolve
 from .data_mix import Turns
 from .data_packs import Packs
 from .data_shard import Shard
@@ -317,6 +317,10 @@ class _Loader:
         self.report.append(f"{spec.files[0]}: {form} records")
         line = f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read"
         self.report += [line, *(f"  note: {note}" for note in spec.notes + encoder.notes)]
+        whole = [f for f in spec.files if kind_of(f).removesuffix(".gz") in (".json", ".csv")]
+        if whole:
+            note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
+            self.report.append(f"  note: {note}")
         if first is not None:
             text = show_document(first, self.tokenizer)
             self.report.append(f"  first sample, trained tokens in «»: {text}")

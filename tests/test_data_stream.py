@@ -212,7 +212,9 @@ def test_every_kind_of_file_is_streamed(tmp_path):
             text = "\n".join(["instruction,output", *lines])
         data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
         (tmp_path / name).write_bytes(data)
-        train = stream(tmp_path, str(tmp_path / name), buffer_size=7)
+        bundle = load(tmp_path, str(tmp_path / name), streaming=True, buffer_size=7)
+        train, said = bundle.train, "\n".join(bundle.report)
+        assert ("read into memory as a whole" in said) == (name in ("a.json", "a.csv"))
         found = list(itertools.islice(train.rows(), 40))
         rows[name] = [plain(row) for row, _ in found]
         assert take(train, 5, found[20][1]) == rows[name][21:26]
@@ -299,6 +301,13 @@ def test_what_cannot_be_streamed_is_refused(keys, key):
     with pytest.raises(ConfigError) as refused:
         DataArguments(**{"dataset": ["a"], **keys}, streaming=True)
     assert [problem.key for problem in refused.value.problems] == [key]
+
+
+def test_keys_without_effect_are_said():
+    streamed = DataArguments(dataset=["a"], streaming=True, preprocessing_num_workers=2)
+    assert streamed.notes == ["preprocessing_num_workers: no effect on what is streamed"]
+    kept = DataArguments(dataset=["a"], buffer_size=2)
+    assert kept.notes == ["buffer_size: no effect, since streaming is false"]
 
 
 def test_the_identity_names_files_and_order(tmp_path):
