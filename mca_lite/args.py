@@ -12,7 +12,8 @@ import os
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from .args_rules import check_data, check_finetuning, check_training
+from .args_rules import check_finetuning, check_training
+from .args_rules_data import check_data
 from .args_rules_schedule import parse_steps
 from .args_values import ArgumentGroup, arg, parse_size
 from .chat_templates import TEMPLATES
@@ -33,14 +34,10 @@ class ModelArguments(ArgumentGroup):
         MISSING, "a folder with config.json, or a model of the Hugging Face hub"
     )
     train_from_scratch: bool = arg(False, "random weights instead of those of model_name_or_path")
-    trust_remote_code: bool = arg(
-        False, "let the model's folder bring code of its own (tokenizers)"
-    )
+    trust_remote_code: bool = arg(False, "let the model's folder bring its own code (tokenizers)")
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
     resize_vocab: bool = arg(False, "grow embedding and head where the tokenizer has more tokens")
-    add_tokens: list[str] | None = arg(
-        None, "new tokens, for which the embedding and the head grow"
-    )
+    add_tokens: list[str] | None = arg(None, "new tokens: the embedding and the head grow for them")
     add_special_tokens: list[str] | None = arg(
         None, "new special tokens, which decoding can leave out"
     )
@@ -68,8 +65,24 @@ class DataArguments(ArgumentGroup):
     neat_packing: bool = arg(False, "sft, dpo: like packing; pt: documents do not see each other")
     train_on_prompt: bool = arg(False, "the prompt carries loss too")
     mask_history: bool = arg(False, "only the last answer of a conversation carries loss")
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = arg(
+        "concat",
+        "an epoch of several datasets: all samples, or datasets in turns until the first is used "
+        "up, until all are and shorter ones repeat, or until all are and none repeats",
+    )
     mix_weights: list[float] | None = arg(
-        None, "relative sampling rate of each dataset (None: everything once an epoch)"
+        None,
+        "relative sampling rate of each dataset (None: everything once an epoch); interleave: the "
+        "chance of its turn (None: turns go round)",
+    )
+    streaming: bool = arg(
+        False, "pt, sft: tokenise `dataset` as it is read, and keep nothing; needs max_steps"
+    )
+    buffer_size: int = arg(
+        16384, "streaming: records that are in memory at once, and shuffled among each other", low=1
+    )
+    sample_by: Literal["line", "document"] = arg(
+        "line", "what a document of a .txt file is: each line, or the whole file"
     )
     on_bad_record: Literal["stop", "skip"] = arg(
         "stop",
@@ -461,11 +474,8 @@ class TrainingArguments(ArgumentGroup):
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model together: tp x pp x cp."""
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return tp * pp * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:

@@ -61,7 +61,6 @@ _REFUSED_BY_REASON = {
     ("chat templates with options of their own", ""): "preserve_thinking",
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
     ("texts cut at special tokens", ""): "split_special_tokens",
-    ("data sets that are never read as a whole", "max_samples"): "streaming",
     ("layers that transformers does not have so", ""): "shift_attn mixture_of_depths use_llama_pro",
     ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
         "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules"
@@ -160,9 +159,8 @@ _IGNORED_BY_REASON = {
     "set ddp_bucket_size, in parameters": "ddp_bucket_cap_mb",
     "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
     "calculate_per_token_loss does it": "average_tokens_across_devices",
-    "mix_weights decides it": "mix_strategy",
     "cache_dir holds tokenised data, and training follows": "tokenized_path",
-    "one process tokenises for all": "data_shared_file_system preprocessing_batch_size buffer_size",
+    "one process tokenises for all": "data_shared_file_system preprocessing_batch_size",
     "no sample is dropped": "dataloader_drop_last",
     "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers "
     "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order",

@@ -16,12 +16,12 @@ import os
 from typing import Any
 
 from .args_keys import FIELDS_OF_MEGATRON, unsupported
+from .args_rules_data import SOME_DATA, check_records, check_stream
 from .args_rules_lora import check_no_prediction
 from .args_rules_model import layout_defect, layout_stages
 from .args_rules_schedule import check_schedule, parse_steps
 from .args_values import Judge
-from .chat_templates import TEMPLATES
-from .objectives import OBJECTIVES, Objective, check_generation
+from .objectives import OBJECTIVES, check_generation
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 # what report_to may name -> the package that it takes, and the extra that installs it
@@ -356,57 +356,6 @@ def _check_additional_configs(a: Any, judge: Judge) -> None:
 # ---- the other groups
 
 
-_DATA = "dataset: <files, or names in dataset_info.json>"
-
-
-def check_named(a: Any, judge: Judge) -> None:
-    """DataArguments name some data."""
-    if not a.dataset and not a.eval_dataset:
-        judge.refuse("dataset", "it names no data", _DATA)
-
-
-def check_records(a: Any, objective: Objective, judge: Judge) -> None:
-    """DataArguments against the records of an objective."""
-    if objective.has_pairs and a.train_on_prompt:
-        reason = "answers are compared, and both have the same prompt"
-        judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
-
-
-def check_data(a: Any, judge: Judge) -> None:
-    """DataArguments: what its keys must agree on; a val_size that counts samples becomes an int."""
-    weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
-    check_named(a, judge)
-    if a.eval_on_each_dataset and not a.eval_dataset:
-        remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
-        judge.refuse("eval_on_each_dataset", "eval_dataset names none", remedy)
-    elif a.eval_on_each_dataset:
-        names = [os.path.splitext(os.path.basename(name))[0] for name in a.eval_dataset]
-        if len(set(names)) < len(names):
-            reason = f"their losses would have the same names: {', '.join(names)}"
-            judge.refuse("eval_on_each_dataset eval_dataset", reason, "files of different names")
-    if a.eval_dataset and a.val_size > 0:
-        reason = "eval_dataset is given too, and one of them would not be used"
-        judge.refuse("val_size", reason, "val_size: 0, or eval_dataset left out")
-    elif a.val_size > 1 and not a.val_size.is_integer():
-        reason = "expected a fraction below 1 or a whole number of samples"
-        judge.refuse("val_size", reason, "val_size: 0.05")
-    elif a.val_size >= 1:
-        a.val_size = int(a.val_size)
-    template = a.chat_template
-    if template and "{" not in template and template not in TEMPLATES:
-        if not os.path.isfile(template):
-            reason = "expected a built-in template, a jinja file or its text"
-            judge.refuse("chat_template", reason, f"one of {', '.join(TEMPLATES)}")
-    if a.train_on_prompt and a.mask_history:
-        judge.refuse("mask_history", "train_on_prompt is on too", "one of the two")
-    if weights is not None and min(weights, default=0) <= 0:
-        reason = "each rate must be above 0: leave out a dataset that is not wanted"
-        judge.refuse("mix_weights dataset", reason, one_each)
-    elif weights is not None and len(weights) != len(a.dataset):
-        reason = f"{len(weights)} rates for {len(a.dataset)} datasets"
-        judge.refuse("mix_weights dataset", reason, one_each)
-
-
 def check_finetuning(a: Any, judge: Judge) -> None:
     """FinetuningArguments: keys without effect, and those that must agree."""
     given = a.changed(lora=True)
@@ -485,6 +434,7 @@ def check_run(a: Any, judge: Judge) -> None:
     """What the groups of a run must agree on: data, folders and evaluation."""
     check_backend(a, judge)
     check_objective_run(a, judge)
+    check_stream(a, judge)
     asked = ["eval_strategy: no"] if a.eval_strategy != "no" else []
     asked += [f"{key}: false" for key in ("do_eval", "do_predict") if getattr(a, key)]
     if asked and not (a.eval_dataset or a.val_size > 0):
@@ -493,7 +443,7 @@ def check_run(a: Any, judge: Judge) -> None:
         reason = "there is nothing to evaluate on"
         judge.refuse(f"{keys} eval_dataset val_size", reason, remedy)
     if a.do_train and a.eval_dataset and not a.dataset:
-        judge.refuse("dataset", "there is nothing to train on", f"{_DATA}, or do_train: false")
+        judge.refuse("dataset", "there is nothing to train on", f"{SOME_DATA}, or do_train: false")
     if not (a.do_train or a.do_eval or a.do_predict):
         remedy = "do_train: true, or do_eval: true"
         judge.refuse("do_train do_eval do_predict", "there is nothing to do", remedy)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from . import ckpt, cpu, lora, lora_files, parallel, weights_files, weights_sources
+from . import ckpt_torch, cpu, lora, lora_files, parallel, weights_files, weights_sources
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
 from .backend import Backend
@@ -313,10 +313,11 @@ class TorchBackend(Backend):
                     part = change(file_name, part)
                 yield file_name, part.to(kept)
 
-    def snapshot(self, with_optimizer: bool, copy: bool) -> ckpt.TorchSnapshot:
+    def snapshot(self, with_optimizer: bool, copy: bool) -> ckpt_torch.TorchSnapshot:
         """The main rank writes all of it."""
-        return ckpt.TorchSnapshot(self.model, self.optimizer if with_optimizer else None, copy)
+        optimizer = self.optimizer if with_optimizer else None
+        return ckpt_torch.TorchSnapshot(self.model, optimizer, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         lora_files.check_checkpoint(self.model, folder)
-        ckpt.load_torch(folder, self.model, self.optimizer if with_optimizer else None)
+        ckpt_torch.load_torch(folder, self.model, self.optimizer if with_optimizer else None)

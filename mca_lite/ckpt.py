@@ -27,12 +27,13 @@ import torch
 
 from . import ckpt_folder, lora, parallel
 from .ckpt_folder import CheckpointError
+from .ckpt_settings import refuse_changes, refuse_other_states, say_changes, settings_before
 from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .data_stream import TokenStream
 from .files import describe_error, read_json
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
 from .trainer_callbacks import TrainerState
-from .weights_files import named_tensors, open_safetensors
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -215,8 +216,8 @@ def load(folder: str | os.PathLike, trainer) -> None:
     """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has
     verified.
 
-    CheckpointError where the checkpoint has no optimizer state, or where the data or the global
-    batch are not what they were.
+    CheckpointError where the checkpoint has no optimizer state, or where the data, the global batch
+    or the optimizer are not what they were. Other settings are taken, and a line says which.
     """
     folder = Path(folder)
     record, state = _read_records(folder)
@@ -226,12 +227,10 @@ def load(folder: str | os.PathLike, trainer) -> None:
             "weights"
         )
     now = _training_record(trainer)
-    for key in ("num_samples", "global_batch_size", "data_seed", "shuffle", "dataset"):
-        if record[key] != now[key]:
-            raise CheckpointError(
-                f"{folder} was saved with {key} {record[key]}, and this run has {now[key]}: set it "
-                "back to go on"
-            )
+    keys = "streaming num_samples global_batch_size data_seed shuffle dataset"
+    refuse_changes({"streaming": False, **record}, now, keys, folder)
+    before = settings_before(record, folder)
+    refuse_other_states(before, trainer.settings, trainer.backend.name, folder)
     trainer.check_objective(record.get("objective") or {}, folder)
     _check_base(record.get("base") or {}, trainer.model, folder)
     trainer.backend.load_state(folder)
@@ -258,6 +257,8 @@ def load(folder: str | os.PathLike, trainer) -> None:
     trainer.lr_scheduler.step(record["scheduler_steps"])
     _restore_random_states(folder, record["layout"] == now["layout"])
     parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
+    if changes := say_changes(before, trainer.settings):
+        trainer.report.print(changes)
 
 
 _KINDS = {  # what training.json must hold
@@ -284,7 +285,7 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
         for key in ("data_seed", "shuffle", "dataset"):
             if key not in record:
                 raise ValueError(f"{path}: expected {key}")
-        for key in ("objective", "base"):
+        for key in ("objective", "base", "settings"):
             if not isinstance(record.get(key) or {}, dict):
                 raise ValueError(f"{path}: {key} is no object")
     except (OSError, ValueError) as error:
@@ -345,6 +346,7 @@ def write_weights(folder: Path, snapshot, facts: dict) -> None:
 
 def _training_record(trainer) -> dict:
     args, plan = trainer.args, trainer._plan(trainer.train_dataset)
+    streams = isinstance(trainer.train_dataset, TokenStream)
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
     layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
     layout += [args.world_size]
@@ -352,7 +354,8 @@ def _training_record(trainer) -> dict:
         "with_optimizer": not args.save_only_model,
         "scheduler_steps": trainer.lr_scheduler.num_steps,
         "loss_scales": scaler_states(trainer.backend.grad_scalers),
-        "num_samples": plan.num_samples,
+        "streaming": streams,
+        "num_samples": 0 if streams else plan.num_samples,
         "global_batch_size": plan.global_batch_size,
         "data_seed": plan.seed,
         "shuffle": plan.shuffle,
@@ -360,6 +363,7 @@ def _training_record(trainer) -> dict:
         "dataset": getattr(trainer.train_dataset, "identity", None),
         "layout": layout,
         "objective": trainer.objective_facts(),
+        "settings": trainer.settings,
     }
 
 
@@ -407,94 +411,3 @@ def _set_random_states(states: dict) -> None:
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-
-# -- the torch backend's side -------------------------------------------------------------------
-
-
-class TorchSnapshot:
-    """Float32 weights and optimizer state by parameter name, for the main rank to write."""
-
-    backend = "torch"
-
-    def __init__(self, model, optimizer=None, copy: bool = False):
-        self._files: dict[str, dict[str, torch.Tensor]] = {}
-        if not parallel.is_main():
-            return
-        names = {p: name for name, p in _changing(model)}
-        self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
-        if optimizer is not None:
-            self._files["optimizer.safetensors"] = {
-                f"{key}.{names[p]}": torch.as_tensor(value).detach()
-                for p, state in optimizer.state.items()
-                for key, value in state.items()
-                if isinstance(value, (torch.Tensor, int, float))
-            }
-        if copy:
-            self._files = {
-                f: {k: v.to("cpu", copy=True) for k, v in d.items()} for f, d in self._files.items()
-            }
-
-    def write(self, folder: Path) -> tuple[list[str], None]:
-        """Write this rank's files, unflushed -> (files, None). No collectives."""
-        from safetensors.torch import save_file
-
-        for name, tensors in self._files.items():
-            save_file({key: value.cpu() for key, value in tensors.items()}, folder / name)
-        names, self._files = list(self._files), {}
-        return names, None
-
-    def finish(self, folder: Path, results: list) -> list[str]:
-        """Nothing is left to write."""
-        return []
-
-
-def _changing(model) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what training changes: parameters, and the buffers of a model that is
-    trained whole."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    is_whole = len(trained) == sum(1 for _ in model.parameters())
-    return trained + [
-        (name, t)
-        for name, t in named_tensors(model)
-        if is_whole and not isinstance(t, torch.nn.Parameter)
-    ]
-
-
-def load_torch(folder: Path, model, optimizer=None) -> None:
-    """What TorchSnapshot wrote. CheckpointError for other names or shapes."""
-    weights = _Tensors(folder / "model.safetensors")
-    with torch.no_grad():
-        for name, tensor in _changing(model):
-            tensor.copy_(weights.read(name, [tensor.shape]))
-    if optimizer is None:
-        return
-    states = _Tensors(folder / "optimizer.safetensors")
-    keys = sorted({key.partition(".")[0] for key in states.names})
-    of_one_kernel = [g for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_there = {p for group in of_one_kernel for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        # the counter too: the fused AdamW keeps it beside the parameter
-        kept, shapes = {}, [parameter.shape, torch.Size()]
-        if any(f"{key}.{name}" in states.names for key in keys):
-            kept = {key: states.read(f"{key}.{name}", shapes) for key in keys}
-        for key, value in kept.items():  # other kernels want their counters on the CPU
-            if value.dim() or parameter in counted_there:
-                kept[key] = value.to(parameter.device)
-        optimizer.state[parameter] = kept
-
-
-class _Tensors:
-    """The tensors of a checkpoint's file."""
-
-    def __init__(self, path: Path):
-        self.path, self.file = path, open_safetensors(path)
-        self.names = set(self.file.keys())
-
-    def read(self, name: str, shapes: list[torch.Size]) -> torch.Tensor:
-        """One of them. CheckpointError where there is none, or none of these shapes."""
-        if name in self.names and torch.Size(self.file.get_slice(name).get_shape()) in shapes:
-            return self.file.get_tensor(name)
-        raise CheckpointError(
-            f"{self.path}: expected {name} of shape {tuple(shapes[0])}: use another checkpoint"
-        )

@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 from .args_run import parse_args
+from .args_values import refuse
 from .cli_errors import USER_ERROR, end
 from .cli_plan import planned_world
 from .files import write_file
@@ -88,6 +89,9 @@ def _read(words: list[str]):
     from .run import make_plan
 
     arguments = parse_args(words, needs_world=False)
+    if arguments.data.streaming:
+        reason, remedy = "every sample is looked at", "streaming=false max_samples=1000"
+        refuse("streaming", True, reason, remedy)
     for line in arguments.warnings:
         print(f"note: {line}")
     try:

@@ -13,15 +13,17 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
-from .args_rules import check_named, check_records
+from .args_rules_data import check_named, check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_cache import default_cache_dir, load_shard
 from .data_chat import set_chat_template
 from .data_encode import Encoder
-from .data_files import SIDES, DatasetSpec, resolve
+from .data_files import SIDES, DatasetSpec, kind_of, resolve
+from .data_mix import Turns
 from .data_packs import Packs
 from .data_shard import Shard
+from .data_stream import HeldOut, TokenStream, look_at
 from .objectives import objective_of
 
 # -- the dataset ---------------------------------------------------------------------------------
@@ -150,12 +152,8 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     largest_remainders = np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]
     counts[largest_remainders] += 1
     rows, places, lines = [], [], []
-    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
-    for number, count in enumerate(counts.tolist()):
-        own = np.flatnonzero(shard_of == number)
-        if not len(own):
-            reason = f"dataset {number + 1} of {len(weights)} has no sample left to mix"
-            refuse("mix_weights", weights, reason, "a lower val_size")
+    for number, own in enumerate(_rows_of_shards(dataset)):
+        count = int(counts[number])
         repeats, rest = divmod(count, len(own))
         extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
         rows += [np.tile(own, repeats), own[extra]]
@@ -167,6 +165,36 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
     return dataset.subset(np.concatenate(rows)[order]), lines
 
 
+def interleave(dataset: TokenDataset, turns: Turns) -> tuple[TokenDataset, list[str]]:
+    """(dataset, lines for the report): the samples of the shards in turns, each shard's in their
+    order, and from the beginning again where the strategy repeats them."""
+    shards = _rows_of_shards(dataset)
+    counts, rows = [0] * len(shards), []
+    for number in turns:
+        own = shards[number]
+        rows.append(own[counts[number] % len(own)])
+        counts[number] += 1
+        if counts[number] >= len(own):
+            turns.exhausted.add(number)
+    lines = [
+        f"mix: {turns.strategy}: {count:,} samples an epoch from the {len(own):,} of dataset "
+        f"{number}"
+        for number, (count, own) in enumerate(zip(counts, shards, strict=True), 1)
+    ]
+    return dataset.subset(rows), lines
+
+
+def _rows_of_shards(dataset: TokenDataset) -> list[np.ndarray]:
+    """The positions in the dataset of each shard's samples."""
+    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
+    rows = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
+    for number, own in enumerate(rows, 1):
+        if not len(own):
+            reason = f"it leaves no sample of dataset {number} of {len(rows)} to mix"
+            refuse("val_size", None, reason, "a lower val_size")
+    return rows
+
+
 # -- the front door ------------------------------------------------------------------------------
 
 
@@ -174,8 +202,9 @@ def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDa
 class DatasetBundle:
     """What load_datasets returns. report: lines to print on one rank."""
 
-    train: TokenDataset | Packs | None
-    eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None  # a dict: of each name
+    train: TokenDataset | Packs | TokenStream | None
+    # a dict: of each name
+    eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
     report: list[str] = field(default_factory=list)
 
 
@@ -191,12 +220,37 @@ class _Loader:
 
     def load(self, entries) -> TokenDataset:
         entries = [entries] if isinstance(entries, str) else entries
-        specs = resolve(entries, self.args.dataset_dir, self.stage)
+        specs = resolve(entries, self.args.dataset_dir, self.stage, self.args.sample_by)
         return TokenDataset.concat([self._load_one(spec) for spec in specs])
 
-    def _load_one(self, spec: DatasetSpec) -> TokenDataset:
+    def mix(self, dataset: TokenDataset, seed: int) -> TokenDataset:
+        """The dataset as mix_strategy and mix_weights have it: they mix what is trained on."""
+        strategy, weights = self.args.mix_strategy, self.args.mix_weights
+        lines: list[str] = []
+        if strategy != "concat":
+            turns = Turns(len(dataset.shards), strategy, weights, seed)
+            dataset, lines = interleave(dataset, turns)
+        elif weights:
+            dataset, lines = mix(dataset, weights, seed)
+        self.report += lines
+        return dataset
+
+    def open_stream(self, entries: list[str], seed: int) -> TokenStream:
+        """The entries as a stream: only their first records are read now."""
         args = self.args
-        encoder = Encoder(
+        specs = resolve(entries, args.dataset_dir, self.stage, args.sample_by)
+        sources = [(self._encoder(spec), self._limit(spec)) for spec in specs]
+        for encoder, _ in sources:
+            self._describe_stream(encoder)
+        return TokenStream(sources, args, data_args_pack(args, self.stage), seed)
+
+    def _limit(self, spec: DatasetSpec) -> int | None:
+        limits = [n for n in (self.args.max_samples, spec.num_samples) if n is not None]
+        return min(limits, default=None)
+
+    def _encoder(self, spec: DatasetSpec) -> Encoder:
+        args = self.args
+        return Encoder(
             self.tokenizer,
             spec,
             self.stage,
@@ -208,10 +262,12 @@ class _Loader:
             enable_thinking=args.enable_thinking,
             on_bad_record=args.on_bad_record,
         )
-        limits = [n for n in (args.max_samples, spec.num_samples) if n is not None]
+
+    def _load_one(self, spec: DatasetSpec) -> TokenDataset:
+        args = self.args
         shard = load_shard(
-            encoder,
-            min(limits, default=None),
+            self._encoder(spec),
+            self._limit(spec),
             args.preprocessing_num_workers,
             self.cache_dir,
             args.overwrite_cache,
@@ -254,6 +310,21 @@ class _Loader:
             for part, shown in zip(parts, dataset[0], strict=True):
                 text = show_document(shown, self.tokenizer)
                 self.report.append(f"  first {part}, trained tokens in «»: {text}")
+
+    def _describe_stream(self, encoder: Encoder) -> None:
+        spec = encoder.spec
+        form, first = look_at(encoder)
+        size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
+        self.report.append(f"{spec.files[0]}: {form} records")
+        line = f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read"
+        self.report += [line, *(f"  note: {note}" for note in spec.notes + encoder.notes)]
+        whole = [f for f in spec.files if kind_of(f).removesuffix(".gz") in (".json", ".csv")]
+        if whole:
+            note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
+            self.report.append(f"  note: {note}")
+        if first is not None:
+            text = show_document(first, self.tokenizer)
+            self.report.append(f"  first sample, trained tokens in «»: {text}")
 
     def _describe_bad(self, bad: dict, names: dict[str, str]) -> None:
         if not bad["count"]:
@@ -319,13 +390,19 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         names = data_args.chat_template, data_args.template
         loader.report += set_chat_template(tokenizer, *names)
     found: dict[str, TokenDataset | Packs] = {}
-    if data_args.dataset:
+    stream, held_out = None, None
+    if data_args.dataset and data_args.streaming:
+        stream = loader.open_stream(data_args.dataset, seed)
+        if data_args.val_size:
+            held_out = stream.hold_out(data_args.val_size)
+            loader.report.append(
+                f"eval: {len(held_out):,} rows of the first {data_args.val_size:,} records"
+            )
+    elif data_args.dataset:
         found["train"] = loader.load(data_args.dataset)
         if data_args.val_size:
             found["train"], found["eval"] = split_off(found["train"], data_args.val_size, seed)
-        if data_args.mix_weights:
-            found["train"], lines = mix(found["train"], data_args.mix_weights, seed)
-            loader.report += lines
+        found["train"] = loader.mix(found["train"], seed)
     each = {}  # name of an evaluation set -> its key in `found`
     if data_args.eval_dataset and data_args.eval_on_each_dataset:
         each = {Path(name).stem: f"eval {name}" for name in data_args.eval_dataset}
@@ -346,5 +423,5 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
                 f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
                 f"{100 * packed.padding_fraction:.2f} % padding"
             )
-    evaluated = {name: found[key] for name, key in each.items()} or found.get("eval")
-    return DatasetBundle(found.get("train"), evaluated, loader.report)
+    evaluated = {name: found[key] for name, key in each.items()} or found.get("eval", held_out)
+    return DatasetBundle(found.get("train", stream), evaluated, loader.report)

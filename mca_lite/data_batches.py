@@ -8,7 +8,7 @@ positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -231,12 +231,12 @@ class BatchPlan:
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None
 
-    def order(self, epoch: int) -> np.ndarray:
-        """The permutation of an epoch, int64 [num_samples]; the identity without shuffling."""
+    def order(self, epoch: int) -> Sequence[int]:
+        """The permutation of an epoch; the identity without shuffling."""
+        if not self.shuffle:
+            return range(self.num_samples)  # of a stream there may be very many
         if self._order is None or self._order[0] != epoch:
-            order = np.arange(self.num_samples)
-            if self.shuffle:
-                order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
             self._order = epoch, order
         return self._order[1]
 
@@ -254,7 +254,7 @@ class BatchPlan:
         """This rank's micro-batches of step i, each micro_batch_size sample numbers or FILLER."""
         first, count = i * self.global_batch_size, self.num_micro_batches(i)
         chosen = np.full((count, self.dp_size, self.micro_batch_size), FILLER, dtype=np.int64)
-        samples = self.order(epoch)[first : first + self.num_samples_of(i)]
+        samples = np.asarray(self.order(epoch)[first : first + self.num_samples_of(i)])
         if self.costs is not None:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples

@@ -70,7 +70,7 @@ def _content_hash(path: Path, cache_dir: Path) -> str:
     return target.read_text()
 
 
-def _tokenizer_identity(tokenizer) -> list:
+def tokenizer_identity(tokenizer) -> list:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = (
         backend.to_str()
@@ -90,19 +90,28 @@ def _keys(encoder: Encoder, limit: int | None, cache_dir: Path) -> tuple[str, st
     """
     spec = encoder.spec
     identity = {
-        "tokenizer": _tokenizer_identity(encoder.tokenizer),
+        "tokenizer": tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options(), "limit": limit},
         "declaration": {
-            k: v for k, v in asdict(spec).items() if k not in ("name", "files", "notes")
+            k: v
+            for k, v in asdict(spec).items()
+            if k not in ("name", "files", "notes", "sample_by")
         },
         # the suffix says how the file is read, the name only what it is called
         "files": [
-            [data_files.kind_of(file), _content_hash(Path(file), cache_dir)] for file in spec.files
+            [how_it_is_read(spec, file), _content_hash(Path(file), cache_dir)]
+            for file in spec.files
         ],
     }
     modules = (data_files, data_turns, data_records, data_chat, data_encode, data_shard)
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
     return _hash(identity | code), _hash(identity)
+
+
+def how_it_is_read(spec, file: str) -> str:
+    kind = data_files.kind_of(file)
+    is_whole = spec.sample_by == "document" and kind.removesuffix(".gz") == ".txt"
+    return f"{kind} as a whole" if is_whole else kind
 
 
 def _hash(identity: dict) -> str:
@@ -136,7 +145,7 @@ def _chunks(encoder: Encoder, limit: int | None, formats: dict):
 
 def _file_items(file: str, encoder: Encoder, formats: dict):
     num_records = 0
-    for where, record in data_files.read_records(file, encoder.skips):
+    for where, record in data_files.read_records(file, encoder.skips, encoder.spec.sample_by):
         num_records += 1
         if file not in formats and not isinstance(record, ValueError):
             try:

@@ -112,31 +112,37 @@ class Encoder:
         """
         tallies: dict[str, tuple[int, str]] = {}
         bad: list[tuple[str, str]] = []
-        if self.is_text:
-            samples = self._texts(chunk, bad)
-        else:
-            samples = self._conversations(chunk, tallies, bad)
-        kept, learned = [], []
-        for where, documents in samples:
-            documents = self._cut(documents, tallies, where)
-            # nothing predicts the first token of a document
-            targets = [int(mask[1:].sum()) for _, mask in documents]
-            if reason := self._why_left_out(documents, targets):
-                _count(tallies, reason, where)
-                continue
-            kept += documents
-            learned += targets
+        samples = self.samples(chunk, tallies, bad)
+        kept = [document for _, documents, _ in samples for document in documents]
         return Encoded(
             ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in kept)]),
             mask=None
             if self.is_text
             else np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in kept)]),
             lengths=[len(ids) for ids, _ in kept],
-            learned=learned,
+            learned=[target for _, _, targets in samples for target in targets],
             records=len(chunk),
             tallies=tallies,
             bad=bad,
         )
+
+    def samples(
+        self, chunk: list[tuple[str, str, object]], tallies: dict, bad: list
+    ) -> list[tuple[int, list[tuple], list[int]]]:
+        """(number of its record in the chunk, (ids, mask) of each document, learned labels of each)
+        of the samples that are kept, in their order; adds to `tallies` and `bad`, as Encoded has
+        them."""
+        read = self._texts(chunk, bad) if self.is_text else self._conversations(chunk, tallies, bad)
+        kept = []
+        for (number, where), documents in read:
+            documents = self._cut(documents, tallies, where)
+            # nothing predicts the first token of a document
+            targets = [int(mask[1:].sum()) for _, mask in documents]
+            if reason := self._why_left_out(documents, targets):
+                _count(tallies, reason, where)
+                continue
+            kept.append((number, documents, targets))
+        return kept
 
     def _why_left_out(self, documents: list[tuple], targets: list[int]) -> str | None:
         if self.has_pairs:
@@ -151,14 +157,15 @@ class Encoder:
     # -- records to documents
 
     def _read(self, chunk, read: Callable, bad: list) -> list[tuple]:
-        """(place, read(place, format, record)) of each record; `bad` gets those that it refuses."""
+        """((number, place), read(place, format, record)) of each record; `bad` gets those that it
+        refuses."""
         found = []
-        for where, form, record in chunk:
+        for number, (where, form, record) in enumerate(chunk):
             try:
                 if isinstance(record, ValueError):
                     raise record
                 self._refuse_other_kinds(record, where)
-                found.append((where, read(where, form, record)))
+                found.append(((number, where), read(where, form, record)))
             except ValueError as error:
                 if not self.skips:
                     raise
@@ -169,8 +176,8 @@ class Encoder:
         if isinstance(record, dict) and not self.is_text:
             _refuse_other_kinds(record, where, self.has_pairs)
 
-    def _texts(self, chunk, bad: list) -> list[tuple[str, list]]:
-        """(place, [(ids, mask)]) of each text, with the end token."""
+    def _texts(self, chunk, bad: list) -> list[tuple[tuple, list]]:
+        """((number, place), [(ids, mask)]) of each text, with the end token."""
         found = self._read(chunk, lambda where, _, record: document(record, self.spec, where), bad)
         if not found:
             return []
@@ -182,26 +189,27 @@ class Encoder:
             list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         samples = []
-        for where, text, row in zip(places, texts, batch["input_ids"], strict=True):
+        for place, text, row in zip(places, texts, batch["input_ids"], strict=True):
             if row[-1:] != [eos]:
                 row = [*row, eos]
             ids = np.array(row if text else [], dtype=np.int32)
-            samples.append((where, [(ids, np.ones(len(ids), np.uint8))]))
+            samples.append((place, [(ids, np.ones(len(ids), np.uint8))]))
         return samples
 
-    def _conversations(self, chunk, tallies: dict, bad: list) -> list[tuple[str, list]]:
-        """(place, [(ids, mask) of each document]) of each record that has something to learn."""
+    def _conversations(self, chunk, tallies: dict, bad: list) -> list[tuple[tuple, list]]:
+        """((number, place), [(ids, mask) of each document]) of each record that has something to
+        learn."""
 
         def read(where: str, form: str, record) -> list[tuple[str, list]]:
             return self._rendered(where, form, record, tallies)
 
         places, rendered = [], []
-        for where, samples in self._read(chunk, read, bad):
-            places += [where] * (len(samples) // self.documents_per_sample)
+        for place, samples in self._read(chunk, read, bad):
+            places += [place] * (len(samples) // self.documents_per_sample)
             rendered += samples
         documents = self._tokenize(rendered) if rendered else []
         count = self.documents_per_sample
-        return [(where, documents[i * count :][:count]) for i, where in enumerate(places)]
+        return [(place, documents[i * count :][:count]) for i, place in enumerate(places)]
 
     def _rendered(self, where: str, form: str, record, tallies: dict) -> list[tuple[str, list]]:
         """(text, spans) of each document of a record, [] for one that has nothing to learn."""

@@ -10,6 +10,7 @@ import difflib
 import gzip
 import importlib.util
 import io
+import itertools
 import json
 import re
 import zlib
@@ -61,6 +62,7 @@ class DatasetSpec:
 
     formatting: the name of a record format. columns: our name of a column -> the file's. tags:
     names within messages. num_samples: only the first so many records. notes: lines for the report.
+    sample_by: what a document of a .txt file is, a line or the whole file (document).
     """
 
     name: str
@@ -70,15 +72,18 @@ class DatasetSpec:
     tags: dict = field(default_factory=dict)
     num_samples: int | None = None
     notes: list[str] = field(default_factory=list)
+    sample_by: str = "line"
 
 
 # -- which files ---------------------------------------------------------------------------------
 
 
-def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[DatasetSpec]:
+def resolve(
+    entries: list[str], dataset_dir: str | None, stage: str = "sft", sample_by: str = "line"
+) -> list[DatasetSpec]:
     """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
     (as given, or in dataset_dir), else a dataset of the Hugging Face hub, whose files are taken
-    from its cache where they are there.
+    from its cache where they are there. sample_by: of their .txt files.
 
     Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
     """
@@ -101,6 +106,11 @@ def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> 
                 + _did_you_mean(entry, info, "; ")
             )
         specs.append(DatasetSpec(str(entry), _files_of(path)))
+    for spec in specs:
+        spec.sample_by = sample_by
+        if any(kind_of(file).removesuffix(".gz") == ".txt" for file in spec.files):
+            what = "the whole file" if sample_by == "document" else "each line"
+            spec.notes.append(f"of a .txt file {what} is a document (sample_by: {sample_by})")
     return specs
 
 
@@ -242,31 +252,63 @@ def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
 # -- readers -------------------------------------------------------------------------------------
 
 
-def read_records(file: str, skip: bool = False) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) in the file's order. A .txt file has one document a line; blank lines
-    are no records. A .csv file has the columns of its first line.
+@dataclass
+class Cursor:
+    """How far a file was read: lines, or records of files that are not read by lines, and bytes."""
 
-    skip: a line of .jsonl or .txt that cannot be read is yielded as its ValueError.
+    number: int = 0
+    offset: int = 0
+
+
+def read_records(
+    file: str, skip: bool = False, sample_by: str = "line", cursor: Cursor | None = None
+) -> Iterator[tuple[str, object]]:
+    """Yield (place, record) in the file's order. A .txt file has one document a line, where blank
+    lines are no records, or is one (sample_by: document). A .csv file has the columns of its first
+    line.
+
+    skip: a record of .jsonl or .txt that cannot be read is yielded as its ValueError. cursor: begin
+    there; with each record it moves behind it. Lines are found again by their bytes; records of
+    other files are read, and left out.
     Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
     pyarrow.
     """
-    suffix = kind_of(file).removesuffix(".gz")
+    suffix, cursor = kind_of(file).removesuffix(".gz"), cursor or Cursor()
     if suffix == ".parquet":
-        yield from _read_parquet(file)
+        yield from _from(cursor, _read_parquet(file))
         return
     read = {".json": _read_json, ".csv": _read_csv}.get(suffix)
+    is_text, is_whole = suffix == ".txt", suffix == ".txt" and sample_by == "document"
     try:
         with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as raw:
-            yield from read(file, raw) if read else _read_lines(file, raw, suffix == ".txt", skip)
+            if read is not None:
+                yield from _from(cursor, read(file, raw))
+            else:
+                yield from _read_lines(file, raw, is_text, is_whole, skip, cursor)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: it cannot be decompressed: {error}") from None
 
 
-def _read_lines(file: str, raw, is_text: bool, skip: bool) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(raw, 1):  # bytes: text mode would break lines at "\r" too
-        where = f"{file}:{number}"
+def _from(cursor: Cursor, records: Iterator) -> Iterator[tuple[str, object]]:
+    for record in itertools.islice(records, cursor.number, None):
+        cursor.number += 1
+        yield record
+
+
+def _read_lines(
+    file: str, raw, is_text: bool, is_whole: bool, skip: bool, cursor: Cursor
+) -> Iterator[tuple[str, object]]:
+    if is_whole:
+        lines = [raw.read()][cursor.number :]
+    else:
+        raw.seek(cursor.offset)
+        lines = raw  # bytes: text mode would break lines at "\r" too
+    for line in lines:
+        cursor.number, cursor.offset = cursor.number + 1, cursor.offset + len(line)
+        where = f"{file}:{cursor.number}"
         try:
-            if text := _decode(line, where).strip():
+            text = _decode(line, where).strip()
+            if text or is_whole:
                 yield where, text if is_text else parse_json(text, where)
         except ValueError as error:
             if not skip:

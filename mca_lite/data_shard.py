@@ -103,10 +103,15 @@ def _count_bad(bad: dict, found: list[tuple[str, str]]) -> None:
     """Add (place, reason) of records to their count, the reasons and the first ten."""
     bad["count"] += len(found)
     for _, reason in found:
-        kind = re.sub(r"\d+", "N", reason)[:120]  # one reason, whichever message it is
+        kind = kind_of_reason(reason)
         bad["reasons"][kind] = bad["reasons"].get(kind, 0) + 1
     listed = [f"{where}: {reason[:200]}" for where, reason in found]
     bad["first"] = [*bad["first"], *listed][:10]
+
+
+def kind_of_reason(reason: str) -> str:
+    """One text for a reason, whichever message of a record it names."""
+    return re.sub(r"\d+", "N", reason)[:120]
 
 
 def _spans(lengths: list[int], learned: list[int], row_length: int | None) -> tuple:
@@ -192,8 +197,14 @@ class Shard:
 
     def _document(self, start: int, stop: int) -> dict:
         ids, mask = self.maps()
-        tokens = np.array(ids[start:stop], dtype=np.int64)
-        labels = tokens[1:].copy()
-        if mask is not None:
-            labels[mask[start + 1 : stop] == 0] = IGNORE_INDEX
-        return {"input_ids": tokens[:-1], "labels": labels}
+        return shifted(ids[start:stop], None if mask is None else mask[start:stop])
+
+
+def shifted(ids: np.ndarray, mask: np.ndarray | None) -> dict:
+    """{"input_ids", "labels"} int64 [n - 1] of n tokens; mask: 1 for those that are learned, None:
+    all are."""
+    tokens = np.array(ids, dtype=np.int64)
+    labels = tokens[1:].copy()
+    if mask is not None:
+        labels[mask[1:] == 0] = IGNORE_INDEX
+    return {"input_ids": tokens[:-1], "labels": labels}

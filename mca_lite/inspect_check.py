@@ -20,11 +20,12 @@ from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
 from .data_batches import Collator, make_loader, steps_of_run
 from .data_cache import default_cache_dir
+from .data_stream import TokenStream
 from .files import check_can_write
 from .log import format_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
-from .run import Plan, data_summary, make_plan
+from .run import Plan, data_summary, make_plan, steps_of_epoch
 from .trainer_batches import plan_batches, read_step
 
 _MAX_RANKS = 64
@@ -82,8 +83,8 @@ def _of_model(plan: Plan) -> dict:
 
 
 def _of_steps(plan: Plan) -> dict:
-    args, samples, notes = plan.arguments.training, len(plan.data.train), []
-    of_epoch = -(-samples // args.train_global_batch_size)
+    args, notes = plan.arguments.training, []
+    of_epoch = steps_of_epoch(plan.arguments, plan.data.train)
     steps = steps_of_run(args, of_epoch)
     asked, config = args.resume_from_checkpoint, plan.model.config
     if asked in (None, False):
@@ -98,7 +99,7 @@ def _of_steps(plan: Plan) -> dict:
         "global batch": f"{args.train_global_batch_size} = micro-batch {args.micro_batch_size} x "
         f"accumulation {args.gradient_accumulation_steps} x data parallel "
         f"{args.data_parallel_size}",
-        "steps": f"{steps:,}, {of_epoch:,} an epoch",
+        "steps": f"{steps:,}, {of_epoch:,} an epoch" if of_epoch else f"{steps:,} of a stream",
         "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, "
         f"{plan_schedule(args, steps).warmup:,} steps of warm-up",
         "resuming": "; ".join(notes) or "no",
@@ -147,7 +148,11 @@ def _first_batches_of(plan: Plan, backend) -> list[tuple[int, int]]:
     trainer.shuffle = not plan.arguments.data.disable_shuffling
     trainer.state = SimpleNamespace(global_step=0)
     batches = plan_batches(trainer, plan.data.train, training=True)
-    loader = make_loader(plan.data.train, Collator(trainer._pad_token_id), batches)
+    collate = Collator(trainer._pad_token_id)
+    if isinstance(plan.data.train, TokenStream):
+        loader = plan.data.train.loader(collate, batches, None, num_workers=0, speaks=False)
+    else:
+        loader = make_loader(plan.data.train, collate, batches)
     step = read_step(trainer, iter(loader), batches, 0)[0]
     return [tuple(batch["input_ids"].shape) for batch in step]
 

@@ -336,6 +336,12 @@ def report_of(args) -> Report:
     )
 
 
+def _epochs(trainer, plan, unit: str) -> str:
+    if not hasattr(trainer.train_dataset, "__len__"):
+        return "of a stream, which has no epochs"
+    return f"({plan.steps_per_epoch} an epoch of {plan.num_samples} {unit})"
+
+
 def run_summary(trainer, plan) -> dict[str, dict]:
     """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
     itself."""
@@ -398,8 +404,7 @@ def _steps(trainer, plan) -> dict[str, str | int]:
     return {
         "global batch": f"{plan.global_batch_size} {unit} = micro-batch {plan.micro_batch_size} x "
         f"accumulation {args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
-        "steps": f"{state.max_steps} ({plan.steps_per_epoch} an epoch of {plan.num_samples} "
-        f"{unit})",
+        "steps": f"{state.max_steps} {_epochs(trainer, plan, unit)}",
         "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, {warmup} steps of "
         "warm-up",
         "from step": state.global_step,

@@ -34,7 +34,7 @@ from .args_rules_lora import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows
 from .args_rules_model import check_torch_experts, check_torch_packing
 from .args_rules_schedule import plan_schedule
 from .args_run import RunArguments
-from .args_values import Judge, read_config_file, refuse
+from .args_values import Judge, refuse
 from .ckpt_megatron import DIST_NAME
 from .constants import (
     EVAL_RESULTS_NAME,
@@ -123,9 +123,16 @@ def make_plan(arguments: RunArguments) -> Plan:
     data.report[:0] = report
     args = arguments.training
     if data.train is not None:
-        steps_of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
-        plan_schedule(args, steps_of_run(args, steps_of_epoch))  # refuses what leaves no decay
+        steps = steps_of_run(args, steps_of_epoch(arguments, data.train))
+        plan_schedule(args, steps)  # refuses what leaves nothing to decay
     return Plan(arguments, objective, planned, tokenizer, data, second_model)
+
+
+def steps_of_epoch(arguments: RunArguments, train) -> int:
+    """Optimizer steps of an epoch; 0 for a stream, which has none, and without training data."""
+    if arguments.data.streaming or train is None:
+        return 0
+    return math.ceil(len(train) / arguments.training.train_global_batch_size)
 
 
 def _plan_model(
@@ -344,7 +351,7 @@ def build_trainer(plan: Plan):
     second_model = None
     if plan.second_model is not None:
         second_model = build_planned(arguments, plan.second_model)
-    return make(
+    trainer = make(
         model=built,
         args=args,
         tokenizer=plan.tokenizer,
@@ -355,6 +362,8 @@ def build_trainer(plan: Plan):
         callbacks=[_SaveConfig(arguments)],
         **make.own_keywords(arguments, second_model),
     )
+    trainer.settings = arguments.to_yaml_dict()  # of all groups
+    return trainer
 
 
 def _export(plan: Plan, trainer, result) -> None:
@@ -385,26 +394,8 @@ class _SaveConfig(TrainerCallback):
         self.arguments = arguments
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not parallel.is_main():
-            return
-        path = Path(args.output_dir) / RUN_CONFIG_NAME
-        before = read_config_file(path) if state.global_step and path.is_file() else None
-        self.arguments.save(path)
-        if before is not None:
-            _say_changes(before, read_config_file(path))
-
-
-def _say_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """A line about the keys of a resumed run whose values differ; None and absent are alike."""
-    own = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
-    keys = sorted((before.keys() | now.keys()) - own)
-    changed = [
-        f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        print(f"note: other values than before, taken from here on: {', '.join(changed)}")
+        if parallel.is_main():
+            self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
 
 
 def data_summary(plan: Plan) -> dict[str, str]:
@@ -424,8 +415,10 @@ def data_summary(plan: Plan) -> dict[str, str]:
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
     if datasets.train is not None:
-        summary["training"] = f"{_count(plan, datasets.train)}, {datasets.train.num_tokens:,} "
-        summary["training"] += f"tokens, {datasets.train.num_trained_tokens:,} trained"
+        summary["training"] = _training_summary(plan)
+    if len(data.dataset) > 1:
+        weights = f", weights {', '.join(f'{w:g}' for w in data.mix_weights or ())}"
+        summary["mixed"] = data.mix_strategy + (weights if data.mix_weights else "")
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
@@ -442,3 +435,14 @@ def _count(plan: Plan, part: TokenDataset | Packs) -> str:
     if isinstance(part, Packs):
         return f"{len(part):,} packs of {len(part.dataset):,} {plan.objective.unit}s"
     return f"{len(part):,} {plan.objective.unit}s"
+
+
+def _training_summary(plan: Plan) -> str:
+    keys, train = plan.arguments.data, plan.data.train
+    if not keys.streaming:
+        trained = f"{train.num_trained_tokens:,} trained"
+        return f"{_count(plan, train)}, {train.num_tokens:,} tokens, {trained}"
+    order = "in the order of the files"
+    if not keys.disable_shuffling:
+        order = f"shuffled in blocks of {keys.buffer_size:,} records"
+    return f"streamed, {order}; every rank reads and tokenises all of it"

@@ -16,11 +16,12 @@ from typing import Any, cast
 
 import torch
 
-from . import before_megatron, ckpt, output_folder, parallel, watchdog
+from . import before_megatron, ckpt, ckpt_settings, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
+from .data_stream import TokenStream
 from .log import report_of, run_summary
 from .log_speed import model_work
 from .model import VirtualModels
@@ -57,12 +58,12 @@ class McaTrainer:
     TrainingArguments. tokenizer: saved beside the model; its padding token is used. data_collator:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
-    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style. callbacks: ours or
-    transformers', instances or classes. processing_class: another name of tokenizer. optimizers:
-    on the torch backend (a torch optimizer of the model's trained parameters, its scheduler or
-    None). compute_metrics(EvalPrediction) -> {name: number} of each evaluation, over what
-    preprocess_logits_for_metrics(logits, labels) returns of each sample, such as
-    logits.argmax(-1): both as in transformers, position t of the labels being predicted by t - 1.
+    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style, or for training
+    a TokenStream. callbacks: ours or transformers', instances or classes. processing_class: another
+    name of tokenizer. optimizers: on the torch backend (a torch optimizer of the model's trained
+    parameters, its scheduler or None). compute_metrics(EvalPrediction) -> {name: number} of an
+    evaluation, over what preprocess_logits_for_metrics(logits, labels) returns of each sample: as
+    in transformers, position t of the labels is predicted by t - 1.
     TypeError for a callback that is none, and for a subclass's override that would not be called.
     """
 
@@ -94,6 +95,7 @@ class McaTrainer:
         tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
+        self.settings = ckpt_settings.settings_of(args)
         self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
         self._guard.check_weights("before training")
         self.backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
@@ -111,8 +113,7 @@ class McaTrainer:
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         check_metrics(self)
         self._loaders = {"train_dataloader": None, "eval_dataloader": None}
-        given = [as_callback(callback) for callback in callbacks or []]
-        self.callbacks = [*given, *callbacks_of(args), self.report]
+        self.callbacks = [*map(as_callback, callbacks or ()), *callbacks_of(args), self.report]
         self._notify("on_init_end")
 
     # -- a run of the command line: what an objective needs beside model, data and arguments
@@ -316,10 +317,11 @@ class McaTrainer:
         return plan_batches(self, dataset, training)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
-        workers = self.args.dataloader_num_workers
-        return make_loader(
-            self.train_dataset, self.data_collator, plan, epoch, step, num_workers=workers
-        )
+        workers, dataset = self.args.dataloader_num_workers, self.train_dataset
+        if isinstance(dataset, TokenStream):
+            position, speaks = self.state.data_position, parallel.is_main()
+            return dataset.loader(self.data_collator, plan, position, workers, speaks)
+        return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's Numbers with its

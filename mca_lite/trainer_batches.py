@@ -7,6 +7,7 @@ import torch
 from . import watchdog
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, check_batch, count_tokens
+from .data_stream import TokenStream
 
 
 def plan_batches(trainer, dataset, training: bool) -> BatchPlan:
@@ -14,20 +15,25 @@ def plan_batches(trainer, dataset, training: bool) -> BatchPlan:
     length.
     """
     args, backend, size = trainer.args, trainer.backend, trainer.args.per_device_eval_batch_size
-    if dataset is None or not hasattr(dataset, "__len__"):
+    streams = training and isinstance(dataset, TokenStream)
+    if streams and args.max_steps <= 0:
+        raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
+    if dataset is None or not (streams or hasattr(dataset, "__len__")):
         name = "train_dataset" if training else "eval_dataset"
         raise ValueError(f"{name}: expected a dataset with a length, got {dataset!r}")
     if training:
         size = args.per_device_train_batch_size
+    if streams:
+        of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
     return BatchPlan(
-        len(dataset),
+        args.max_steps * of_a_step if streams else len(dataset),
         size,
         # evaluation takes as many micro-batches at once: a pipeline wants more than one
         args.gradient_accumulation_steps,
         backend.dp_rank,
         backend.dp_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=trainer.shuffle and training,
+        shuffle=trainer.shuffle and training and not streams,  # it has an order of its own
         costs=getattr(dataset, "costs", None),  # other people's datasets have none
     )
 
@@ -41,7 +47,10 @@ def read_step(
     watchdog.note("reading data", trainer.state.global_step)
     backend, names = trainer.backend, trainer._language_input_names
     real, numbered = plan.num_micro_batches(step), trainer._rows_hold_documents
-    batches = [check_batch(next(loader), names, numbered) for _ in range(real)]
+    batches = [next(loader) for _ in range(real)]
+    if "data_position" in batches[-1]:  # of a stream
+        trainer.state.data_position = batches[-1]["data_position"]
+    batches = [check_batch(batch, names, numbered) for batch in batches]
     counts = [count_tokens(batch) for batch in batches]
     # the schedule wants a multiple: empty ones follow
     for _ in range(-real % backend.micro_batch_multiple):

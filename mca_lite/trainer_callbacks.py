@@ -34,6 +34,7 @@ _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are no
     "best_step": (int, type(None)),
     "best_model_checkpoint": (str, type(None)),
     "left_out_steps": (int,),
+    "data_position": (dict, type(None)),
     "stateful_callbacks": (dict,),
 }
 
@@ -55,6 +56,7 @@ class TrainerState:
     best_step: int | None = None
     best_model_checkpoint: str | None = None
     left_out_steps: int = 0  # of epochs that a callback stopped early
+    data_position: dict | None = None  # of a stream: where the next step begins
     stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
 
     @property

@@ -74,6 +74,13 @@ class DPOTrainer(McaTrainer):
             if dataset is not None and len(dataset):
                 _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
+        self.settings |= {
+            "pref_loss": config.pref_loss,
+            "pref_beta": config.beta,
+            "pref_ftx": config.ftx,
+            "dpo_label_smoothing": config.label_smoothing,
+            "ref_model": self.reference,
+        }
         self.backend.expect_weighted_losses()
         if ref_model is not None:
             self._guard.check_weights("the reference model", ref_model)

@@ -607,23 +607,23 @@ def lost(tensors: dict, name: str) -> dict:
 def test_tensors_of_the_torch_backend_are_checked_by_name_and_shape(tmp_path, file):
     from safetensors.torch import load_file, save_file
 
-    from mca_lite import ckpt
+    from mca_lite import ckpt_torch
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    ckpt.TorchSnapshot(model, optimizer).write(tmp_path)
+    ckpt_torch.TorchSnapshot(model, optimizer).write(tmp_path)
     path, name = tmp_path / f"{file}.safetensors", "weight" if file == "model" else "exp_avg.weight"
     whole, bytes_before = load_file(path), path.read_bytes()
     for changed in (lost(whole, name), {**whole, name: torch.zeros(5)}):
         save_file(changed, path)
         with pytest.raises(ckpt_folder.CheckpointError, match=f"{path}: expected {name} of shape"):
-            ckpt.load_torch(tmp_path, model, optimizer)
+            ckpt_torch.load_torch(tmp_path, model, optimizer)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="damaged or cut"):
-        ckpt.load_torch(tmp_path, model, optimizer)
+        ckpt_torch.load_torch(tmp_path, model, optimizer)
     path.write_bytes(bytes_before)
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
-    ckpt.load_torch(tmp_path, model, optimizer)
+    ckpt_torch.load_torch(tmp_path, model, optimizer)
     assert all(torch.equal(optimizer.state[model.weight][key], before[key]) for key in before)

@@ -231,6 +231,8 @@ def test_a_check_refuses_what_a_run_would(tmp_path):
     assert code == 2 and "holds checkpoints of an earlier run" in out
     assert inspect(words + "overwrite_output_dir=true")[0] == 0
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    code, out = inspect(words.replace("--check", "streaming=true"))
+    assert code == 2 and "streaming=false max_samples=1000" in out
     code, out = inspect(words + "resume_from_checkpoint=auto")
     assert code == 2 and "none of the 1 checkpoints" in out
 
@@ -290,6 +292,7 @@ WORLDS = {
     "tp2_sp, preferences": ("llama", "dpo", TP2_SP),
     "cp2, packed preferences": ("llama", "dpo", {**CP2, "packing": True}),
     "pp2, tokens ahead": ("glm4_moe_plain", "sft", {**PP2, **AHEAD}),
+    "dp2, streamed": ("llama", "sft", {"streaming": True, "packing": True}),
     "ep2": ("qwen3_moe", "sft", {**EP2, "moe_token_dispatcher_type": "allgather"}),
 }
 

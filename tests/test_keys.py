@@ -47,6 +47,8 @@ CHANGES_A_RUN = {
     "train_on_prompt": ("true", ""),
     "mask_history": ("true", ""),
     "mix_weights": ("5,1", TWO_SETS),
+    "mix_strategy": ("interleave_over", TWO_SETS),
+    "buffer_size": ("4", "streaming=true"),
     "max_samples": ("6", ""),
     "disable_shuffling": ("true", ""),
     "default_system": ("w3", ""),
@@ -444,6 +446,8 @@ SHOWN_BY = {
     "test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it",
     "on_bad_record": "test_data_skips.py::"
     "test_bad_records_are_left_out_counted_by_reason_and_listed",
+    "streaming": "test_data_stream_runs.py::test_a_run_that_stops_goes_on_bit_for_bit",
+    "sample_by": "test_data_mix.py::test_a_text_file_is_a_document_a_line_or_as_a_whole",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
     "test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch",

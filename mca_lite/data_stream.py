@@ -1,0 +1,401 @@
+"""A training set that is tokenised as it is read, and kept nowhere: the key streaming.
+
+    records -> blocks of buffer_size, each shuffled -> samples -> rows -> micro-batches
+
+All of it follows from the seed and a Position, which a checkpoint keeps. Every rank does the same:
+it reads and tokenises all records, and keeps the rows of its own data parallel rank. A run that
+goes on seeks the bytes where its block began, reads that block again, and tokenises what is left of
+a chunk of records; what was trained on before the block is not read (but for compressed files, and
+.json, .csv and .parquet, which are read from their beginning). After the last record the first
+follows, in another order; a step may hold both.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from .args_values import refuse
+from .constants import IGNORE_INDEX
+from .data_batches import BatchPlan
+from .data_cache import how_it_is_read, tokenizer_identity
+from .data_encode import Encoder
+from .data_files import Cursor, read_records
+from .data_mix import Turns
+from .data_shard import MAX_BAD_SHARE, kind_of_reason, shifted
+
+CHUNK_RECORDS = 100  # tokenised at once
+_FEW_RECORDS = 1000  # of which a tenth may be bad before all are read
+_HEAD_BYTES = 1 << 20  # of a file: with its size they stand for its content
+
+# in a dataset: the file, lines or records and bytes of it, and records in all, that are behind
+Place = tuple[int, ...]
+_BEGINNING: Place = (0, 0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a stream goes on. passes: times that all records were read. turns, exhausted: of
+    data_mix.Turns. places: of each dataset (None: their beginnings). chunk, sample, token: how much
+    of the block that begins there is behind, and of the sample."""
+
+    passes: int = 0
+    turns: int = 0
+    exhausted: tuple[int, ...] = ()
+    places: tuple[Place, ...] | None = None
+    chunk: int = 0
+    sample: int = 0
+    token: int = 0
+
+
+class _Source:
+    """The records of one dataset, from a place on. One is read ahead: the last is known as such."""
+
+    def __init__(self, encoder: Encoder, limit: int | None, start: Place):
+        self.encoder, self.limit, self.start = encoder, limit, start
+        self._formats: dict[str, str] = {}
+
+    def begin(self, place: Place | None = None) -> None:
+        """Go on at a place (None: at the start)."""
+        self.place = place = self.start if place is None else place
+        self._items = self._read(*place)
+        self._next = next(self._items, None)
+        if self._next is None:
+            name = self.encoder.spec.name
+            after = ", without those that val_size holds out" if any(self.start) else ""
+            raise ValueError(f"{name}: there is no record to train on{after}")
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._next is None
+
+    def take(self) -> tuple[str, str, object]:
+        """(place in the user's data, format, record)."""
+        item, self.place = self._next
+        self._next = next(self._items, None)
+        return item
+
+    def format_of(self, file: str) -> str:
+        """The format of a file, from the first record that shows one."""
+        encoder = self.encoder
+        if file not in self._formats:
+            self._formats[file] = ""
+            for where, record in read_records(file, encoder.skips, encoder.spec.sample_by):
+                try:
+                    self._formats[file] = encoder.format_of(record, where)
+                    break
+                except ValueError:
+                    if not encoder.skips:
+                        raise
+        return self._formats[file]
+
+    def _read(self, first: int, number: int, offset: int, taken: int) -> Iterator[tuple]:
+        spec, cursor = self.encoder.spec, Cursor(number, offset)
+        for at, file in enumerate(spec.files[first:], first):
+            form = self.format_of(file)
+            for where, record in read_records(file, self.encoder.skips, spec.sample_by, cursor):
+                if taken == self.limit:
+                    return
+                taken += 1
+                yield (where, form, record), (at, cursor.number, cursor.offset, taken)
+            cursor = Cursor()
+
+
+class _Records:
+    """(dataset, place, format, record) of all records in the order of mix_strategy, pass after
+    pass."""
+
+    def __init__(self, stream: "TokenStream", position: Position):
+        self.stream, self.passes = stream, position.passes
+        self.sources = [_Source(*source) for source in stream.sources]
+        self._take_turns(position)
+
+    def next_block(self, size: int) -> tuple[Position, list[tuple]]:
+        """(its position, at most so many records): the last block of a pass has what is left."""
+        while True:
+            exhausted = tuple(sorted(self.turns.exhausted))
+            begin = Position(self.passes, self.turns.taken, exhausted, self.places())
+            if block := list(itertools.islice(self._items, size)):
+                return begin, block
+            self.passes += 1
+            self._take_turns(Position())
+
+    def places(self) -> tuple[Place, ...]:
+        return tuple(source.place for source in self.sources)
+
+    def _take_turns(self, position: Position) -> None:
+        places = position.places or [None] * len(self.sources)
+        for source, place in zip(self.sources, places, strict=True):
+            source.begin(place)
+        args = self.stream.args
+        self.turns = Turns(
+            len(self.sources),
+            args.mix_strategy,
+            args.mix_weights,
+            self.stream.seed,
+            taken=position.turns,
+            exhausted=position.exhausted,
+        )
+        self._items = self._one_pass()
+
+    def _one_pass(self) -> Iterator[tuple]:
+        for number in self.turns:
+            source = self.sources[number]
+            item = source.take()
+            if source.is_at_end:
+                self.turns.exhausted.add(number)
+                source.begin()
+            yield number, *item
+
+
+class TokenStream:
+    """The rows of datasets that are read over and over.
+
+    sources: (encoder, the most records or None) of each. data_args: DataArguments. packs: samples
+    are put into rows of at most cutoff_len tokens in the order in which they come, and documents do
+    not see each other. Every rank must read the same files.
+    """
+
+    def __init__(self, sources: list[tuple[Encoder, int | None]], data_args, packs: bool, seed):
+        self.sources = [(encoder, limit, _BEGINNING) for encoder, limit in sources]
+        self.args, self.packs, self.seed, self.num_held_out = data_args, packs, seed, 0
+        self.shuffles, self.joins = not data_args.disable_shuffling, sources[0][0].joins
+        self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
+        self._counts: Counter[str] = Counter()
+        self._speaks = False
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Names the files, by their size and how they begin, and all that decides on the order of
+        the rows: a run that goes on must have the same."""
+        args, names = self.args, ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
+        facts = {name: getattr(args, name) for name in names}
+        facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
+        facts["chunk"] = CHUNK_RECORDS
+        facts["tokenizer"] = tokenizer_identity(self.sources[0][0].tokenizer)
+        for number, (encoder, limit, _) in enumerate(self.sources):
+            spec = encoder.spec
+            declared = [spec.formatting, spec.columns, spec.tags, limit, encoder.options()]
+            files = [[how_it_is_read(spec, file), *_begin_of(file)] for file in spec.files]
+            facts[f"dataset {number}"] = declared + files
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return f"streamed-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def rows(self, position: Position | None = None) -> Iterator[tuple[list[dict], Position]]:
+        """(documents {"input_ids", "labels"} of a row, position behind it), without end."""
+        position = position or Position()
+        return self._in_rows(self._samples(position), position.token)
+
+    def hold_out(self, count: int) -> "HeldOut":
+        """The first records of the datasets, in rows, which are not trained on from here on."""
+        records, self.num_held_out = _Records(self, Position()), count
+        _, block = records.next_block(count)
+        samples = ((Position(), documents) for documents in self._tokenize(block))
+        rows = [row for row, _ in self._in_rows(samples, 0)]
+        if len(block) < count or records.turns.exhausted or not rows:
+            reason = "it takes all records of a dataset, or none of them gives a sample"
+            refuse("val_size", count, reason, "another val_size, or eval_dataset")
+        starts = zip(self.sources, records.places(), strict=True)
+        self.sources = [(encoder, limit, place) for (encoder, limit, _), place in starts]
+        return HeldOut(rows)
+
+    def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
+        """A DataLoader of this rank's micro-batches from a position on: each mapping of `collate`
+        has "data_position", where the step after its own begins.
+
+        plan: sizes and ranks of a step. state: of a micro-batch, None: the beginning. num_workers:
+        above 0 one process reads ahead. speaks: whether to print what happens to records.
+        Raises: ValueError for a state of another stream.
+        """
+        self._speaks = speaks
+        return DataLoader(
+            _MicroBatches(self, collate, plan, self._position_of(state)),
+            batch_size=None,
+            num_workers=min(num_workers, 1),
+            collate_fn=_as_it_is,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(plan.seed),
+        )
+
+    def _position_of(self, state: dict | None) -> Position:
+        try:
+            position = Position(**state or {})
+            places = () if position.places is None else position.places
+            numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
+            numbers += [position.sample, position.token, *itertools.chain(*places)]
+            if any(type(number) is not int or number < 0 for number in numbers) or (
+                position.places is not None and [len(p) for p in places] != [4] * len(self.sources)
+            ):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise ValueError(f"data_position {state!r:.200}: no position of this stream") from None
+        return position
+
+    # -- records to samples to rows
+
+    def _samples(self, position: Position) -> Iterator[tuple[Position, list[tuple]]]:
+        """(its position, (ids, mask) of each document) of each sample from a position on."""
+        records = _Records(self, position)
+        chunk, done, passes, found = position.chunk, position.sample, position.passes, 1
+        while True:
+            begin, block = records.next_block(self.block_records)
+            if begin.passes > passes and not found:
+                raise ValueError("no record of the datasets gives a sample to train on")
+            if begin.passes > passes:
+                passes, found = begin.passes, 0
+            if self.shuffles:
+                draws = np.random.default_rng([self.seed, begin.passes, begin.turns])
+                block = [block[i] for i in draws.permutation(len(block))]
+            for first in range(chunk * CHUNK_RECORDS, len(block), CHUNK_RECORDS):
+                samples = self._tokenize(block[first : first + CHUNK_RECORDS])
+                for number, documents in enumerate(samples[done:], done):
+                    chunk = first // CHUNK_RECORDS
+                    yield dataclasses.replace(begin, chunk=chunk, sample=number), documents
+                found, done = found + len(samples), 0
+            chunk = 0
+
+    def _tokenize(self, chunk: list[tuple]) -> list[list[tuple]]:
+        """The documents (ids, mask) of each sample of a chunk, in the order of its records."""
+        found, tallies, bad = [[] for _ in chunk], {}, []
+        for source, (encoder, *_) in enumerate(self.sources):
+            own = [place for place, item in enumerate(chunk) if item[0] == source]
+            records = [chunk[place][1:] for place in own]
+            for number, documents, _ in encoder.samples(records, tallies, bad):
+                found[own[number]].append(documents)
+        self._count(len(chunk), tallies, bad)
+        return list(itertools.chain(*found))
+
+    def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
+        if self.joins:
+            return _joined(samples, self.args.cutoff_len, token)
+        if self.packs:
+            return _packed(samples, self.args.cutoff_len)
+        return _one_each(samples)
+
+    def _count(self, records: int, tallies: dict, bad: list[tuple[str, str]]) -> None:
+        """Say what happened to records, at each first time and each tenfold. ValueError where too
+        many cannot be used."""
+        counts = self._counts
+        counts["records"] += records
+        counts["bad"] += len(bad)
+        for where, reason in bad:
+            what = f"records cannot be used and were left out: {kind_of_reason(reason)}"
+            count, first = tallies.get(what, (0, where))
+            tallies[what] = (count + 1, first)
+        for what, (count, first) in tallies.items():
+            before = counts[what]
+            counts[what] += count
+            if self._speaks and (not before or len(str(before)) < len(str(before + count))):
+                print(f"stream: {before + count:,} {what}, one of them at {first}", flush=True)
+        if counts["bad"] > MAX_BAD_SHARE * max(counts["records"], _FEW_RECORDS):
+            where, reason = bad[-1]
+            raise ValueError(
+                f"{counts['bad']:,} of {counts['records']:,} records cannot be used, and "
+                f"on_bad_record: skip leaves out at most {100 * MAX_BAD_SHARE:.0f} %; the last: "
+                f"{where}: {reason}"
+            )
+
+
+def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
+    for position, documents in samples:
+        behind = dataclasses.replace(position, sample=position.sample + 1)
+        yield [shifted(*document) for document in documents], behind
+
+
+def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Position]]:
+    """Samples in one row as long as the next one fits."""
+    row, used, position = [], 0, Position()
+    for position, documents in samples:
+        more = [shifted(*document) for document in documents]
+        length = sum(len(document["input_ids"]) for document in more)
+        if row and used + length > capacity:
+            yield row, position
+            row, used = [], 0
+        row, used = row + more, used + length
+    if row:  # of records that are held out
+        yield row, position
+
+
+def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[dict], Position]]:
+    """Documents joined and cut into rows of `length`, from a token of the first on. Neighbours
+    share the token at which they meet, as the last target of one and the first input of the next.
+    """
+    tokens, begins = np.zeros(0, np.int32), []  # of the documents: where in tokens, position
+    position = Position()
+    for position, [(ids, _)] in samples:
+        begins.append((len(tokens) - token, position))
+        tokens, token, at = np.concatenate([tokens, ids[token:]]), 0, 0
+        while at + length < len(tokens):
+            row, at = tokens[at : at + length + 1], at + length
+            while len(begins) > 1 and begins[1][0] <= at:
+                begins.pop(0)
+            begin, first = begins[0]
+            yield [shifted(row, None)], dataclasses.replace(first, token=at - begin)
+        tokens, begins = tokens[at:], [(begin - at, first) for begin, first in begins]
+    if len(tokens) > 1:  # of records that are held out
+        yield [shifted(tokens, None)], position
+
+
+class HeldOut(Dataset):
+    """Rows in memory, with the counts that TokenDataset has."""
+
+    def __init__(self, rows: list[list[dict]]):
+        self.rows = rows
+        labels = [document["labels"] for row in rows for document in row]
+        self.num_tokens = sum(map(len, labels))
+        self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> list[dict]:
+        return self.rows[i]
+
+
+class _MicroBatches(IterableDataset):
+    """This rank's micro-batches, one after another, each with the position behind its step."""
+
+    def __init__(self, stream: TokenStream, collate, plan: BatchPlan, position: Position):
+        self.stream, self.collate, self.plan, self.position = stream, collate, plan, position
+
+    def __iter__(self) -> Iterator[dict]:
+        plan, rows = self.plan, self.stream.rows(self.position)
+        size = plan.micro_batch_size
+        while True:
+            own = []
+            for number in range(plan.global_batch_size):
+                row, position = next(rows)
+                if number // size % plan.dp_size == plan.dp_rank:  # as BatchPlan deals them
+                    own.append(row)
+            for first in range(0, len(own), size):
+                batch = self.collate(own[first : first + size])
+                yield {**batch, "data_position": dataclasses.asdict(position)}
+
+
+def _as_it_is(batch):
+    return batch
+
+
+def _begin_of(file: str) -> tuple[int, str]:
+    with open(file, "rb") as raw:
+        return Path(file).stat().st_size, hashlib.sha256(raw.read(_HEAD_BYTES)).hexdigest()
+
+
+def look_at(encoder: Encoder) -> tuple[str, dict | None]:
+    """(format, first document {"input_ids", "labels"} or None) of the first records of a dataset.
+    ValueError with the place for what cannot be used."""
+    source = _Source(encoder, None, _BEGINNING)
+    source.begin()
+    first = []
+    while len(first) < CHUNK_RECORDS and not source.is_at_end:
+        first.append(source.take())
+    samples = encoder.samples(first, {}, [])
+    return first[0][1], shifted(*samples[0][1][0]) if samples else None
