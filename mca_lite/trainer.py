@@ -163,9 +163,8 @@ class McaTrainer:
             self._begin_step(epoch_begins)
             throughput.start()
             data, seq_length, numbers = self._get_step_iterator_and_seq_length(loader, plan, step)
-            _, metrics, skipped, grad_norm, num_zeros = self.training_step(
-                self.models, data, seq_length
-            )
+            of_step = self.training_step(self.models, data, seq_length)
+            _, metrics, skipped, grad_norm, num_zeros = of_step
             metrics, grad_norm = self._guard.after_step(
                 skipped, grad_norm, metrics, plan, data, seq_length
             )
