@@ -8,7 +8,7 @@ import pytest
 
 from tests.shared import tiny, world
 from tests.shared.commands import run_train
-from tests.shared.layouts import CP2, PP2, SAVE, SP, TP2
+from tests.shared.layouts import CP2, PP2, SAVE
 from tests.shared.small_runs import curve, save_tokenizer, train, words_of, write_data
 from tests.shared.training import assert_same_curve, read_log
 
@@ -75,7 +75,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit(folder, name, keys):
     assert state["data_position"]["passes"] > 0  # all records were read before
 
 
-LAYOUTS = {"dp2": (2, {}), "tp2_sp": (2, {**TP2, **SP}), "pp2": (2, PP2), "cp2": (2, CP2)}
+LAYOUTS = {"dp2": (2, {}), "pp2": (2, PP2), "cp2": (2, CP2)}
 
 
 @pytest.fixture(scope="module")

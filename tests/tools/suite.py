@@ -18,7 +18,8 @@ SECONDS = dict(
     moe=74, lora=74, model_families=70, lora_files=68, moe_lora=57, ckpt_safety=57,
     packed_layouts=55, dpo=55, ckpt=53, dpo_reference=43, moe_weights=39, model_mtp=37,
     trainer=35, chaos=34, cli=28, weights_vocabulary=26, weights=24, parity=23, keys=23,
-    moe_ckpt=15, lora_errors=13, imports=13, parity_command=20,
+    moe_ckpt=15, lora_errors=13, imports=13, parity_command=20, data_stream_runs=20,
+    data_stream=15, ckpt_settings=12,
 )  # fmt: skip
 SHORT = 5
 
