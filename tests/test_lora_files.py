@@ -165,19 +165,24 @@ def fresh(path: str, output_dir: str, targets, **changes) -> None:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fresh_adapters_are_the_same_in_every_layout(base, layout, tmp_path):
+@pytest.fixture(scope="module")
+def fresh_on_one(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fresh")
+    world.run(fresh, 1, base[0], str(out), ("all", "embed_tokens"))
+    return adapter_of(out)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
+def test_fresh_adapters_are_the_same_in_every_layout(base, fresh_on_one, layout, tmp_path):
     ranks, keys = LAYOUTS[layout]
-    for name, (n, k) in {"here": (ranks, keys), "one": LAYOUTS["one"]}.items():
-        world.run(fresh, n, base[0], str(tmp_path / name), ("all", "embed_tokens"), **k)
-    here, one = adapter_of(tmp_path / "here"), adapter_of(tmp_path / "one")
+    world.run(fresh, ranks, base[0], str(tmp_path), ("all", "embed_tokens"), **keys)
+    here, one = adapter_of(tmp_path), fresh_on_one
     assert here.keys() == one.keys() and all(torch.equal(here[name], one[name]) for name in one)
 
 
-def test_fresh_adapters_start_as_pefts_do(base, tmp_path):
+def test_fresh_adapters_start_as_pefts_do(fresh_on_one):
     """A uniform within 1 / sqrt(inputs) and B zero; of an embedding A zero and B normal."""
-    world.run(fresh, 1, base[0], str(tmp_path), ("all", "embed_tokens"))
-    for name, tensor in adapter_of(tmp_path).items():
+    for name, tensor in fresh_on_one.items():
         if name.endswith(("lora_B.weight", "lora_embedding_A")):
             assert not tensor.any()
         elif name.endswith("lora_embedding_B"):
@@ -218,19 +223,24 @@ def test_resume_in_the_same_layout_is_bit_for_bit(base, layout, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.fixture(scope="module")
+def on_one(base, tmp_path_factory):
+    path, adapter = base
+    return world.run(train_from_adapter, 1, path, str(tmp_path_factory.mktemp("one")), adapter)[0]
+
+
 @pytest.mark.parametrize(
     "before, after", [("one", "tp2_sp"), ("tp2_sp", "pp2_vpp2"), ("pp2_vpp2", "dp2_dist_opt")]
 )
-def test_resume_in_another_layout(base, before, after, tmp_path):
+def test_resume_in_another_layout(base, on_one, before, after, tmp_path):
     path, adapter = base
-    whole = world.run(train_from_adapter, 1, path, str(tmp_path / "whole"), adapter)[0]
     stopped(path, tmp_path / "parts", adapter, *LAYOUTS[before])
     ranks, keys = LAYOUTS[after]
     again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     for got in world.run(
         train_from_adapter, ranks, path, str(tmp_path / "parts"), adapter, **again
     ):
-        assert_same_curve(got, whole)
+        assert_same_curve(got, on_one)
 
 
 def test_checkpoints_hold_only_what_trains(base, tmp_path):
@@ -306,19 +316,23 @@ def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(base, layo
         )  # a distributed optimizer's pieces end where buckets do
 
 
+@pytest.fixture(scope="module")
+def in_bf16_on_torch(base, tmp_path_factory):
+    path, adapter = base
+    keys = dict(backend="torch", bf16=True, steps=2)
+    out = str(tmp_path_factory.mktemp("bf16"))
+    return world.run(train_from_adapter, 1, path, out, adapter, **keys)[0]
+
+
 @pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2"])
-def test_bf16_trains_float32_adapters_and_keeps_the_base(base, layout, tmp_path):
+def test_bf16_trains_float32_adapters_and_keeps_the_base(base, in_bf16_on_torch, layout, tmp_path):
     """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is
     bf16.
     """
-    path, adapter = base
-    wanted = world.run(
-        train_from_adapter, 1, path, str(tmp_path / "t"), adapter, backend="torch", bf16=True
-    )[0]
+    (path, adapter), wanted = base, in_bf16_on_torch
     ranks, keys = LAYOUTS[layout]
-    got = world.run(
-        train_from_adapter, ranks, path, str(tmp_path / "m"), adapter, bf16=True, **keys
-    )[0]
+    keys = dict(keys, bf16=True, steps=2)
+    got = world.run(train_from_adapter, ranks, path, str(tmp_path / "m"), adapter, **keys)[0]
     assert (
         abs(got[0][0] - wanted[0][0]) < 1e-2 and abs(got[0][1] - wanted[0][1]) < 2e-2 * wanted[0][1]
     )
@@ -355,7 +369,7 @@ def replicas(path: str, output_dir: str, **changes):
         kept.append(lora.inject(model, lora.LoraSpec(rank=RANK, dropout=0.3), seed=1))
         return model
 
-    curve = train(path, output_dir, adapt=adapt, **KEYS, **changes)
+    curve = train(path, output_dir, adapt=adapt, steps=2, **KEYS, **changes)
     return {
         p.key: p.tensor.numpy().copy() for p in lora.pieces_of(kept[0]) if p.axis is None
     }, curve
