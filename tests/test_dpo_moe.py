@@ -13,7 +13,7 @@ SMOOTHED = OBJECTIVES["smoothed"]
 RUNS = {
     "padded": dict(per_device_train_batch_size=2),
     "packed, second model": dict(PACKED, ref=True),
-    "packs, balanced": dict(AUX, pack=60, sequence_packing=True),
+    "packs, balanced": dict(AUX, pack=35, sequence_packing=True),
     "padded, balanced": dict(AUX, per_device_train_batch_size=2),
 }
 LAYOUTS = {

@@ -175,6 +175,9 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
     assert batch["samples"] == samples and BAD_TOKEN in batch["batch"]["input_ids"]
 
 
+PAIRS = 17  # three whole steps and more
+
+
 def train_pairs(path: str, out: str, backend: str, replica: int, **keys) -> str:
     """The error of a DPO run in which the second micro-batch of step 3 of a replica is NaN."""
     from mca_lite.trainer_nonfinite import NotFiniteError
@@ -193,6 +196,7 @@ def train_pairs(path: str, out: str, backend: str, replica: int, **keys) -> str:
         trainer.preference_loss = preference_loss
 
     keys.update(save_strategy="steps", save_steps=1, save_total_limit=1, before=spoil)
+    keys.update(train_dataset=dpo_tools.Pairs(PAIRS), max_steps=4)
     with pytest.raises(NotFiniteError) as stopped:
         dpo_tools.our_run(path, out, dpo_tools.OBJECTIVES["sigmoid"], backend=backend, **keys)
     return str(stopped.value)
@@ -209,7 +213,7 @@ def test_a_pair_whose_loss_is_not_finite_is_named(
 
     errors = world.run(train_pairs, ranks, model_path, str(tmp_path), backend, replica, **keys)
     [error] = set(errors)
-    order = np.random.default_rng([7, 0]).permutation(dpo_tools.COUNT).tolist()
+    order = np.random.default_rng([7, 0]).permutation(PAIRS).tolist()
     words = rf"step 3: loss nan on rank \d \(data parallel replica {replica}\), micro-batch 1, "
     pair = int(re.match(words + r"samples (\d+)\. The first .* the loss itself", error)[1])
     of_step = order[2 * dpo_tools.GLOBAL_BATCH : 3 * dpo_tools.GLOBAL_BATCH]
@@ -218,7 +222,7 @@ def test_a_pair_whose_loss_is_not_finite_is_named(
     assert "checkpoint-2, from which no good step was made" in error
     [path] = tmp_path.glob("nonfinite-step-3-rank-*.pt")
     [batch] = torch.load(path, weights_only=True)["micro_batches"]
-    chosen = dpo_tools.Pairs().pairs[pair]["chosen"]["input_ids"]
+    chosen = dpo_tools.Pairs(PAIRS).pairs[pair]["chosen"]["input_ids"]
     assert batch["samples"] == [pair]
     assert batch["batch"]["input_ids"][0, : len(chosen)].equal(chosen)
 
@@ -401,6 +405,7 @@ def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, 
     """
     words = "learning_rate=1e30 warmup_steps=1 save_strategy=steps save_steps=1 save_total_limit=1"
     words += " model_name_or_path=configs/tiny/model train_from_scratch=true"
+    words += " max_samples=50"  # of pairs: the reference model goes through all of them first
     said = stopped(tmp_path, f"{words} {key}", f"configs/{config}.yaml")
     assert "step 3: " in said and "Traceback" not in said
     good = tmp_path / "out" / "checkpoint-1"

@@ -517,6 +517,7 @@ def dpo(path, lora=False, pack=0, **changes):
                 lora_files.save_adapter(trainer_of(path, LOCAL, adapt=lora_on()).model, adapter)
             keys = dict(transformer_impl=impl, bf16=bf16, learning_rate=1e-3, torch_compile=False)
             keys.update(changes if impl == TE else {}, sequence_packing=bool(pack))
+            keys.update(train_dataset=dpo_tools.Pairs(17), max_steps=5)
             objective = dict(pref_loss="sigmoid", beta=0.3)
             trainer = dpo_tools.our_run(
                 path, new_folder(), objective, adapter=adapter, pack=pack, **keys
