@@ -31,11 +31,30 @@ LAYOUTS = {
 WHOLE = 5  # steps: an epoch has 3, so the run goes through a partial window and a new permutation
 
 
+DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def stopped_once(model_path, tmp_path_factory):
+    """run(layout, keys) -> (folder, curve) of `stopped`; each is made once."""
+    done = {}
+
+    def run(layout: str, keys: dict):
+        key = layout, str(keys)
+        if key not in done:
+            folder, (ranks, own) = tmp_path_factory.mktemp(layout), LAYOUTS[layout]
+            done[key] = folder, stopped(model_path, folder, ranks, {**own, **keys})
+        return done[key]
+
+    return run
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
+def test_resume_in_the_same_layout_is_bit_for_bit(model_path, stopped_once, tmp_path, layout):
     ranks, keys = LAYOUTS[layout]
-    keys = dict(keys, attention_dropout=0.1, hidden_dropout=0.1)
-    whole = stopped(model_path, tmp_path / "parts", ranks, keys)
+    keys = dict(keys, **DROPOUT)
+    folder, whole = stopped_once(layout, DROPOUT)
+    shutil.copytree(folder, tmp_path / "parts")
     parts = world.run(
         train,
         ranks,
@@ -50,10 +69,10 @@ def test_resume_in_the_same_layout_is_bit_for_bit(model_path, tmp_path, layout):
     assert steps == [1, 2, 3, 4, 5]
 
 
-def test_saving_changes_no_number(model_path, tmp_path):
-    keys = dict(DIST_OPT, attention_dropout=0.1, hidden_dropout=0.1)
+def test_saving_changes_no_number(model_path, stopped_once, tmp_path):
+    keys = dict(DIST_OPT, **DROPOUT)
     [plain, _] = world.run(train, 2, model_path, str(tmp_path / "plain"), steps=WHOLE, **keys)
-    assert stopped(model_path, tmp_path / "saved", 2, keys) == plain
+    assert stopped_once("dp2_dist_opt", DROPOUT)[1] == plain
 
 
 def stopped(model_path, folder, ranks, keys) -> list:
@@ -71,10 +90,9 @@ def stopped(model_path, folder, ranks, keys) -> list:
 @pytest.mark.parametrize(
     "before, after", [("one", "pp2_vpp2_dist_opt"), ("dp2_dist_opt", "tp2_sp"), ("tp2_sp", "one")]
 )
-def test_resume_in_another_layout(model_path, tmp_path, before, after):
-    whole = world.run(train, 1, model_path, str(tmp_path / "whole"), steps=WHOLE)[0]
-    ranks, keys = LAYOUTS[before]
-    stopped(model_path, tmp_path / "parts", ranks, keys)
+def test_resume_in_another_layout(model_path, stopped_once, tmp_path, before, after):
+    _, whole = stopped_once("one", {})
+    shutil.copytree(stopped_once(before, {})[0], tmp_path / "parts")
     ranks, keys = LAYOUTS[after]
     keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     for got in world.run(train, ranks, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys):
@@ -124,10 +142,11 @@ def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
 @pytest.mark.parametrize(
     "ranks, keys", [(1, dict(backend="torch")), (1, {}), (2, {**TP2, **DIST_OPT})]
 )
-def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path, ranks, keys):
+def test_fp16_resumes_with_its_loss_scale_and_its_counters(tmp_path, ranks, keys):
     """The scale doubles every two steps until it overflows twice in a row: checkpoint-16 lies in
     the midst of that.
     """
+    model_path = tiny.save_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     keys = dict(
         keys,
         fp16=True,
@@ -136,7 +155,7 @@ def test_fp16_resumes_with_its_loss_scale_and_its_counters(model_path, tmp_path,
         initial_loss_scale=2.0**16,
         num_train_epochs=20,
     )
-    keys |= dict(save_strategy="steps", save_steps=16, global_batch_size=8, count=22)
+    keys |= dict(save_strategy="steps", save_steps=16, global_batch_size=4, count=22)
     runs, again = {}, str(tmp_path / "parts")
     world.run(train, ranks, model_path, str(tmp_path / "whole"), steps=24, **keys)
     shutil.copytree(tmp_path / "whole" / "checkpoint-16", tmp_path / "parts" / "checkpoint-16")

@@ -67,14 +67,37 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_auto_skips_a_damaged_checkpoint_and_says_why(
-    model_path, run_of_four, run_folder_copy, kind
-):
+def do_damage(kind: str, folder: Path) -> str:
+    """What is said of it."""
     name, damage, words = DAMAGE[kind]
     if kind == "cut manifest":
         damage = lambda path: path.write_text(path.read_text()[:-9])  # noqa: E731
-    damage(run_folder_copy / "checkpoint-4" / name)
+    damage(folder / name)
+    return words
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_every_kind_of_damage_is_found_and_named(run_folder_copy, kind):
+    """What the ranks ask before they load anything, asked here."""
+    newest = run_folder_copy / "checkpoint-4"
+    model = ckpt_folder.read_manifest(newest)["model"]
+    words = do_damage(kind, newest)
+    with pytest.raises(ckpt_folder.CheckpointError, match=f"(?s)checkpoint-4.*{words}"):
+        start(run_folder_copy, str(newest), model=model)
+    found, printed = start(run_folder_copy, model=model)
+    assert found == run_folder_copy / "checkpoint-2"
+    assert "skipped checkpoint-4" in printed[0] and words in printed[0]
+
+
+# how a run goes on after it knows no kind of damage
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[pytest.mark.full] if k != "flipped bit" else []) for k in DAMAGE],
+)
+def test_auto_skips_a_damaged_checkpoint_and_says_why(
+    model_path, run_of_four, run_folder_copy, kind
+):
+    words = do_damage(kind, run_folder_copy / "checkpoint-4")
     keys = dict(AUTO, resume_from_checkpoint=str(run_folder_copy / "checkpoint-4"), **DIST_OPT)
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **keys):
         assert words in error and "checkpoint-4" in error
@@ -360,18 +383,30 @@ def interrupted(path: str, out: str, number: int, **keys):
 BACKGROUND = dict(async_save=True, **PP2)
 SIGNALED = [
     *((signal.SIGTERM, keys) for keys in (TP2, dict(backend="torch"), BACKGROUND)),
-    *((number, TP2) for number in (signal.SIGUSR1, signal.SIGINT)),
+    *((number, dict(backend="torch")) for number in (signal.SIGUSR1, signal.SIGINT)),
     # what a signal's number is is forgotten where the run saves
-    *(
-        pytest.param(signal.SIGUSR1, keys, marks=pytest.mark.full)
-        for keys in (dict(backend="torch"), BACKGROUND)
-    ),
+    *(pytest.param(signal.SIGUSR1, keys, marks=pytest.mark.full) for keys in (TP2, BACKGROUND)),
 ]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(model_path, tmp_path_factory):
+    """run(keys) -> the curve of a run of two ranks that gets no signal; each is made once."""
+    done = {}
+
+    def run(keys: dict):
+        key = str(keys)
+        if key not in done:
+            out = str(tmp_path_factory.mktemp("undisturbed"))
+            done[key] = world.run(train, 2, model_path, out, steps=5, **keys)[0]
+        return done[key]
+
+    return run
+
+
 @pytest.mark.parametrize("number, keys", SIGNALED)
-def test_a_signal_to_one_rank_saves_and_stops_all(model_path, tmp_path, number, keys):
-    whole = world.run(train, 2, model_path, str(tmp_path / "whole"), steps=5, **keys)[0]
+def test_a_signal_to_one_rank_saves_and_stops_all(model_path, undisturbed, tmp_path, number, keys):
+    whole = undisturbed(keys)
     answers = world.run(
         interrupted, 2, model_path, str(tmp_path / "run"), number, steps=5, **SAVE, **keys
     )
@@ -400,11 +435,13 @@ def small_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def start(output_dir: Path, asked="auto", overwrite: bool = False) -> tuple[Path | None, list[str]]:
+def start(
+    output_dir: Path, asked="auto", overwrite: bool = False, model=FACTS["model"]
+) -> tuple[Path | None, list[str]]:
     """(the checkpoint that a run goes on from, the lines that it prints)."""
     said = []
     args = SimpleNamespace(output_dir=str(output_dir), overwrite_output_dir=overwrite)
-    found = ckpt_folder.find(args, asked, "megatron", FACTS["model"], said.append)
+    found = ckpt_folder.find(args, asked, "megatron", model, said.append)
     return found, said
 
 
