@@ -43,26 +43,47 @@ def test_a_checkpoint_that_is_damaged_or_missing_after_a_kill_is_noticed(tmp_pat
         campaign.check()
 
 
-def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
-    path, out = tiny.save_model(tmp_path / "model", "qwen3"), tmp_path / "run"
-    calm = world.run(training.train, 2, path, str(tmp_path / "calm"), **chaos.UNDER_TORCHRUN)
-    command = [sys.executable, *TORCHRUN]
-    command += [
-        "--nproc_per_node",
-        "2",
-        "--max-restarts",
-        "2",
-        "-m",
-        "tests.tools.chaos",
-        "--under-torchrun",
-        path,
-        str(out),
-    ]
+def under_the_agent(path: str, out: str, logs: str) -> str:
+    """What the ranks of torchrun's own agent say: it forks them from this process, which has
+    imported everything.
+    """
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    dist.destroy_process_group()  # the ranks make their own
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=2, run_id="chaos",
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
+        start_method="fork", monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
+    )  # fmt: skip
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    elastic_launch(config, chaos.under_torchrun)(path, out)
+    return "".join(file.read_text() for file in sorted(Path(logs).glob("**/0/stdout.log")))
+
+
+def run_torchrun(path: str, out: str) -> str:
+    command = [sys.executable, *TORCHRUN, "--nproc_per_node", "2", "--max-restarts", "2"]
+    command += ["-m", "tests.tools.chaos", "--under-torchrun", path, out]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[1]
     result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"resuming from {out}/checkpoint-4" in result.stdout, result.stdout
-    assert result.stdout.count("resuming from") == 2
-    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return result.stdout
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_torchrun_starts_again_from_the_last_checkpoint(real, tmp_path):
+    """real: the command itself, whose ranks import everything at each of three starts."""
+    path, out = tiny.save_model(tmp_path / "model", "qwen3"), str(tmp_path / "run")
+    calm = world.run(training.train, 2, path, str(tmp_path / "calm"), **chaos.UNDER_TORCHRUN)
+    if real:
+        said = run_torchrun(path, out)
+    else:
+        [said] = world.run(under_the_agent, 1, path, out, str(tmp_path / "logs"), timeout_s=200)
+    assert f"resuming from {out}/checkpoint-4" in said, said
+    assert said.count("resuming from") == 2
+    history = json.loads(Path(out, "trainer_state.json").read_text())["log_history"]
     assert [(h["loss"], h["grad_norm"]) for h in history] == calm[0]
