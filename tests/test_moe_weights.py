@@ -101,8 +101,7 @@ def check_round_trip(layout, names, sources, logits, out):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(n, marks=[pytest.mark.full] if n == "ep4cp2" else []) for n in ALL],
+    "layout", [pytest.param(n, marks=[pytest.mark.full] if n == "ep4cp2" else []) for n in ALL]
 )
 def test_round_trip_gives_the_same_bytes_and_logits(layout, sources, logits, tmp_path):
     names = sources if layout in FEW else EVERYWHERE

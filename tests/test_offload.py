@@ -24,7 +24,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("offload") / "model", "qwen3")
+    return tiny.save_model(
+        tmp_path_factory.mktemp("offload") / "model", "qwen3", num_hidden_layers=2
+    )
 
 
 def whole_and_parts(path: str, out: str, cases: dict) -> dict:

@@ -165,7 +165,7 @@ def test_the_chance_is_in_proportion_and_the_same_for_replicas():
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("adam") / "model", "qwen3")
+    return tiny.save_model(tmp_path_factory.mktemp("adam") / "model", "qwen3", num_hidden_layers=2)
 
 
 def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:

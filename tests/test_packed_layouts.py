@@ -24,6 +24,10 @@ from tests.shared.training import assert_same_curve, train
 
 EVERYWHERE = ["qwen3"]  # as in test_parity.py
 FEW = ["one", "tp2_sp", "pp2", "cp2"]
+# Beside them stand the same with sequence parallelism; how a padded row is cut knows of cp alone.
+ELSEWHERE = ["cp2tp2"]
+ELSEWHERE_PADDED = ["cp2tp2", "cp2dp2"]
+SHORT = dict(steps=3)  # an epoch, with its last step partly filled
 LAYOUTS = {
     **{name: (ranks, {**keys, **PACKED}) for name, (ranks, keys) in PACKED_LAYOUTS.items()},
     **{f"{name}, padded": pair for name, pair in CUT.items()},
@@ -38,13 +42,15 @@ def references(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("references")
     paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
     runs = {family: ((paths[family],), {}) for family in {*asked_for(request), "qwen3"}}
-    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch")
+    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch", **SHORT)
     return {f: (paths[f], curves.get(f), tensors(folder / f)) for f in paths}
 
 
 @pytest.fixture(scope="module")
 def trained(request, references, tmp_path_factory):
-    return shared_worlds(request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}))
+    return shared_worlds(
+        request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}), **SHORT
+    )
 
 
 def assert_same_run(references, family, curves, folder):
@@ -54,7 +60,11 @@ def assert_same_run(references, family, curves, folder):
     assert_same_tensors(tensors(folder), weights)
 
 
-@pytest.mark.parametrize("case, layout", thinned(tiny.FAMILY_KEYS, PACKED_LAYOUTS, EVERYWHERE, FEW))
+@pytest.mark.parametrize(
+    "case, layout",
+    thinned(tiny.FAMILY_KEYS, [n for n in PACKED_LAYOUTS if n not in ELSEWHERE], EVERYWHERE, FEW)
+    + thinned(tiny.FAMILY_KEYS, ELSEWHERE, [], []),
+)
 def test_packed_rows_train_as_single_samples(case, layout, references, trained):
     """Two samples a row, other rows in each micro-batch, the last step of the epoch
     partly filled.
@@ -64,7 +74,14 @@ def test_packed_rows_train_as_single_samples(case, layout, references, trained):
 
 
 @pytest.mark.parametrize(
-    "case, layout", thinned(["llama", "qwen3"], [f"{n}, padded" for n in CUT], EVERYWHERE, [])
+    "case, layout",
+    thinned(
+        ["llama", "qwen3"],
+        [f"{n}, padded" for n in CUT if n not in ELSEWHERE_PADDED],
+        EVERYWHERE,
+        [],
+    )
+    + thinned(["llama", "qwen3"], [f"{n}, padded" for n in ELSEWHERE_PADDED], [], []),
 )
 def test_context_parallel_rows_train_as_whole_ones(case, layout, references, trained):
     curves, folder = trained(layout)
@@ -72,7 +89,8 @@ def test_context_parallel_rows_train_as_whole_ones(case, layout, references, tra
 
 
 def check(references, family, tmp_path, ranks, keys):
-    got = world.run(train, ranks, references[family][0], str(tmp_path), export=True, **keys)
+    keys = {**SHORT, **keys, "export": True}
+    got = world.run(train, ranks, references[family][0], str(tmp_path), **keys)
     assert_same_run(references, family, got, tmp_path)
 
 
@@ -89,19 +107,26 @@ def test_recomputation_of_packed_rows_changes_no_number(references, tmp_path, ke
     check(references, "qwen3", tmp_path, ranks, {**keys, **PACKED})
 
 
-MEAN = dict(PACKED, calculate_per_token_loss=False)
+MEAN = dict(PACKED, **SHORT, calculate_per_token_loss=False)
+
+
+@pytest.fixture(scope="module")
+def means_on_torch(references, tmp_path_factory):
+    path, out = references["qwen3"][0], str(tmp_path_factory.mktemp("means"))
+    return world.run(train, 1, path, out, backend="torch", **MEAN)[0]
 
 
 @pytest.mark.parametrize(
     "ranks, keys",
     [(1, {}), (2, CP2), (4, {**CP2, **PP2}), (2, {**PP2, **VPP2}), (4, {**CP2, **DIST_OPT})],
 )
-def test_mean_of_packed_micro_batches_agrees_with_torch(references, tmp_path, ranks, keys):
+def test_mean_of_packed_micro_batches_agrees_with_torch(
+    references, means_on_torch, tmp_path, ranks, keys
+):
     """The other loss mode: rows are means of their own, so the same rows are packed on
     both sides.
     """
-    path = references["qwen3"][0]
-    [wanted] = world.run(train, 1, path, str(tmp_path / "torch"), backend="torch", **MEAN)
+    path, wanted = references["qwen3"][0], means_on_torch
     assert abs(wanted[1][1] - references["qwen3"][1][1][1]) > 1e-3, (
         "the two loss modes do not differ on this data"
     )
@@ -221,10 +246,15 @@ def packs_of(path: str, out: str, **keys) -> list:
     return [(h["loss"], h["grad_norm"], h["consumed_tokens"]) for h in trainer.state.log_history]
 
 
+@pytest.fixture(scope="module")
+def packs_on_torch(references, tmp_path_factory):
+    path, out = references["qwen2"][0], str(tmp_path_factory.mktemp("packs"))
+    return world.run(packs_of, 1, path, out, backend="torch")[0]
+
+
 @pytest.mark.parametrize("ranks, keys", [(2, {}), (2, CP2), (2, PP2), (4, {**CP2, **TP2, **SP})])
-def test_packs_of_the_packer_train_alike(references, tmp_path, ranks, keys):
-    path = references["qwen2"][0]
-    [wanted] = world.run(packs_of, 1, path, str(tmp_path / "torch"), backend="torch")
+def test_packs_of_the_packer_train_alike(references, packs_on_torch, tmp_path, ranks, keys):
+    path, wanted = references["qwen2"][0], packs_on_torch
     for got in world.run(packs_of, ranks, path, str(tmp_path), **keys):
         assert_same_curve([g[:2] for g in got], [w[:2] for w in wanted])
         assert [g[2] for g in got] == [w[2] for w in wanted], (

@@ -2,6 +2,7 @@
 from Python.
 """
 
+import functools
 import json
 import math
 
@@ -152,6 +153,18 @@ def test_samples_and_work_are_counted_without_fillers_and_padding(tmp_path, pack
         assert flops == pytest.approx(6 * weights + core, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def on_torch(model_path, tmp_path_factory):
+    """run(**keys) -> the curve of the torch backend on one rank; each is made once."""
+
+    @functools.cache
+    def run(**keys):
+        out = str(tmp_path_factory.mktemp("torch"))
+        return world.run(train, 1, model_path, out, backend="torch", **keys)[0]
+
+    return run
+
+
 MEAN = dict(calculate_per_token_loss=False)
 
 
@@ -159,12 +172,13 @@ MEAN = dict(calculate_per_token_loss=False)
     "ranks, keys",
     [(2, {}), (2, TP2), (2, {**PP2, **VPP2}), (2, dict(use_distributed_optimizer=True))],
 )
-def test_mean_of_micro_batches_agrees_with_the_torch_backend(model_path, tmp_path, ranks, keys):
+def test_mean_of_micro_batches_agrees_with_the_torch_backend(
+    model_path, on_torch, tmp_path, ranks, keys
+):
     """One sample a micro-batch: the mean of 4 means, and of 3 in the last step of the epoch,
     fillers left out.
     """
-    [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **MEAN)
-    [per_token] = world.run(train, 1, model_path, str(tmp_path / "tokens"), backend="torch")
+    wanted, per_token = on_torch(**MEAN), on_torch()
     assert abs(wanted[2][1] - per_token[2][1]) > 1e-3, (
         "the two objectives do not differ on this data"
     )
@@ -183,11 +197,11 @@ def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
 @pytest.mark.parametrize(
     "ranks, keys", [(1, {}), (2, TP2), (2, dict(use_distributed_optimizer=True)), (2, PP2)]
 )
-def test_bf16_follows_the_torch_backend_in_bf16(model_path, tmp_path, ranks, keys):
+def test_bf16_follows_the_torch_backend_in_bf16(model_path, on_torch, tmp_path, ranks, keys):
     """bf16 rounds to 3 digits, and megatron keeps residuals in bf16 where autocast keeps them in
     float32: 2 % of the loss.
     """
-    [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", bf16=True)
+    wanted = on_torch(bf16=True)
     for got in world.run(train, ranks, model_path, str(tmp_path), bf16=True, **keys):
         for (loss, norm), (loss_torch, norm_torch) in zip(got, wanted, strict=True):
             assert loss == pytest.approx(loss_torch, rel=0.02)
@@ -213,10 +227,11 @@ def train_with_dropout(path, out, **keys):
 
 
 def test_dropout_is_the_same_on_all_ranks_of_a_model_and_repeats(model_path, tmp_path):
-    plain = world.run(train, 2, model_path, str(tmp_path / "plain"), **TP2)
-    first = world.run(train_with_dropout, 2, model_path, str(tmp_path / "a"), **TP2)
-    again = world.run(train_with_dropout, 2, model_path, str(tmp_path / "b"), **TP2)
+    keys = dict(TP2, steps=2)
+    first = world.run(train_with_dropout, 2, model_path, str(tmp_path / "a"), **keys)
+    again = world.run(train_with_dropout, 2, model_path, str(tmp_path / "b"), **keys)
     assert first[0] == first[1] == again[0]
+    plain = world.run(train, 2, model_path, str(tmp_path / "plain"), **keys)
     assert first[0][0] != plain[0][0]
 
 
