@@ -24,7 +24,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 
 from . import parallel
-from .model_fused import rotate, split_heads
+from .model_fused import rotate, rotated_heads, split_heads
 from .model_norms import RMSNorm
 from .model_rope import rotary_tables
 from .packed_rows import row_layout
@@ -61,8 +61,8 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class FusedSelfAttention(SelfAttention):
-    """megatron's self-attention, whose linear leaves its bias to the kernel that splits queries,
-    keys and values."""
+    """megatron's self-attention, in which one kernel adds the bias of the linear, splits queries,
+    keys and values, norms and rotates."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -71,21 +71,31 @@ class FusedSelfAttention(SelfAttention):
             config.num_query_groups >= self.world_size and not config.attention_output_gate
         )
         self.linear_qkv.skip_bias_add = self.splits_at_once
-        if self.splits_at_once and isinstance(self.q_layernorm, RMSNorm):
-            # core attention rotates at once, and has both in one kernel
-            self.core_attention.norms = self.q_layernorm, self.k_layernorm
+        # norms over all heads wait for other ranks
+        self.rotates_at_once = self.splits_at_once and (
+            self.q_layernorm is None or isinstance(self.q_layernorm, RMSNorm)
+        )
+        self.core_attention.rotates = not self.rotates_at_once
+        self.packed_seq_params = None  # of the row that runs through
+
+    def forward(self, *args, packed_seq_params=None, **kwargs):
+        self.packed_seq_params = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
-        """Query [s, b, n, d], key and value [s, b, g, d], normed unless core attention does so."""
+        """Query [s, b, n, d], key and value [s, b, g, d], normed where the model norms them, and
+        rotated unless core attention rotates."""
         if not self.splits_at_once:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        mixed, bias = self.linear_qkv(hidden_states)
-        query, key, value = split_heads(
-            mixed, bias, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        )
-        if self.q_layernorm is not None and not self.core_attention.norms:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, value
+        parts = *self.linear_qkv(hidden_states), self.num_query_groups_per_partition
+        d, norm = self.hidden_size_per_attention_head, self.q_layernorm
+        if not self.rotates_at_once:
+            query, key, value = split_heads(*parts, d)
+            return norm(query), self.k_layernorm(key), value
+        tables = self.core_attention.rotary_tables(parts[0], self.packed_seq_params)
+        if norm is not None:
+            norm = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
+        return rotated_heads(*parts, d, norm, *tables, self.config.rope_interleave)
 
 
 def _kernels(query, mask):
@@ -141,7 +151,7 @@ class CoreAttention(MegatronModule):
         self.layer_type = config.layer_type(layer_number)
         self.window = config.sliding_window if self.layer_type == "sliding_attention" else None
         self.softcap = config.attn_logit_softcapping
-        self.norms: tuple = ()  # of queries and keys, where they are left to this module
+        self.rotates = True  # unless the layer has done so
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -161,10 +171,8 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is not None:
             query, key, value = (x[:, None] for x in (query, key, value))
         layout = self._layout(packed_seq_params, query)
-        tables = rotary_tables(self.config, layout, query.dtype, self.layer_type)
-        if self.norms:
-            query, key = (norm(x, tables) for norm, x in zip(self.norms, (query, key), strict=True))
-        else:
+        if self.rotates:
+            tables = self.rotary_tables(query, packed_seq_params)
             query, key = rotate(query, key, *tables, self.config.rope_interleave)
         if self.cp_group is not None:
             gathered = self.cp_group, layout.order
@@ -177,6 +185,11 @@ class CoreAttention(MegatronModule):
             if packed_seq_params is not None and self._suits_varlen(query, dropout):
                 return self._varlen(query, key, value, layout)
             return self._segments(query, key, value, layout, attention_mask, dropout)
+
+    def rotary_tables(self, x, packed_seq_params):
+        """The tables of this rank's tokens x [s, ...], in its dtype."""
+        layout = self._layout(packed_seq_params, x)
+        return rotary_tables(self.config, layout, x.dtype, self.layer_type)
 
     def _suits_rows(self, layout, attention_mask) -> bool:
         """Documents of one length, which need no mask, are rows: cuDNN's kernel takes them, about

@@ -145,22 +145,34 @@ def rotate(query, key, cos, sin, interleaved: bool = False):
     return _rotate_both(query, key, cos, sin, interleaved)
 
 
-@compiled
-def norm_and_rotate(x, weight, cos, sin, eps: float, zero_centered: bool, interleaved: bool):
-    """rms_norm of x [s, b, n, d], then rotate: one kernel."""
-    return _rotate(_rms_norm(x, weight, eps, zero_centered), cos, sin, interleaved)
-
-
-@compiled
-def split_heads(mixed, bias, groups: int, d: int):
-    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
-    each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is
-    added first."""
+def _split_heads(mixed, bias, groups: int, d: int):
     s, b = mixed.shape[:2]
     mixed = (mixed if bias is None else mixed + bias).view(s, b, groups, -1, d)
     query = mixed[:, :, :, :-2].reshape(s, b, -1, d)
     # contiguous: a view would keep all three alive
     return query, mixed[:, :, :, -2].contiguous(), mixed[:, :, :, -1].contiguous()
+
+
+_compiled_split_heads = compiled(_split_heads)
+
+
+def split_heads(mixed, bias, groups: int, d: int):
+    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
+    each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is
+    added first."""
+    return _compiled_split_heads(mixed, bias, groups, d)
+
+
+@compiled
+def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved: bool):
+    """split_heads, rms_norm of queries and keys, rotate, in one kernel. norms: (weight of queries,
+    weight of keys, eps, zero_centered), or None."""
+    query, key, value = _split_heads(mixed, bias, groups, d)
+    if norms is not None:
+        query, key = (
+            _rms_norm(x, w, *norms[2:]) for x, w in zip((query, key), norms, strict=False)
+        )
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved), value
 
 
 # -- SwiGLU -----------------------------------------------------------------------------------

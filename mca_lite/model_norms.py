@@ -10,7 +10,7 @@ from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from .model_fused import norm_and_rotate, rms_norm
+from .model_fused import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -28,14 +28,13 @@ class RMSNorm(torch.nn.Module):
         )
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.interleaved = config.rope_interleave
 
-    def forward(self, x, rotary_tables=None):
-        """x normed, and with tables rotated by them: heads of queries or keys."""
-        if rotary_tables is None:
-            return rms_norm(x, self.weight, self.eps, self.zero_centered)
-        how = self.eps, self.zero_centered, self.interleaved
-        return norm_and_rotate(x, self.weight, *rotary_tables, *how)
+    def forward(self, x=None):
+        """x normed; without x the weight, for a kernel that norms among other things. Hooks that
+        wait for weights on their way (overlap_param_gather) want the call."""
+        if x is None:
+            return self.weight
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class _SumOverRanks(torch.autograd.Function):
