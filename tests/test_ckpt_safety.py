@@ -290,21 +290,25 @@ def test_what_a_dead_run_left_half_done_is_put_right(model_path, run_of_four, ru
 def test_a_checkpoint_written_in_the_background_holds_its_own_step(
     model_path, tmp_path, ranks, keys
 ):
-    names = {}
+    names, records = {}, {}
     for kind in (False, True):
         folder = tmp_path / str(kind)
         world.run(train, ranks, model_path, str(folder), steps=5, async_save=kind, **SAVE, **keys)
         record = json.loads((folder / "checkpoint-2" / "manifest.json").read_text())
         names[kind] = record["files"]
+        records[kind] = json.loads((folder / "checkpoint-2" / "training.json").read_text())
+        for key in ("async_save", "output_dir"):
+            del records[kind]["settings"][key]
         assert [p.name for p in ckpt_folder.list_checkpoints(folder)] == [
             "checkpoint-2",
             "checkpoint-4",
             "checkpoint-5",
         ]
+    assert records[True] == records[False]
     for name in names[False]:
         if not name.startswith(
-            ("trainer_state", "dist/.metadata", "rng")
-        ):  # these hold times, an id, unseeded states
+            ("trainer_state", "training", "dist/.metadata", "rng")
+        ):  # these hold times, the settings, an id, unseeded states
             assert names[True][name] == names[False][name], name
 
 

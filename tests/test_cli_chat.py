@@ -101,7 +101,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(models, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(cli_chat._Printer, "write", interrupted)
-    code, out, error = chat(monkeypatch, ["w3 w4", "w5"], models[0])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+    try:
+        code, out, error = chat(monkeypatch, ["w3 w4", "w5"], models[0])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 0, error
     plain = Plain(models[0])
     whole = plain.say("w3 w4")
