@@ -22,11 +22,13 @@ COMMANDS = {
 
 def main(words: list[str]) -> int:
     """Run the command that the first word names; training where it names none -> exit code."""
-    if not words:
+    if not words or words[0] in ("-h", "--help"):
         print("python -m mca_lite <command> ...", "", sep="\n")
         for name, (_, text) in COMMANDS.items():
             print(f"  {name:10} {text}")
-        return 0
+        if not words:
+            return 0
+        print("\nThe keys of train:\n")
     if words[0] in COMMANDS:
         module, words = COMMANDS[words[0]][0], words[1:]
     else:

@@ -321,6 +321,8 @@ def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
         numbers = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(numbers, dict):
             raise ValueError("expected a JSON object")
+    except ImportError:
+        raise
     except Exception as error:  # whatever a hub, a network or a file comes up with
         lines = str(error).strip().splitlines() or [repr(error)]
         reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"

@@ -248,13 +248,13 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 def _together(own: list[Finding]) -> Iterator[Finding]:
     """What each machine found, and what only ranks can. Collective in a world."""
-    import torch.distributed as dist
-
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield from own
         name, ranks, is_right, speed, skew = _pair()
     else:
         try:
+            import torch.distributed as dist
+
             _meet({"init_method": "env://"})
             machines: list = [None] * dist.get_world_size()
             dist.all_gather_object(machines, (socket.gethostname(), own))

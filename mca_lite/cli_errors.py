@@ -28,6 +28,7 @@ _ALIKE = (
     "RankFailed",
 )  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
+_REQUIRED = ("torch", "megatron", "transformers", "safetensors", "numpy", "yaml", "filelock")
 
 
 def end(error: Exception, output_dir: str | None) -> int:
@@ -65,6 +66,11 @@ def user_words(error: Exception) -> str | None:
         return f"out of memory: {str(error) or kind}"
     if kind in ("NotFiniteError", "RankFailed"):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in _REQUIRED:
+        return (
+            f"{error.name} is not installed for {sys.executable}: activate the environment that "
+            "has it (source .venv/bin/activate), or install the requirements (make install)"
+        )
     is_file = kind == "SafetensorError" or "inline_container" in str(error)
     if is_file or isinstance(error, (ValueError, OSError)):
         # a text that cannot be coded comes without the name of its file

@@ -80,9 +80,10 @@ def _plan(words: list[str], options) -> int:
     budget = options.memory * _HEADROOM
     need = layout.memory.total / _GIB
     verdict = f"fits into {options.memory:g} GiB" if need <= budget else "does not fit"
-    print(f"\n{verdict}: {need:.1f} of {budget:.1f} GiB that can be used")
+    print(f"\n{verdict}: {show_size(need * _GIB)} of {show_size(budget * _GIB)} that can be used")
     found = [one for one in _layouts(words, layout, options) if one.memory.total <= budget * _GIB]
-    print(f"\nlayouts of {options.gpus} that fit, best first" if found else "\nno layout fits")
+    none = "\nno layout fits: more GPUs, per_device_train_batch_size=1, finetuning_type=lora may"
+    print(f"\nlayouts of {options.gpus} that fit, best first" if found else none)
     for one in sorted(found, key=_Layout.rank)[:_MAX_SHOWN]:
         print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {' '.join(one.keys)}")
     return 0 if need <= budget else DOES_NOT_FIT
@@ -184,6 +185,8 @@ def _run_lines(layout: _Layout) -> list[str]:
         lines.append(
             f"data           {len(data.train):,} samples, {data.train.num_tokens:,} tokens"
         )
+    else:
+        lines.append("data           not read, since max_steps is given")
     steps = steps_of_run(args, of_epoch)
     rows = steps * layout.global_batch_size
     lines.append(f"steps          {steps:,} of {layout.global_batch_size} samples, {rows:,} in all")

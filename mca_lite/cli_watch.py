@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
     parser.add_argument("--once", action="store_true")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    runs, is_terminal = [RunFolder(folder) for folder in options.folders], sys.stdout.isatty()
+    runs, is_terminal = _runs(options.folders), sys.stdout.isatty()
     is_last = options.once or not is_terminal
     try:
         while True:
@@ -59,6 +59,14 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(max(0.1, options.every))
     except KeyboardInterrupt:
         return 0
+
+
+def _runs(folders: list[str]) -> list[RunFolder]:
+    """The runs in folders, which may begin later. A folder that holds other things, as output/*
+    may name one, is left out, unless it is the only one."""
+    runs = [RunFolder(folder) for folder in folders]
+    found = [run for run in runs if run.may_hold_a_run()]
+    return found or runs
 
 
 def frame(runs: Sequence[RunFolder], columns: int, has_colors: bool = False) -> list[str]:

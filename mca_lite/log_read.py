@@ -123,6 +123,12 @@ class RunFolder:
         self.records = [line for line in lines if isinstance(line.get("step"), int)]
         return self
 
+    def may_hold_a_run(self) -> bool:
+        """False for a folder with files none of which is a run's."""
+        if not self.folder.is_dir() or not any(self.folder.iterdir()):
+            return True
+        return bool(self.summary or self.records or (self.folder / RUN_CONFIG_NAME).is_file())
+
     def config(self) -> dict[str, Any]:
         """config.yaml as it was written; {} where there is none."""
         return _mapping(self.folder / RUN_CONFIG_NAME)

@@ -226,7 +226,12 @@ def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    return Path(snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision))
+    try:
+        found = snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision)
+    except OSError as error:  # a network's and a hub's errors are such
+        words = f"no folder {model_name_or_path} is here, and the hub gives no model of this name"
+        raise ValueError(f"{words}: {describe_error(error)}") from error
+    return Path(found)
 
 
 # -- what no model reads ---------------------------------------------------------------------------

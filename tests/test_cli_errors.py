@@ -184,6 +184,14 @@ def test_a_full_disk_is_called_so_and_leaves_no_checkpoint(tmp_path, file, use_m
     assert not [name for name in left if "checkpoint" in name]
 
 
+def test_a_missing_requirement_is_told_with_the_interpreter(ended):
+    code, printed = ended(ModuleNotFoundError("No module named 'torch'", name="torch.nn"))
+    assert code == 2 and f"torch.nn is not installed for {sys.executable}" in printed
+    assert "source .venv/bin/activate" in printed and "defect" not in printed
+    code, printed = ended(ModuleNotFoundError("No module named 'mca_lite.x'", name="mca_lite.x"))
+    assert code == 1 and "defect" in printed
+
+
 def test_the_version_is_told(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{mca_lite.__version__}\n"

@@ -190,6 +190,18 @@ def test_what_is_no_terminal_gets_one_plain_frame(tmp_path, capsys):
         assert "4.0000" in out and "\033" not in out
 
 
+def test_a_folder_of_other_things_is_left_out_beside_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "first", [1.0])
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens.bin").touch()
+    assert cli_watch.main(["first", "cache", "later"]) == 0
+    printed = capsys.readouterr().out
+    assert "first" in printed and "later" in printed and "cache" not in printed
+    assert cli_watch.main(["cache"]) == 0
+    assert "cache" in capsys.readouterr().out
+
+
 def test_neither_command_waits_for_torch():
     script = (
         "import sys, mca_lite.cli_watch, mca_lite.cli_report; assert 'torch' not in sys.modules"
