@@ -444,6 +444,10 @@ def check_run(a: Any, judge: Judge) -> None:
         judge.refuse(f"{keys} eval_dataset val_size", reason, remedy)
     if a.do_train and a.eval_dataset and not a.dataset:
         judge.refuse("dataset", "there is nothing to train on", f"{SOME_DATA}, or do_train: false")
+    if not a.do_train and a.resume_from_checkpoint not in (None, False):
+        reason = "training goes on from a checkpoint, and the model that is evaluated is "
+        remedy = "model_name_or_path: <what the run exported>, or resume_from_checkpoint: false"
+        judge.refuse("resume_from_checkpoint", f"{reason}model_name_or_path", remedy)
     if not (a.do_train or a.do_eval or a.do_predict):
         remedy = "do_train: true, or do_eval: true"
         judge.refuse("do_train do_eval do_predict", "there is nothing to do", remedy)

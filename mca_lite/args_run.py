@@ -308,7 +308,12 @@ def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
     if not model.train_from_scratch and (other := why_mcore_adapters(folder)):
         judge.refuse(key, *other)
         return {}
-    if not folder.is_dir() and (missing := why_no_model(name)):
+    missing = None
+    if not folder.is_dir():
+        missing = why_no_model(name)
+    elif not (has_config or (folder / MCA_CONFIG_NAME).is_file()):
+        missing = f"there is no {HF_CONFIG_NAME} in this folder"
+    if missing:
         judge.refuse(key, missing, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")
         return {}
     try:

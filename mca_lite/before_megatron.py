@@ -23,6 +23,11 @@ def quiet():
     with warnings.catch_warnings():
         # megatron-core calls collectives by names that newer versions of torch have others for
         warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
+        # as it reads checkpoints, and what holds their tensors
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        # a resumed run counts a scheduler of the user's on, before its first step
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         # megatron-core asks every tensor for a gradient
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         # the summary says it once, on a GPU

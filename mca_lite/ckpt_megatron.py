@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import parallel
+from . import before_megatron, parallel
 from .ckpt_folder import CheckpointError, sync, write_synced
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
@@ -177,7 +177,8 @@ def _load_strategy(index):
                 allow_shape_mismatch_sharded_tensors=padded,
             )
             reader = IndexedReader(checkpoint_dir, index)
-            checkpoint.load_state_dict(to_fill, reader, planner=planner)
+            with before_megatron.quiet():
+                checkpoint.load_state_dict(to_fill, reader, planner=planner)
             filled = {
                 key: torch_strategy._unwrap_pyt_sharded_tensor(value)
                 for key, value in to_fill.items()

@@ -47,10 +47,12 @@ def check(words: list[str], say: Callable[[str], None]) -> None:
         for line in plan.data.report:
             say(line)
         say(format_summary({"model": _of_model(plan), "data": data_summary(plan)}))
-        say(format_summary({"steps": _of_steps(plan)}))
-        for line in _of_ranks(plan):
-            say(line)
-    say("\nok: nothing was written, and nothing keeps the run from its first step")
+        if arguments.training.do_train:
+            say(format_summary({"steps": _of_steps(plan)}))
+            for line in _of_ranks(plan):
+                say(line)
+    first = "first step" if arguments.training.do_train else "evaluation"
+    say(f"\nok: nothing was written, and nothing keeps the run from its {first}")
 
 
 def _show_cache(cache: Path, folder: Path) -> None:

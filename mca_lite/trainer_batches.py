@@ -18,9 +18,10 @@ def plan_batches(trainer, dataset, training: bool) -> BatchPlan:
     streams = training and isinstance(dataset, TokenStream)
     if streams and args.max_steps <= 0:
         raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
-    if dataset is None or not (streams or hasattr(dataset, "__len__")):
-        name = "train_dataset" if training else "eval_dataset"
-        raise ValueError(f"{name}: expected a dataset with a length, got {dataset!r}")
+    if isinstance(dataset, dict) or not (streams or hasattr(dataset, "__len__")):
+        name, what = "train_dataset" if training else "eval_dataset", "a dataset with a length"
+        what = "one dataset" if isinstance(dataset, dict) else what
+        raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
     if training:
         size = args.per_device_train_batch_size
     if streams:

@@ -34,6 +34,7 @@ class PredictionOutput(NamedTuple):
 
 def predict(trainer, dataset, prefix: str) -> PredictionOutput:
     """McaTrainer.predict."""
+    trainer._plan(dataset, training=False)  # refuses several sets, and a stream
     found = log_probabilities(trainer, dataset)
     if trainer.documents_per_sample == 1:
         total, count = found.sum(axis=(0, 1))
@@ -153,8 +154,12 @@ def log_probabilities(trainer, dataset) -> np.ndarray:
         whole = sums.shape[1] // count * count  # what pads a packed row is no pair
         return sums[:, :whole].t().reshape(-1, count, 2)
 
-    run = _forward(trainer, collect)
-    return by_sample(trainer, samples_of(dataset), run, (count, 2))
+    trainer.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
+    try:
+        run = _forward(trainer, collect)
+        return by_sample(trainer, samples_of(dataset), run, (count, 2))
+    finally:
+        trainer.backend.use_loss(trainer._loss_of_logits)
 
 
 def _forward(trainer, collect: Callable, with_labels: bool = True):

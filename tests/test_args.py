@@ -199,6 +199,13 @@ def test_keys_of_llama_factory_that_tutorials_name_are_known(base):
     assert "not in this version" in problem["new_special_tokens_config"].reason
 
 
+def test_a_folder_without_a_model_is_named_as_such(base, tmp_path):
+    (tmp_path / "empty").mkdir()
+    words = [f"model_name_or_path={tmp_path / 'empty'}", *base[1:]]
+    problem = keys_of(parse_args, words)["model_name_or_path"]
+    assert problem.reason == "there is no config.json in this folder"
+
+
 def test_all_errors_of_a_run_are_shown_at_once(base):
     words = [
         base[0].replace("model_name_or_path=", "model_name_or_path=/absent"),

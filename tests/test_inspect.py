@@ -220,6 +220,12 @@ def test_a_check_writes_nothing(tmp_path):
     assert inspect(f"{words} --check")[0] == 0 and tree(tmp_path) == before
 
 
+def test_a_check_of_an_evaluation_alone_needs_nothing_to_train_on(tmp_path):
+    words = model(tmp_path) + f"stage=sft eval_dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
+    code, out = inspect(words + "do_train=false do_predict=true dataset=null")
+    assert code == 0 and "nothing keeps the run from its evaluation" in out, out
+
+
 def test_a_check_refuses_what_a_run_would(tmp_path):
     words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
     code, out = inspect(words + "tensor_model_parallel_size=2 --gpus 3")

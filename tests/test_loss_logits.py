@@ -78,6 +78,28 @@ def test_the_examples_z_loss_equals_plain_torch_on_whole_logits(oracles, tmp_pat
     assert_same_curve(got[0], wanted)
 
 
+def predictions(path, out, backend) -> list:
+    """Of the z loss, and of plain cross entropy; and the names of a later evaluation."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    args, found = TrainingArguments(output_dir=out, disable_tqdm=True), []
+    for make in (z_trainer(), McaTrainer):
+        model = load_torch_model(path) if backend == "torch" else AutoModel.from_pretrained(
+            path, args
+        )  # fmt: skip
+        trainer = make(model, args, eval_dataset=tiny.samples(5))
+        found.append(trainer.predict(tiny.samples(5)).predictions.tolist())
+        found.append(sorted(trainer.evaluate()))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_log_probabilities_are_the_models_whatever_it_minimises(oracles, tmp_path, backend):
+    [found] = world.run(predictions, 1, oracles["qwen3"][0], str(tmp_path), backend)
+    assert found[0] == found[2] and found[1] == ["eval_log_z_squared", "eval_loss"]
+
+
 # -- a function of the logits
 
 

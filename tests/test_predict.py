@@ -176,6 +176,8 @@ def best_by_a_users_metric(path, out) -> dict:
         "pairs": refusal(DPOTrainer, model, args=packed, train_dataset=Pairs(4), **own),
         "unknown": refusal(McaTrainer, model, args, **data),
         "several": refusal(McaTrainer(model, packed).predict, documents),
+        "sets": refusal(trainer.predict, sets),
+        "endless": refusal(trainer.predict, iter(sets["one"])),
     }
 
 
@@ -194,6 +196,8 @@ def test_a_users_metric_decides_which_step_is_best_and_predict_has_its_events(pa
     assert "of pairs an evaluation gives loss, rewards/chosen" in found["pairs"]
     assert "metric_for_best_model" in found["unknown"] and "gives loss" in found["unknown"]
     assert "samples [0] have 2 documents" in found["several"]
+    assert "eval_dataset: expected one dataset, got {'one'" in found["sets"]
+    assert "eval_dataset: expected a dataset with a length" in found["endless"]
 
 
 RUNS = {

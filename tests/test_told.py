@@ -21,11 +21,16 @@ def run_with_warnings(words: list[str]) -> tuple[int, str, str]:
     return run_train(words)
 
 
-def test_libraries_warn_no_rank_of_collectives_or_connections(tmp_path):
+def test_libraries_warn_no_rank_of_collectives_connections_or_checkpoints(tmp_path):
     words = f"configs/sft.yaml {SHORT} {SHARDED} max_samples=40 warmup_ratio=0"
     words += f" output_dir={tmp_path}/out cache_dir={tmp_path}/cache disable_tqdm=true"
-    ranks = world.run(run_with_warnings, 2, words.split(), timeout_s=240)
-    assert [(code, error) for code, _, error in ranks] == [(0, ""), (0, "")]
+    words += " save_strategy=steps save_steps=1 lr_scheduler_type=constant"
+    words += " resume_from_checkpoint=auto"
+    for steps in (1, 2):  # the second run reads what the first one saved
+        given = [*words.split(), f"max_steps={steps}"]
+        ranks = world.run(run_with_warnings, 2, given, timeout_s=240)
+        assert [(code, error) for code, _, error in ranks] == [(0, ""), (0, "")]
+    assert re.search(r"\n  from step +1\n", ranks[0][1])
 
 
 def test_a_run_says_once_what_a_row_is_and_which_schedule_and_weights_it_trains(tmp_path):

@@ -81,6 +81,10 @@ def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
         ("do_eval=true eval_dataset={folder}/chat.jsonl dataset=null", "dataset"),
         ("do_eval=true do_train=false dataset=null", "dataset"),
         ("do_predict=true", "do_predict"),
+        (
+            "do_eval=true do_train=false val_size=2 resume_from_checkpoint=auto",
+            "resume_from_checkpoint",
+        ),
         ("stage=pt predict_with_generate=true", "predict_with_generate"),
         ("train_on_prompt=true predict_with_generate=true", "predict_with_generate"),
         ("max_new_tokens=0", "max_new_tokens"),
