@@ -144,7 +144,10 @@ def check_world(a: Any, judge: Judge) -> None:
     reason = f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
     reason += f"{world}, is no multiple"
     torchrun = f"torchrun --nproc_per_node {product}"
-    remedy = f"a multiple of {product} processes ({torchrun}), or {lower}"
+    remedy = (
+        f"a multiple of {product} processes ({torchrun}; of plan and inspect --gpus {product}), "
+    )
+    remedy += f"or {lower}"
     judge.refuse(" ".join([first, *degrees]), reason, remedy)
 
 

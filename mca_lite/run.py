@@ -375,7 +375,10 @@ def _export(plan: Plan, trainer, result) -> None:
     seconds, where = result.metrics["train_runtime"], ""
     if args.save_hf_model:
         where = f"; the model is in {args.output_dir}"
-    done = f"trained {result.global_step} steps in {seconds:.1f} s, mean loss "
+    steps, first = f"{result.global_step} steps", trainer.report.first_step
+    if first:  # resumed: time and loss are those of the steps since
+        steps = f"steps {first + 1} to {result.global_step}"
+    done = f"trained {steps} in {seconds:.1f} s, mean loss "
     done += f"{result.training_loss:.4f}"
     if trainer.report.first_step >= trainer.state.max_steps:
         done = (
