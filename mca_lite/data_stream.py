@@ -33,6 +33,7 @@ from .data_mix import Turns
 from .data_shard import MAX_BAD_SHARE, kind_of_reason, shifted
 
 CHUNK_RECORDS = 100  # tokenised at once
+_LISTED = 10  # bad records whose places are told
 _FEW_RECORDS = 1000  # of which a tenth may be bad before all are read
 _HEAD_BYTES = 1 << 20  # of a file: with its size they stand for its content
 
@@ -281,10 +282,13 @@ class TokenStream:
         return _one_each(samples)
 
     def _count(self, records: int, tallies: dict, bad: list[tuple[str, str]]) -> None:
-        """Say what happened to records, at each first time and each tenfold. ValueError where too
-        many cannot be used."""
+        """Say what happened to records, at each first time and each tenfold, and list the first ten
+        that cannot be used. ValueError where these are too many."""
         counts = self._counts
         counts["records"] += records
+        for where, reason in bad[: max(0, _LISTED - counts["bad"])]:
+            if self._speaks:
+                print(f"stream: left out {where}: {reason}", flush=True)
         counts["bad"] += len(bad)
         for where, reason in bad:
             what = f"records cannot be used and were left out: {kind_of_reason(reason)}"

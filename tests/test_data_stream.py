@@ -264,6 +264,8 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
     said = capsys.readouterr().out.splitlines()
     what = "records cannot be used and were left out: message N: unknown role 'alien'"
     assert [line for line in said if what in line and line.startswith("stream: 12 ")]
+    listed = [line for line in said if line.startswith("stream: left out ")]
+    assert len(listed) == 10 and all("b.jsonl" in line and "alien" in line for line in listed)
     assert [line for line in said if "samples have an empty answer and were left out" in line]
     worse = write(tmp_path / "c.jsonl", 400, bad=150)
     with pytest.raises(ValueError, match="of 200 records cannot be used.* at most 10 %.*c.jsonl"):
