@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .parallel import sum_gradients
+
 
 def all_reduce(tensor, op, group):
     if group is not None and group.size() > 1:
@@ -49,17 +51,6 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, whole, group):
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad.clone(), dist.ReduceOp.SUM, ctx.group), None
-
-
 @dataclass(frozen=True)
 class Logits:
     """The logits of n tokens that have a label. Each rank has its own columns, the vocabulary's
@@ -92,7 +83,8 @@ class Logits:
     def spread(self, whole: torch.Tensor) -> torch.Tensor:
         """`whole`, the same on all ranks, to be used with this rank's columns: its gradient is
         summed over the ranks. Collective in the backward pass."""
-        return _Spread.apply(whole, self.head.group)
+        group = self.head.group
+        return whole if group is None else sum_gradients(whole, group)
 
     def logsumexp(self) -> torch.Tensor:
         """[n]: log of the sum of exp(z) over the whole vocabulary. Collective."""

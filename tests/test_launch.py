@@ -143,6 +143,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def without(*args, **kwargs):
+        # filelock's own error on such a file system
         raise NotImplementedError("FileSystem does not appear to support flock")
 
     monkeypatch.setattr(output_folder.FileLock, "acquire", without)
