@@ -14,7 +14,7 @@ _HOME = {
     "AutoConfig": "model_config",
     "AutoModel": "model",
     "DataArguments": "args",
-    "DPOConfig": "trainer_dpo_config",
+    "DPOConfig": "trainer_dpo",
     "DPOTrainer": "trainer_dpo",
     "Logits": "loss_logits",
     "McaGPTModel": "model",

@@ -12,9 +12,8 @@ import os
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from .args_rules import check_finetuning, check_training
-from .args_rules_data import check_data
-from .args_rules_schedule import parse_steps
+from .args_rules import check_data, check_finetuning
+from .args_rules_training import check_training, parse_steps
 from .args_values import ArgumentGroup, arg, parse_size
 from .chat_templates import TEMPLATES
 from .loss_preference import LOSSES
@@ -30,17 +29,13 @@ def mca(default: Any, text: str, **metadata: Any) -> Any:
 class ModelArguments(ArgumentGroup):
     """Which model is trained."""
 
-    model_name_or_path: str = arg(
-        MISSING, "a folder with config.json, or a model of the Hugging Face hub"
-    )
+    model_name_or_path: str = arg(MISSING, "a folder with config.json, or a model of the hub")
     train_from_scratch: bool = arg(False, "random weights instead of those of model_name_or_path")
     trust_remote_code: bool = arg(False, "let the model's folder bring its own code (tokenizers)")
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
     resize_vocab: bool = arg(False, "grow embedding and head where the tokenizer has more tokens")
     add_tokens: list[str] | None = arg(None, "new tokens: the embedding and the head grow for them")
-    add_special_tokens: list[str] | None = arg(
-        None, "new special tokens, which decoding can leave out"
-    )
+    add_special_tokens: list[str] | None = arg(None, "special ones, which decoding can leave out")
 
 
 @dataclass(kw_only=True)
@@ -48,9 +43,7 @@ class DataArguments(ArgumentGroup):
     """What it is trained on."""
 
     dataset: list[str] = arg(
-        [],
-        "required to train: files, or names in dataset_dir/dataset_info.json; a list, or joined by "
-        "commas",
+        [], "required to train: files, or names in dataset_info.json; a list, or joined by commas"
     )
     dataset_dir: str = arg("data", "the folder of dataset_info.json")
     eval_dataset: list[str] | None = arg(None, "files or names to evaluate on")
@@ -86,8 +79,7 @@ class DataArguments(ArgumentGroup):
     )
     on_bad_record: Literal["stop", "skip"] = arg(
         "stop",
-        "a record that cannot be used ends the run, or is left out: counted, at most a tenth of a "
-        "dataset",
+        "a record that cannot be used ends the run, or is left out: a tenth of a dataset at most",
     )
     max_samples: int | None = arg(None, "only the first so many samples of each dataset", low=1)
     preprocessing_num_workers: int | None = arg(
@@ -125,11 +117,7 @@ class FinetuningArguments(ArgumentGroup):
         None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0, lora=True
     )
     lora_dropout: float | None = arg(
-        None,
-        "dropout on the adapters' input (None: 0, or the adapter's own)",
-        low=0,
-        below=1,
-        lora=True,
+        None, "dropout on adapters' input (None: 0, or their own)", low=0, below=1, lora=True
     )
     lora_target: list[str] = arg(
         ["all"], "all (every linear layer but the head), module names, or patterns", lora=True
@@ -142,9 +130,7 @@ class FinetuningArguments(ArgumentGroup):
         None, "a folder in PEFT's format: its adapter is trained further", lora=True
     )
     save_merged_model: bool = arg(
-        False,
-        "write the model with the adapters in its weights too, to output_dir/merged",
-        lora=True,
+        False, "write the model with merged adapters too, to output_dir/merged", lora=True
     )
     pref_loss: str = arg(
         "sigmoid", "for stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
@@ -155,9 +141,7 @@ class FinetuningArguments(ArgumentGroup):
     pref_ftx: float = arg(
         0.0, "weight of the sft term: the mean loss of a token of the chosen response", low=0
     )
-    dpo_label_smoothing: float = arg(
-        0.0, "the share of pairs thought to be swapped", low=0, below=0.5
-    )
+    dpo_label_smoothing: float = arg(0.0, "share of pairs thought to be swapped", low=0, below=0.5)
     ref_model: str | None = arg(
         None,
         "cached: scored before training; adapter: adapters off; model, a folder: a second copy",
@@ -204,24 +188,18 @@ class TrainingArguments(ArgumentGroup):
     save_strategy: Literal["no", "steps", "epoch"] = arg("steps", "when to save a checkpoint")
     save_steps: int = arg(500, "steps between checkpoints", low=1)
     save_total_limit: int | None = arg(None, "checkpoints that are kept (None: all)", low=1)
-    save_only_model: bool = arg(
-        False, "checkpoints without optimizer state: they cannot be resumed from"
-    )
+    save_only_model: bool = arg(False, "checkpoints without optimizer state, not to resume from")
     async_save: bool = arg(False, "write checkpoints in the background, from copies in host memory")
     save_hf_checkpoints: bool = arg(
         False, "put the model in Hugging Face's format into each checkpoint too, as hf/"
     )
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg(
-        "5GB",
-        "largest file of that model: a number of bytes with KB, MB, GB, KiB, MiB, GiB",
-        check=parse_size,
+        "5GB", "its largest file: bytes, with KB, MB, GB, KiB, MiB or GiB", check=parse_size
     )
     load_best_model_at_end: bool = arg(False, "end with the checkpoint that evaluated best")
     metric_for_best_model: str = arg("loss", "the metric that decides which one is best")
-    greater_is_better: bool | None = arg(
-        None, "whether that metric should grow (None: from its name)"
-    )
+    greater_is_better: bool | None = arg(None, "whether the metric grows (None: from its name)")
     early_stopping_patience: int | None = arg(
         None, "stop after so many evaluations without progress", low=1
     )
@@ -239,8 +217,7 @@ class TrainingArguments(ArgumentGroup):
     disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar where there is a terminal)")
     profile_steps: str | None = arg(
         None,
-        "steps such as 10-12 in which torch's profiler runs: a trace of each rank in "
-        "output_dir/profile, and a table by kind of kernel",
+        "steps such as 10-12 to profile: traces in output_dir/profile, a table",
         check=parse_steps,
     )
 
@@ -250,13 +227,12 @@ class TrainingArguments(ArgumentGroup):
         None, "samples of a micro-batch of evaluation (None: as in training)", low=1
     )
     gradient_accumulation_steps: int | None = arg(
-        None, "micro-batches a step on each data parallel rank (None: 1)", low=1
+        None,
+        "micro-batches a step on each data parallel rank (None: of global_batch_size, or 1)",
+        low=1,
     )
     global_batch_size: int | None = arg(
-        None,
-        "samples a step in all, or packs of them with packing: gradient_accumulation_steps follows "
-        "from it",
-        low=1,
+        None, "samples a step in all, or packs of them with packing", low=1
     )
     num_train_epochs: float = arg(3.0, "times that the data is seen", above=0, high=1e6)
     max_steps: int = arg(-1, "optimizer steps, instead of num_train_epochs (-1: not used)", low=-1)
@@ -265,17 +241,13 @@ class TrainingArguments(ArgumentGroup):
     dataloader_num_workers: int = arg(0, "processes that load data, on each rank", low=0, high=256)
     ddp_timeout: int = arg(1800, "seconds that a rank waits for the others", low=1)
     hang_timeout: int = arg(
-        300,
-        "seconds without progress until the ranks behind are named: at most ddp_timeout / 2",
-        low=1,
+        300, "seconds without progress until ranks are named: at most ddp_timeout / 2", low=1
     )
 
     # optimizer and schedule
     learning_rate: float = arg(5e-5, "the highest learning rate", low=0, optimizer="lr")
     lr_scheduler_type: str = arg(
-        "linear",
-        "shape of the learning rate after the warm-up, which constant does not have and "
-        "constant_with_warmup has",
+        "linear", "shape of the learning rate; constant has no warm-up, constant_with_warmup has"
     )
     lr_scheduler_kwargs: dict[str, Any] = arg(
         {}, "min_lr, min_lr_rate, num_decay_steps, num_stable_steps, decay_type"
@@ -284,17 +256,13 @@ class TrainingArguments(ArgumentGroup):
         0, "steps in which the learning rate grows; below 1: a fraction of all steps", low=0
     )
     warmup_ratio: float = arg(0.0, "warm-up as a fraction of all steps", low=0, high=1)
-    weight_decay: float = arg(
-        0.0, "decoupled weight decay; norms and biases have none", low=0, optimizer=True
-    )
+    weight_decay: float = arg(0.0, "decoupled; norms and biases have none", low=0, optimizer=True)
     optim: str = arg(
         "adam", "adam (adamw_torch, adamw_torch_fused are the same) or sgd", optimizer="optimizer"
     )
     sgd_momentum: float = arg(0.9, "for optim: sgd", low=0, below=1, optimizer=True)
     adam_beta1: float = arg(0.9, "decay of the mean of gradients", low=0, below=1, optimizer=True)
-    adam_beta2: float = arg(
-        0.999, "decay of the mean of squared gradients", low=0, below=1, optimizer=True
-    )
+    adam_beta2: float = arg(0.999, "decay of the mean of squares", low=0, below=1, optimizer=True)
     adam_epsilon: float = arg(
         1e-8, "added to the root of the second moment", above=0, optimizer="adam_eps"
     )
@@ -326,18 +294,12 @@ class TrainingArguments(ArgumentGroup):
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
     fp16: bool = arg(False, "float16 with loss scaling", model=True)
     fp8: Literal["hybrid", "e4m3"] | None = mca(
-        None,
-        "8-bit products in Transformer Engine's linears; hybrid: gradients have e5m2's range",
-        model="always",
+        None, "8-bit products in Transformer Engine; hybrid: gradients as e5m2", model="always"
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = mca(
-        None,
-        "fp8's scales: of each tensor, of its past values, of blocks of 128 (None: tensorwise)",
-        model=True,
+        None, "scales of a tensor, its past values, blocks of 128 (None: tensorwise)", model=True
     )
-    first_last_layers_bf16: bool = mca(
-        False, "fp8 leaves the first and the last layers in bf16", model=True
-    )
+    first_last_layers_bf16: bool = mca(False, "leave first and last layers in bf16", model=True)
     num_layers_at_start_in_bf16: int = mca(1, "first layers that it leaves", low=0, model=True)
     num_layers_at_end_in_bf16: int = mca(1, "last layers that it leaves", low=0, model=True)
     loss_scale: float | None = arg(
@@ -345,9 +307,7 @@ class TrainingArguments(ArgumentGroup):
     )
     initial_loss_scale: float = arg(2.0**16, "first loss scale", above=0, optimizer=True)
     min_loss_scale: float = arg(1.0, "lower bound of the loss scale", above=0, optimizer=True)
-    loss_scale_window: int = arg(
-        1000, "steps without overflow before it doubles", low=1, optimizer=True
-    )
+    loss_scale_window: int = arg(1000, "steps without overflow to double it", low=1, optimizer=True)
     hysteresis: int = arg(2, "overflows before it halves", low=1, optimizer=True)
 
     # parallel layout
@@ -362,9 +322,7 @@ class TrainingArguments(ArgumentGroup):
         None, "ranks that share each expert's matrices", low=1, model="always"
     )
     sequence_parallel: bool = mca(
-        False,
-        "split the activations of norms and dropout over the tensor parallel ranks",
-        model=True,
+        False, "split activations of norms and dropout over tensor parallel ranks", model=True
     )
     pipeline_model_parallel_layout: str | None = mca(
         None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always"
@@ -387,9 +345,7 @@ class TrainingArguments(ArgumentGroup):
     )
     grad_reduce_in_fp32: bool = mca(True, "accumulate and reduce gradients in fp32", ddp=True)
     optimizer_cpu_offload: bool = mca(False, "optimizer state and step on the CPU")
-    optimizer_offload_fraction: float = mca(
-        1.0, "fraction of the optimizer state on the CPU", low=0, high=1
-    )
+    optimizer_offload_fraction: float = mca(1.0, "share of its state on the CPU", low=0, high=1)
 
     # memory, kernels and the model
     recompute_granularity: Literal["full", "selective"] | None = mca(
@@ -427,13 +383,11 @@ class TrainingArguments(ArgumentGroup):
     )
     moe_aux_loss_coeff: float | None = arg(
         None,
-        "weight of the load-balancing loss (None: the model's router_aux_loss_coef; 0: none)",
+        "weight of the balancing loss (None: router_aux_loss_coef; 0: none)",
         low=0,
         model=True,
     )
-    moe_z_loss_coeff: float | None = arg(
-        None, "weight of the routers' z loss", low=0, model="always"
-    )
+    moe_z_loss_coeff: float | None = arg(None, "weight of routers' z loss", low=0, model="always")
     moe_router_dtype: Literal["fp32", "fp64"] = mca(
         "fp32", "precision of the routers' logits and scores", model=True
     )
@@ -446,12 +400,8 @@ class TrainingArguments(ArgumentGroup):
     moe_router_bias_update_rate: float = arg(
         0.0, "step of the bias that balances the experts' loads", low=0, model=True
     )
-    moe_shared_expert_overlap: bool = mca(
-        False, "run shared experts beside the dispatch", model=True
-    )
-    moe_permute_fusion: bool = mca(
-        False, "Transformer Engine's kernels for the dispatch", model=True
-    )
+    moe_shared_expert_overlap: bool = mca(False, "run shared experts beside dispatch", model=True)
+    moe_permute_fusion: bool = mca(False, "Transformer Engine's dispatch", model=True)
     additional_configs: dict[str, Any] = mca({}, "further fields of megatron's TransformerConfig")
 
     check = check_training
@@ -486,6 +436,11 @@ class TrainingArguments(ArgumentGroup):
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch: per_device_train_batch_size."""
         return self.per_device_train_batch_size
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the data's order, and of what val_size holds out."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def train_global_batch_size(self) -> int:

@@ -1,367 +1,109 @@
-"""The rules within the arguments of a run: in a group of keys, and between groups.
+"""The rules of a run's other groups of keys, between groups, and between adapters and a model.
 
-Every rule stands here once; those that need a model's numbers are in args_rules_model.py. The
-command line, YAML files and the constructors of Python (TrainingArguments, DPOConfig, the trainers)
-ask these functions. A function is given a Judge (args_values.py) and the arguments `a` by their
-keys; where it also fills in what follows from other keys, it says so.
+Every rule stands once, here, in args_rules_training.py (TrainingArguments alone) or in
+args_rules_model.py (a model's numbers). The command line, YAML files and the constructors of Python
+(DPOConfig, LoraSpec, the trainers) ask these functions, with a Judge (args_values.py) and the
+arguments `a` by their keys.
 """
 
-from __future__ import annotations
-
-import dataclasses
+import contextlib
 import difflib
-import importlib.util
+import fnmatch
+import json
 import math
 import os
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from .args_keys import FIELDS_OF_MEGATRON, unsupported
-from .args_rules_data import SOME_DATA, check_records, check_stream
-from .args_rules_lora import check_no_prediction
-from .args_rules_model import layout_defect, layout_stages
-from .args_rules_schedule import check_schedule, parse_steps
 from .args_values import Judge
-from .objectives import OBJECTIVES, check_generation
-from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
+from .chat_templates import TEMPLATES
+from .constants import GENERATION_METRICS
+from .model_family_rows import is_of_expert
+from .objectives import CONVERSATIONS, OBJECTIVES, Objective
 
-# what report_to may name -> the package that it takes, and the extra that installs it
-REPORTERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb")}
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
-# fields of megatron's config that additional_configs cannot set: they follow from other keys ...
-DERIVED_FIELDS = (
-    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
-    "use_te_activation_func gradient_accumulation_fusion"
-)
-# ... or from config.json, whose weights have these sizes
-MODEL_FIELDS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func "
-    "window_size window_attn_skip_freq"
-)
+SOME_DATA = "dataset: <files, or names in dataset_info.json>"
 
 
-# ---- TrainingArguments
+def check_named(a: Any, judge: Judge) -> None:
+    """DataArguments name some data."""
+    if not a.dataset and not a.eval_dataset:
+        judge.refuse("dataset", "it names no data", SOME_DATA)
 
 
-def check_training(a: Any, judge: Judge) -> None:
-    """Every rule of TrainingArguments; fills in what follows from other keys."""
-    _normalise_training(a, judge)
-    # Without torchrun the arguments may be made for a world that is not there: parse_args decides
-    # then.
-    if "WORLD_SIZE" in os.environ:
-        check_world(a, judge)
-    _resolve_batches(a, judge)
-    _check_layout(a, judge)
-    _check_cadence(a, judge)
-    _check_memory(a, judge)
-    _check_precision(a, judge)
-    _check_additional_configs(a, judge)
-    check_schedule(a, judge)
-
-
-def _normalise_training(a: Any, judge: Judge) -> None:
-    """Replace aliases and fill in what follows; `a.notes` says what was switched off."""
-    unknown = [name for name in a.report_to if name not in (*REPORTERS, "none", "all")]
-    if unknown:
-        choices = f"report_to: none, {', '.join(REPORTERS)}"
-        judge.refuse("report_to", "no such place to report to", choices, ", ".join(unknown))
-    a.report_to = [name for name in REPORTERS if name in a.report_to or "all" in a.report_to]
-    a.optim = OPTIMIZER_ALIASES.get(a.optim, a.optim)
-    if a.optim not in OPTIMIZERS:
-        names = ", ".join([*OPTIMIZERS, *OPTIMIZER_ALIASES])
-        judge.refuse("optim", "no such optimizer", f"optim: {names}")
-        a.optim = "adam"
-    if 0 < a.warmup_steps < 1 and a.warmup_ratio == 0:
-        a.warmup_steps, a.warmup_ratio = 0, a.warmup_steps
-    if not float(a.warmup_steps).is_integer():
-        reason = "expected whole steps, or a fraction of all steps without warmup_ratio"
-        judge.refuse("warmup_steps", reason, "warmup_ratio: 0.1")
-    a.warmup_steps = int(a.warmup_steps)
-    if a.warmup_steps > 0 and a.warmup_ratio > 0:
-        a.notes.append(
-            f"warmup_ratio {a.warmup_ratio} is not used: warmup_steps is {a.warmup_steps}"
-        )
-        a.warmup_ratio = 0.0
-    if a.lr_scheduler_type == "constant" and (a.warmup_steps or a.warmup_ratio):
-        a.notes.append("the schedule constant has no warm-up: constant_with_warmup has one")
-    a.per_device_eval_batch_size = a.per_device_eval_batch_size or a.per_device_train_batch_size
-    if a.eval_strategy == "steps":
-        a.eval_steps = a.eval_steps or a.logging_steps
-    if a.recompute_granularity == "full":
-        a.recompute_method = a.recompute_method or "uniform"
-        a.recompute_num_layers = a.recompute_num_layers or 1
-    if a.fp8:
-        a.fp8_recipe = a.fp8_recipe or "tensorwise"
-    tp = "tensor_model_parallel_size"
-    if a.sequence_parallel and a.tensor_model_parallel_size == 1 and tp not in judge.bad:
-        a.sequence_parallel = False
-        a.notes.append(f"sequence_parallel is switched off: {tp} is 1")
-    _normalise_layout(a, judge)
-
-
-def _normalise_layout(a: Any, judge: Judge) -> None:
-    key, vpp_key = "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"
-    pp = a.pipeline_model_parallel_size
-    if a.pipeline_model_parallel_layout is not None and judge.bad.isdisjoint(
-        {key, vpp_key, "pipeline_model_parallel_size"}
-    ):
-        layout = a.pipeline_model_parallel_layout.replace(" ", "")
-        if reason := layout_defect(layout, pp):
-            example = f"{key}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
-            judge.refuse(key, reason, example, layout)
-            layout = None
-        else:
-            stages = len(layout_stages(layout))
-            if a.virtual_pipeline_model_parallel_size not in (None, stages // pp):
-                reason = f"the layout has {stages} stages for {pp} pipeline ranks"
-                judge.refuse(vpp_key, reason, f"{vpp_key}: {stages // pp}")
-            a.virtual_pipeline_model_parallel_size = stages // pp
-        a.pipeline_model_parallel_layout = layout
-    if a.virtual_pipeline_model_parallel_size == 1:  # megatron's word for it is None
-        a.virtual_pipeline_model_parallel_size = None
-
-
-def check_world(a: Any, judge: Judge) -> None:
-    """The parallel degrees against the number of processes."""
-    degrees = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-    world, product = a.world_size, a.model_parallel_size
-    if world % product == 0:
-        if judge.bad.isdisjoint(degrees):
-            _check_expert_world(a, judge)
+def check_records(a: Any, objective: Objective, judge: Judge) -> None:
+    """DataArguments against the records of an objective."""
+    if not objective.has_pairs:
         return
-    fitting, rest = {}, world
-    for name in degrees:
-        fitting[name] = math.gcd(getattr(a, name), rest)
-        rest //= fitting[name]
-    sizes = " x ".join(f"{name.split('_')[0]} {getattr(a, name)}" for name in degrees)
-    lower = ", ".join(f"{k}: {size}" for k, size in fitting.items() if size != getattr(a, k))
-    first = next(name for name in degrees if getattr(a, name) > 1)
-    reason = f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
-    reason += f"{world}, is no multiple"
-    torchrun = f"torchrun --nproc_per_node {product}"
-    remedy = (
-        f"a multiple of {product} processes ({torchrun}; of plan and inspect --gpus {product}), "
-    )
-    remedy += f"or {lower}"
-    judge.refuse(" ".join([first, *degrees]), reason, remedy)
+    if a.train_on_prompt:
+        reason = "answers are compared, and both have the same prompt"
+        judge.refuse("train_on_prompt", reason, "train_on_prompt: false")
+    if a.streaming:
+        reason = "preference pairs are read as a whole: a reference scores them before training"
+        judge.refuse("streaming", reason, "streaming: false")
 
 
-def _check_expert_world(a: Any, judge: Judge) -> None:
-    """Experts are spread over all ranks of a pipeline stage, those of data and context too."""
-    key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
-    etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
-    stage = a.world_size // a.pipeline_model_parallel_size
-    if stage % (ep * etp):
-        fits = math.gcd(ep, max(1, stage // etp))
-        lower = f"{key}: {fits}" if stage % (fits * etp) == 0 else "expert_tensor_parallel_size: 1"
-        reason = f"the experts take {ep} x {etp} ranks (expert x expert tensor parallel), and a "
-        reason += f"pipeline stage has {stage}"
-        remedy = f"a multiple of {ep * etp} processes a stage, or {lower}"
-        judge.refuse(f"{key} expert_tensor_parallel_size", reason, remedy)
-
-
-def _resolve_batches(a: Any, judge: Judge) -> None:
-    given, total = a.gradient_accumulation_steps, a.global_batch_size
-    a.gradient_accumulation_steps = given or 1
-    sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"}
-    sizes |= {f"{name}_parallel_size" for name in ("context", "tensor_model", "pipeline_model")}
-    if total is None or not judge.bad.isdisjoint(sizes):
+def check_stream(a: Any, judge: Judge) -> None:
+    """streaming against the keys of training."""
+    if not a.streaming:
         return
-    micro, dp = a.per_device_train_batch_size, a.data_parallel_size
-    unit = micro * dp
-    what = f"micro-batch {micro} (per_device_train_batch_size) x data parallel {dp}"
-    count = total // unit
-    if total % unit:
-        nearest = " or ".join(str(n * unit) for n in (count, count + 1) if n > 0)
-        reason = f"it is no multiple of {what} = {unit}"
-        judge.refuse("global_batch_size", reason, f"global_batch_size: {nearest}")
-        return
-    a.gradient_accumulation_steps = count
-    if given not in (None, count):
-        reason = f"global_batch_size {total} = {what} x {count}, not x {given}"
-        remedy = f"gradient_accumulation_steps left out or {count}, "
-        remedy += f"or global_batch_size: {unit * given}"
-        judge.refuse("gradient_accumulation_steps", reason, remedy, given)
+    if a.max_steps <= 0:
+        reason = "how many steps an epoch has is not known before the data is read"
+        judge.refuse("max_steps streaming", reason, "max_steps: 1000")
+    for key in ("eval_strategy", "save_strategy"):
+        if getattr(a, key) == "epoch":
+            judge.refuse(f"{key} streaming", "a stream has no epochs", f"{key}: steps")
 
 
-def _check_layout(a: Any, judge: Judge) -> None:
-    pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
-    check_virtual_stages(a, judge)
-    if vpp and a.gradient_accumulation_steps % pp:
-        keys = "gradient_accumulation_steps global_batch_size virtual_pipeline_model_parallel_size "
-        keys += "pipeline_model_parallel_size"
-        reason = f"with virtual stages micro-batches run in groups of {pp}, the pipeline's size"
-        judge.refuse(keys, reason, f"a multiple of {pp} micro-batches a step")
-    both = a.use_distributed_optimizer and a.overlap_grad_reduce
-    if a.overlap_param_gather and not both:
-        keys = "overlap_param_gather use_distributed_optimizer overlap_grad_reduce"
-        remedy = "use_distributed_optimizer: true and overlap_grad_reduce: true"
-        judge.refuse(keys, "it needs the distributed optimizer and overlap_grad_reduce", remedy)
-    if a.use_distributed_optimizer and not OPTIMIZERS[a.optim].distributed:
-        reason = "megatron's distributed optimizer knows Adam only"
-        remedy = "use_distributed_optimizer: false, or optim: adam"
-        judge.refuse("optim use_distributed_optimizer", reason, remedy)
-    halves = [key for key in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(a, key) == "bf16"]
-    if halves and (not OPTIMIZERS[a.optim].halves or a.optimizer_cpu_offload):
-        reason = "only Adam's moments on the GPU can be in bf16"
-        remedy = "fp32, or optim: adam and optimizer_cpu_offload: false"
-        judge.refuse(" ".join([*halves, "optim optimizer_cpu_offload"]), reason, remedy)
-    dispatcher, alltoall = "moe_token_dispatcher_type", "moe_token_dispatcher_type: alltoall"
-    if a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths:
-        reason = "it gathers rows of one length, and variable_seq_lengths lets them differ"
-        judge.refuse(f"{dispatcher} variable_seq_lengths", reason, alltoall)
-    if a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall":
-        reason = "shared experts run beside an all-to-all alone"
-        judge.refuse(f"moe_shared_expert_overlap {dispatcher}", reason, alltoall)
-    if a.moe_aux_loss_coeff and a.moe_router_load_balancing_type == "none":
-        keys = "moe_aux_loss_coeff moe_router_load_balancing_type"
-        reason = "moe_router_load_balancing_type is none, and it would weigh nothing"
-        judge.refuse(keys, reason, "moe_router_load_balancing_type: aux_loss")
-
-
-def check_virtual_stages(a: Any, judge: Judge) -> None:
-    """Virtual stages are those of a pipeline."""
-    if a.virtual_pipeline_model_parallel_size and a.pipeline_model_parallel_size == 1:
-        pp, vpp = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-        reason = f"virtual stages need a pipeline, and {pp} is 1"
-        remedy = f"{pp}: 2, or {vpp} left out"
-        judge.refuse(f"{vpp} {pp} pipeline_model_parallel_layout", reason, remedy)
-
-
-def _check_cadence(a: Any, judge: Judge) -> None:
-    if a.max_steps == 0:
-        judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
-    if a.profile_steps and 0 < a.max_steps < parse_steps(a.profile_steps)[0]:
-        remedy = f"profile_steps: {a.max_steps}"
-        judge.refuse("profile_steps", f"the run has {a.max_steps} steps", remedy)
-    if a.load_best_model_at_end:
-        _check_best_model(a, judge)
-    if a.early_stopping_patience is not None and a.eval_strategy == "no":
-        reason = "it counts evaluations, and eval_strategy is no"
-        remedy = "eval_strategy: steps, or early_stopping_patience left out"
-        judge.refuse("early_stopping_patience eval_strategy", reason, remedy)
-    for name in a.report_to:
-        package, extra = REPORTERS[name]
-        _check_installed("report_to", package, extra, judge, name)
-    if a.plot_loss:
-        _check_installed("plot_loss", "matplotlib", "plot", judge, True)
-
-
-def _check_best_model(a: Any, judge: Judge) -> None:
-    keys, evaluated = (
-        "load_best_model_at_end eval_strategy",
-        "each checkpoint must be evaluated, but",
-    )
-    if a.eval_strategy == "no":
-        remedy = "eval_strategy: steps and save_strategy: steps"
-        judge.refuse(keys, "without evaluation no checkpoint is the best one", remedy)
-    elif a.eval_strategy != a.save_strategy:
-        reason = f"{evaluated} eval_strategy is {a.eval_strategy} and save_strategy "
-        reason += a.save_strategy
-        judge.refuse(f"{keys} save_strategy", reason, f"save_strategy: {a.eval_strategy}")
-    elif a.eval_strategy == "steps" and a.save_steps % a.eval_steps:
-        reason = (
-            f"{evaluated} save_steps {a.save_steps} is no multiple of eval_steps {a.eval_steps}"
-        )
-        remedy = f"eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}"
-        judge.refuse(f"{keys} eval_steps save_steps logging_steps", reason, remedy)
-
-
-def _check_installed(key: str, package: str, extra: str, judge: Judge, value: Any) -> None:
-    if importlib.util.find_spec(package) is None:
-        remedy = f"pip install 'mca-lite[{extra}]', or {key} left out"
-        judge.refuse(key, f"it needs {package}, which is not installed", remedy, value)
-
-
-def _check_memory(a: Any, judge: Judge) -> None:
-    granularity = a.recompute_granularity
-    for key in ("recompute_method", "recompute_num_layers"):
-        if getattr(a, key) is not None and granularity != "full":
-            reason = f"it belongs to full recomputation, and recompute_granularity is {granularity}"
-            remedy = f"recompute_granularity: full, or {key} left out"
-            judge.refuse(f"{key} recompute_granularity", reason, remedy)
-    if a.recompute_modules is not None and granularity != "selective":
-        reason = "it belongs to selective recomputation, and recompute_granularity is "
-        remedy = "recompute_granularity: selective, or recompute_modules left out"
-        judge.refuse("recompute_modules recompute_granularity", f"{reason}{granularity}", remedy)
-    if not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES):
-        remedy = f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}"
-        judge.refuse("recompute_modules", "expected parts of a layer", remedy)
-    shared = "distribute_saved_activations"
-    if a.distribute_saved_activations and granularity != "full":
-        reason = (
-            f"it shares what full recomputation saves, and recompute_granularity is {granularity}"
-        )
-        remedy = f"recompute_granularity: full, or {shared}: false"
-        judge.refuse(f"{shared} recompute_granularity", reason, remedy)
-    if a.distribute_saved_activations and a.sequence_parallel:
-        reason = "with sequence_parallel the activations are shared already"
-        judge.refuse(f"{shared} sequence_parallel", reason, f"{shared}: false")
-
-
-def _check_precision(a: Any, judge: Judge) -> None:
-    if a.bf16 and a.fp16:
-        judge.refuse("bf16 fp16", "fp16 is on too", "bf16: true and fp16: false")
-    if a.fp8 and not a.bf16:
-        reason = "Transformer Engine rounds bf16 tensors to 8 bits, and bf16 is false"
-        judge.refuse("fp8 bf16", reason, "bf16: true")
-    for key in ("fp8_recipe", "first_last_layers_bf16"):
-        if getattr(a, key) and not a.fp8:
-            remedy = f"fp8: hybrid, or {key} left out"
-            judge.refuse(f"{key} fp8", "fp8 is not set, and nothing is in 8 bits", remedy)
-    if a.first_last_layers_bf16 and a.fp8_recipe == "delayed":
-        reason = "the scales of fp8_recipe: delayed are kept for all layers together"
-        judge.refuse("first_last_layers_bf16 fp8_recipe", reason, "fp8_recipe: tensorwise")
-    if a.fp8_recipe == "delayed" and "layernorm" in (a.recompute_modules or ()):
-        reason = "fp8_recipe: delayed knows no norms that are computed again"
-        judge.refuse("recompute_modules fp8_recipe", reason, "fp8_recipe: tensorwise")
-    if a.min_loss_scale > a.initial_loss_scale:
-        reason = f"it is above initial_loss_scale, {a.initial_loss_scale}"
-        judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")
-
-
-def _check_additional_configs(a: Any, judge: Judge) -> None:
-    """additional_configs sets fields of megatron's config that nothing else decides."""
-    if not a.additional_configs or "additional_configs" in judge.bad:
-        return
-    from . import cpu
-
-    # before megatron-core, which takes seconds to import: only where its fields are named
-    cpu.apply()
-    from megatron.core.transformer import MLATransformerConfig
-
-    known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
-    own = {item.name for item in dataclasses.fields(a)}
-    for name, value in a.additional_configs.items():
-        near = difflib.get_close_matches(name, known, 1)
-        refused = None if name in FIELDS_OF_MEGATRON else unsupported(name, value)
-        if name in own:
-            reason, remedy = "it has a key of its own", f"{name}: {value}"
-        elif refused:
-            reason, remedy = refused
-        elif name in DERIVED_FIELDS.split():
-            reason, remedy = "it follows from other keys", f"{name} left out"
-        elif name in MODEL_FIELDS.split():
-            reason, remedy = "the model's config.json decides it", f"{name} left out"
-        elif name not in known:
-            reason = "it is no field of megatron's TransformerConfig"
-            remedy = near[0] if near else f"{name} left out"
-        else:
-            continue
-        judge.refuse("additional_configs", reason, remedy, value, f"additional_configs.{name}")
-
-
-# ---- the other groups
+def check_data(a: Any, judge: Judge) -> None:
+    """DataArguments: what its keys must agree on; a val_size that counts samples becomes an int."""
+    weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
+    check_named(a, judge)
+    if a.eval_on_each_dataset and not a.eval_dataset:
+        remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
+        judge.refuse("eval_on_each_dataset", "eval_dataset names none", remedy)
+    elif a.eval_on_each_dataset:
+        names = [os.path.splitext(os.path.basename(name))[0] for name in a.eval_dataset]
+        if len(set(names)) < len(names):
+            reason = f"their losses would have the same names: {', '.join(names)}"
+            judge.refuse("eval_on_each_dataset eval_dataset", reason, "files of different names")
+    if a.eval_dataset and a.val_size > 0:
+        reason = "eval_dataset is given too, and one of them would not be used"
+        judge.refuse("val_size", reason, "val_size: 0, or eval_dataset left out")
+    elif a.val_size > 1 and not a.val_size.is_integer():
+        reason = "expected a fraction below 1 or a whole number of samples"
+        judge.refuse("val_size", reason, "val_size: 0.05")
+    elif a.val_size >= 1:
+        a.val_size = int(a.val_size)
+    elif a.val_size > 0 and a.streaming:
+        reason = "how many samples a stream has is not known: it must be a number of records"
+        judge.refuse("val_size streaming", reason, "val_size: 1000, or eval_dataset")
+    for key in a.changed:
+        if key in ("preprocessing_num_workers", "overwrite_cache") and a.streaming:
+            a.notes.append(f"{key}: no effect on what is streamed")
+        elif key == "buffer_size" and not a.streaming:
+            a.notes.append("buffer_size: no effect, since streaming is false")
+    template = a.chat_template
+    if template and "{" not in template and template not in TEMPLATES:
+        if not os.path.isfile(template):
+            reason = "expected a built-in template, a jinja file or its text"
+            judge.refuse("chat_template", reason, f"one of {', '.join(TEMPLATES)}")
+    if a.train_on_prompt and a.mask_history:
+        judge.refuse("mask_history", "train_on_prompt is on too", "one of the two")
+    if weights is not None and min(weights, default=0) <= 0:
+        reason = "each rate must be above 0: leave out a dataset that is not wanted"
+        judge.refuse("mix_weights dataset", reason, one_each)
+    elif weights is not None and len(weights) != len(a.dataset):
+        reason = f"{len(weights)} rates for {len(a.dataset)} datasets"
+        judge.refuse("mix_weights dataset", reason, one_each)
+    elif weights is not None and a.streaming and a.mix_strategy == "concat":
+        reason = "a stream of one dataset after another has no rates"
+        judge.refuse("mix_weights mix_strategy", reason, "mix_strategy: interleave_over")
 
 
 def check_finetuning(a: Any, judge: Judge) -> None:
     """FinetuningArguments: keys without effect, and those that must agree."""
-    given = a.changed(lora=True)
+    given = [key for key in a.changed if a.__dataclass_fields__[key].metadata.get("lora")]
     if a.finetuning_type == "full":
         if a.adapter_name_or_path and "finetuning_type" not in judge.bad:
             reason = "finetuning_type is full, and the adapter would not be used"
@@ -381,16 +123,11 @@ def check_finetuning(a: Any, judge: Judge) -> None:
 # ---- between groups
 
 
-def _all_metrics() -> set[str]:
-    """The metrics of all objectives."""
-    return {name for objective in OBJECTIVES.values() for name in objective.metrics}
-
-
 def _check_objective_keys(a: Any, judge: Judge) -> None:
     """FinetuningArguments against the row of their stage; `a.notes` names keys of others."""
     own = OBJECTIVES[a.stage].keys
     others = {key for objective in OBJECTIVES.values() for key in objective.keys} - set(own)
-    if given := [key for key in a.changed() if key in others]:
+    if given := [key for key in a.changed if key in others]:
         a.notes.append(f"{', '.join(given)}: no effect, since stage is {a.stage}")
     if check := OBJECTIVES[a.stage].check_keys:
         check(a, judge)
@@ -408,17 +145,30 @@ def check_metric(a: Any, metrics: tuple[str, ...], judge: Judge) -> None:
 def check_objective_run(a: Any, judge: Judge) -> None:
     """The keys of all groups against the row of the stage."""
     objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
-    metrics = objective.metrics + check_generation(a, objective, judge)
-    if metric in _all_metrics() - set(metrics):
+    metrics = objective.metrics
+    if a.predict_with_generate:
+        metrics += GENERATION_METRICS
+        _check_generation(a, objective, judge)
+    elsewhere = {name for row in OBJECTIVES.values() for name in row.metrics}
+    if metric in elsewhere.difference(metrics):
         reason = f"stage {a.stage} has no such metric"
         remedy = f"metric_for_best_model: {objective.metrics[0]}"
         judge.refuse("metric_for_best_model", reason, remedy, metric)
     else:
         check_metric(a, metrics, judge)
-    if objective.has_pairs:
-        check_records(a, objective, judge)
+    check_records(a, objective, judge)
     if objective.check_run is not None:
         objective.check_run(a, judge)
+
+
+def _check_generation(a: Any, objective: Objective, judge: Judge) -> None:
+    off = "predict_with_generate: false"
+    if objective.records != CONVERSATIONS:
+        reason = f"stage {objective.stage} has no prompts with one answer"
+        judge.refuse("predict_with_generate", reason, off)
+    elif a.train_on_prompt:
+        reason = "an answer begins where trained tokens do, and the prompt is trained too"
+        judge.refuse("predict_with_generate train_on_prompt", reason, "train_on_prompt: false")
 
 
 def check_backend(a: Any, judge: Judge) -> None:
@@ -433,8 +183,9 @@ def check_backend(a: Any, judge: Judge) -> None:
         judge.refuse(f"{key} finetuning_type", f"{reason}the routers' bias too", f"{key}: 0")
 
 
-def check_run(a: Any, judge: Judge) -> None:
-    """What the groups of a run must agree on: data, folders and evaluation."""
+def check_run(a: Any, given: set[str], judge: Judge) -> list[str]:
+    """What the groups of a run must agree on: data, folders and evaluation -> lines about values
+    without effect. given: the keys that are not left to their defaults."""
     check_backend(a, judge)
     check_objective_run(a, judge)
     check_stream(a, judge)
@@ -459,3 +210,272 @@ def check_run(a: Any, judge: Judge) -> None:
         reason = "the trained model would overwrite the one that it starts from"
         keys = "output_dir model_name_or_path"
         judge.refuse(keys, reason, f"output_dir: {a.output_dir}-sft")
+    return _idle_keys(a, given)
+
+
+def _idle_keys(a: Any, given: set[str]) -> list[str]:
+    notes = []
+    if a.sequence_packing and not (a.neat_packing or a.packing):
+        notes.append(
+            f"sequence_packing joins the samples of a micro-batch, {a.per_device_train_batch_size} "
+            "of them: packing: true fills rows of cutoff_len"
+        )
+    if a.fp8 and OBJECTIVES[a.stage].has_pairs:
+        notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
+    if a.max_steps > 0 and "num_train_epochs" in given:
+        notes.append(f"num_train_epochs is not used: max_steps is {a.max_steps}")
+    if a.eval_strategy == "no" and not (a.do_eval or a.do_predict):
+        if a.val_size > 0 or a.eval_dataset:
+            notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
+        if a.predict_with_generate:
+            notes.append("predict_with_generate: no effect, since nothing is evaluated")
+    return notes
+
+
+# ---- adapters: `spec` is a LoraSpec (lora_layers.py), `found` the modules that can have an adapter
+# (lora_sites.Candidate)
+
+ALL_LINEAR, ALL_ROUTERS = ("all", "all-linear"), "all-router"
+EMBEDDING_AND_HEAD = ("embed_tokens", "lm_head")
+ONE_SIDED = (
+    "{} has an adapter, and the embedding is the head in this model: merged, both would change"
+)
+# Keys of adapter_config.json that ask for what is not built here -> their values without effect
+_PLAIN: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    # other ways to start change the base weights
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+
+
+def check_adapter_config(values: dict, path, judge: Judge) -> None:
+    """An adapter_config.json, as it was read, against what is built here."""
+    wanted = {
+        "r": ("a whole number above 0", lambda r: type(r) is int and r > 0),
+        "lora_alpha": ("a number", lambda alpha: type(alpha) in (int, float)),
+        "lora_dropout": ("a number", lambda share: type(share) in (int, float, type(None))),
+        "modules_to_save": ("a list of names", _is_list_of_names),
+    }
+    for key, (what, fits) in wanted.items():
+        if not fits(values.get(key)):
+            reason = f"expected {what}, got {values.get(key)!r:.80}"
+            remedy = "the file as PEFT wrote it"
+            judge.refuse("adapter_name_or_path", reason, remedy, None, f"{key} of {path}")
+    for key, plain in _PLAIN.items():
+        if key in values and values[key] not in plain:
+            reason = f"{key} is {json.dumps(values[key])}, which is not built here (expected "
+            remedy = "merge that adapter into its base with PEFT and train a new one"
+            name = f"{key} of {path}"
+            judge.refuse(
+                "adapter_name_or_path", f"{reason}{json.dumps(plain[0])})", remedy, None, name
+            )
+
+
+def _is_list_of_names(names) -> bool:
+    if names is None:
+        return True
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+# -- which modules
+
+
+def resolve_targets(targets: Iterable[str], found: list, judge: Judge) -> tuple[str, ...]:
+    """The HF names of the modules that `targets` mean, in the model's order.
+
+    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern:
+    *.layers.[0-3].*.q_proj, or a regular expression that matches a whole name, of Hugging Face or
+    megatron. One that means no module is refused.
+    """
+    chosen, names = set(), {c.hf for c in found}
+    for target in targets:
+        meant = {target} if target in names else {c.hf for c in found if _is_meant(target, c)}
+        if not meant:
+            ends = (name.rsplit(".", 1)[-1] for c in found for name in (c.hf, c.mca) if name)
+            known = list(dict.fromkeys(ends))
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            remedy = f"all, some of {', '.join(known)}, or a pattern over names such as "
+            judge.refuse(
+                "lora_target",
+                f"it means no layer of this model{hint}",
+                remedy + found[-2].hf,
+                target,
+            )
+        chosen |= meant
+    return tuple(c.hf for c in found if c.hf in chosen)
+
+
+def _is_meant(target: str, candidate) -> bool:
+    if target in ALL_LINEAR:
+        return candidate.in_all
+    if target == ALL_ROUTERS:
+        return candidate.mca.endswith(".mlp.router")
+    for name in filter(None, (candidate.hf, candidate.mca)):
+        if name == target or name.endswith("." + target) or fnmatch.fnmatchcase(name, target):
+            return True
+        with contextlib.suppress(re.error):
+            if re.fullmatch(target, name):
+                return True
+    return False
+
+
+def check_other_model(folder, spec, found: list, judge: Judge) -> None:
+    """The modules of a folder's adapter, the targets of `spec`, are modules of the model."""
+    unknown = [name for name in spec.targets if name not in {c.hf for c in found}]
+    if unknown or not spec.targets:
+        reason = "it is an adapter of another model: it adapts "
+        reason += f"{len(spec.targets)} modules, of which this model lacks {len(unknown)}"
+        reason += f", such as {unknown[0]}" if unknown else ""
+        remedy = "model_name_or_path: its base"
+        judge.refuse("adapter_name_or_path lora_target", reason, remedy, str(folder))
+
+
+def check_single_experts(spec, found: list, judge: Judge) -> None:
+    """Targets mean all experts of a layer, or none."""
+    chosen, projections = set(spec.modules), dict[str, set[str]]()
+    for candidate in found:
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", candidate.hf)
+        projections.setdefault(name, set()).add(candidate.hf)
+    for modules in projections.values():
+        meant = modules & chosen
+        if meant and meant != modules:
+            reason = f"it means {min(meant)} and not {min(modules - meant)}"
+            remedy = "all experts of a layer, or none"
+            judge.refuse("lora_target", reason, remedy, list(spec.targets))
+
+
+# -- modules_to_save
+
+
+def is_saved(module: str, spec) -> bool:
+    """Whether modules_to_save means the HF module, by PEFT's rule: the end of its name."""
+    return any(module.endswith(name) for name in spec.modules_to_save)
+
+
+def check_saved(spec, weights: Iterable, judge: Judge) -> None:
+    """Each of modules_to_save means a weight (lora_sites.Weight) that can be trained by itself."""
+    key, unused = "modules_to_save", set(spec.modules_to_save)
+    for weight in weights if unused else ():
+        meant = [module for module in weight.modules if is_saved(module, spec)]
+        unused -= {name for name in unused for module in meant if module.endswith(name)}
+        if not meant:
+            continue
+        others = set(weight.modules) - set(meant)
+        if weight.is_expert:
+            reason = "experts are not trained whole"
+            judge.refuse(key, reason, "experts in lora_target", meant[0])
+        elif weight.is_tied:
+            reason = "the embedding is the head in this model: PEFT would train a copy for one of "
+            remedy = "modules_to_save without it, or embed_tokens in lora_target"
+            judge.refuse(key, f"{reason}the two", remedy, meant[0])
+        elif others:
+            reason = f"{', '.join(meant)} is one matrix with {', '.join(sorted(others))} here"
+            judge.refuse(key, reason, "all of them or none", list(spec.modules_to_save))
+        elif set(meant) & set(spec.modules):
+            reason = "it is in lora_target and in modules_to_save"
+            judge.refuse(key, reason, "one of the two", meant[0])
+    if unused:
+        reason = "it is the end of no module's name in this model"
+        judge.refuse(key, reason, "some of embed_tokens, lm_head, or left out", min(unused))
+
+
+def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -> None:
+    """With adapters, the rows of new tokens are trained through modules_to_save."""
+    saved, key = modules_to_save or (), "modules_to_save"
+    lacking = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in saved)]
+    if is_tied:
+        reason = f"the rows of {num_new} new tokens are trained through modules_to_save, which "
+        reason += "needs a head of its own, and this model's embedding is its head"
+        judge.refuse(key, reason, "finetuning_type: full, or no new tokens", list(saved))
+    elif lacking:
+        reason = f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is "
+        remedy = f"modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}"
+        judge.refuse(key, f"{reason}not in it", remedy, list(saved))
+
+
+# -- what is built
+
+
+def check_no_prediction(mtp_num_layers: int | None, judge: Judge) -> None:
+    """What a model with adapters cannot have."""
+    if mtp_num_layers:
+        reason = "adapters beside layers for multi-token prediction are not built"
+        judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0", mtp_num_layers)
+
+
+def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
+    """linears: the names of a transformers model's linears and embeddings."""
+    if spec.dropout and not set(linears) >= set(spec.modules):
+        reason = "adapters of experts and routers have none on plain torch"
+        judge.refuse("lora_dropout", reason, "lora_dropout: 0, or use_mca: true", spec.dropout)
+
+
+def check_on_megatron(spec, config, rows, found: list, judge: Judge) -> None:
+    """config: McaModelConfig; rows: those of its family."""
+    chosen, target = set(spec.modules), "lora_target"
+
+    def meant(is_it: Callable[[str], bool]) -> list[str]:
+        """The adapted modules whose name in megatron is such a one."""
+        return sorted(c.hf for c in found if c.hf in chosen and is_it(c.mca))
+
+    check_no_prediction(config.mtp_num_layers, judge)
+    _check_fused(spec, config.hf_model_type, rows, found, judge)
+    groups, tp = config.num_query_groups, config.tensor_model_parallel_size
+    if groups % tp and (attention := meant(lambda mca: mca.endswith("linear_qkv"))):
+        # ranks that share a query group would hold unequal parts of q_proj, k_proj and v_proj
+        reason = f"adapters on {attention[0]} of a model with {groups} query groups are not built "
+        reason += f"for tensor_model_parallel_size {tp}"
+        remedy = f"tensor_model_parallel_size: {math.gcd(groups, tp)}, or lora_target without "
+        judge.refuse(target, reason, f"{remedy}q_proj, k_proj and v_proj", list(spec.targets))
+    shared = meant(lambda mca: ".shared_experts." in mca)
+    if config.moe_shared_expert_overlap and tp > 1 and shared:
+        # beside the dispatch the linears of shared experts leave their communication to others,
+        # which adapters would miss
+        reason = f"adapters on shared experts ({shared[0]}) that run beside the dispatch are not "
+        reason += "built under tensor parallelism"
+        judge.refuse(target, reason, "moe_shared_expert_overlap: false", list(spec.targets))
+    cut = (config.expert_tensor_parallel_size or 1) > 1
+    if spec.dropout and cut and meant(is_of_expert):
+        reason = "ranks that share an expert's columns would drop different inputs"
+        remedy = "expert_tensor_parallel_size: 1, or lora_dropout: 0"
+        judge.refuse("lora_dropout", reason, remedy, spec.dropout)
+
+
+def _check_fused(spec, model_type: str, rows, found: list, judge: Judge) -> None:
+    # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts
+    # these one by one
+    def last(module: str) -> str:
+        return module.rsplit(".", 1)[-1]
+
+    fused = {last(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
+    if meant := sorted(fused & set(map(last, spec.modules))):
+        others = sorted({last(c.hf) for c in found if c.in_all} - fused)
+        reason = f"adapters on {', '.join(meant)} of {model_type}, which holds several projections "
+        remedy = f"lora_target: {', '.join(others)}, or use_mca: false"
+        judge.refuse(
+            "lora_target", f"{reason}in one tensor, are not built", remedy, list(spec.targets)
+        )
+
+
+def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_model") -> None:
+    """The adapter can be put into the weights: it is not on one side of a tied embedding."""
+    one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
+    if one_sided and is_tied:
+        remedy = f"take it out of lora_target, or set {key}: false"
+        judge.refuse(key, ONE_SIDED.format(one_sided[0]), remedy, True)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .args_values import Judge
+from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .files import read_json, why_mcore_adapters, why_no_model
 from .model_families import FAMILIES, get_family
 
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -43,13 +46,14 @@ class ModelNumbers:
 
 
 def numbers_of(values: dict[str, Any]) -> ModelNumbers:
-    """The numbers in a config.json or an mca_config.json."""
+    """The numbers in a config.json, an mca_config.json or the fields of a McaModelConfig."""
 
     def number(*names: str) -> int | None:
         return next((values[name] for name in names if isinstance(values.get(name), int)), None)
 
     kind = values.get("model_type", values.get("hf_model_type"))
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    of_family = {} if family is None else family.constants
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     return ModelNumbers(
         num_layers=number("num_hidden_layers", "num_layers"),
@@ -57,12 +61,13 @@ def numbers_of(values: dict[str, Any]) -> ModelNumbers:
         head_channels=number("head_dim", "kv_channels") or (hidden and heads and hidden // heads),
         num_attention_heads=heads,
         num_query_groups=number("num_key_value_heads", "num_query_groups"),
-        norm_over_heads=None if family is None else family.constants.get("qk_norm_over_heads"),
+        norm_over_heads=values.get("qk_norm_over_heads", of_family.get("qk_norm_over_heads")),
         ffn_hidden_size=number("intermediate_size", "ffn_hidden_size"),
         num_experts=number(
             "num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"
         ),
         expert_columns=number("moe_ffn_hidden_size", "moe_intermediate_size"),
+        shared_columns=number("moe_shared_expert_intermediate_size"),
         has_prediction_layers=None if family is None else family.prediction_layers,
         embedding_is_head=values.get(
             "tie_word_embeddings", values.get("tie_embeddings_and_output_weights")
@@ -280,6 +285,53 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 
 # ---- config.json
 
+
+def read_model_config(
+    name: str,
+    judge: Judge,
+    *,
+    revision: str | None = None,
+    own_weights: bool = True,
+    files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
+) -> dict[str, Any]:
+    """What the first of `files` that there is in a model's folder holds, or the config.json of a
+    model of the hub; {} where that is refused. own_weights: its weights are read later."""
+    folder, key = Path(name), "model_name_or_path"
+    held = [folder / file for file in files if (folder / file).is_file()]
+    remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
+    if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
+        reason = "it holds adapters, without the model that they belong to"
+        judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}", name)
+    elif own_weights and (other := why_mcore_adapters(folder)):
+        judge.refuse(key, *other, name)
+    elif folder.is_dir() and not held:
+        judge.refuse(key, f"there is no {HF_CONFIG_NAME} in this folder", remedy, name)
+    elif not held and (missing := why_no_model(name)):
+        judge.refuse(key, missing, remedy, name)
+    else:
+        try:
+            if not held:
+                # seconds to import
+                from transformers.utils import cached_file
+
+                held = [Path(cached_file(name, HF_CONFIG_NAME, revision=revision))]
+            return read_json(held[0])
+        except ImportError:
+            raise
+        except Exception as error:  # whatever a hub, a network or a file comes up with
+            lines = str(error).strip().splitlines() or [repr(error)]
+            reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"
+            judge.refuse(key, reason, remedy, name)
+    return {}
+
+
+def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
+    """Every rule between a config.json, as it was read, and the arguments -> lines about losses
+    that it asks for, and that this run does not have."""
+    check_model(numbers_of(values), a, judge)
+    return _unheard_wishes(values, a)
+
+
 # rope scalings whose frequencies do not depend on the length of the sequence
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -293,8 +345,8 @@ def check_hf_config(hf: Any, origin: str, ropes: list[dict[str, Any]], judge: Ju
         name, reason = f"{key} in config.json of {origin}", f"it cannot be honoured: {reason}"
         judge.refuse("model_name_or_path", reason, instead, value, name)
 
-    for key, in_use, why in family.refusals:
-        if in_use(value := getattr(hf, key, None)):
+    for key, honoured, why in family.refusals:
+        if (value := getattr(hf, key, None)) not in honoured:
             refuse(key, value, why)
     if getattr(hf, "quantization_config", None):
         refuse("quantization_config", None, "save the model in bf16 or fp32 first")
@@ -307,8 +359,7 @@ def check_hf_config(hf: Any, origin: str, ropes: list[dict[str, Any]], judge: Ju
             refuse("partial_rotary_factor", part, "expected 1.0 or none")
 
 
-def unheard_wishes(values: dict[str, Any], a: Any) -> list[str]:
-    """Lines about losses that a config.json asks for, and that this run does not have."""
+def _unheard_wishes(values: dict[str, Any], a: Any) -> list[str]:
     notes, kind, instead = [], values.get("model_type"), "moe_aux_loss_coeff"
     if values.get("output_router_logits"):
         notes.append(f"output_router_logits in config.json has no effect: {instead} decides")

@@ -23,8 +23,9 @@ from .args import (
     UseMcaArguments,
 )
 from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
-from .args_rules import check_backend, check_objective_run, check_run, check_world
-from .args_rules_model import check_model, numbers_of, unheard_wishes
+from .args_rules import check_backend, check_objective_run, check_run
+from .args_rules_model import check_config, read_model_config
+from .args_rules_training import check_world
 from .args_values import (
     ArgumentGroup,
     ConfigError,
@@ -36,15 +37,14 @@ from .args_values import (
     read_config_file,
     type_hints,
 )
-from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import why_mcore_adapters, why_no_model
 from .objectives import OBJECTIVES
 
 
 @dataclass
 class RunArguments:
-    """All groups of a run. warnings: the lines that rank 0 should print, each about values without
-    effect. model_config: what the model's config.json holds, {} where it was not read."""
+    """All groups of a run; their keys are attributes too. warnings: the lines that rank 0 should
+    print, each about values without effect. model_config: what the model's config.json holds, {}
+    where it was not read."""
 
     model: ModelArguments
     data: DataArguments
@@ -61,6 +61,12 @@ class RunArguments:
         if self.data.neat_packing or (self.data.packing and not joins_documents):
             # packs of samples reach the model with their borders
             self.training.sequence_packing = True
+
+    def __getattr__(self, key: str) -> Any:
+        for group in self.groups if key in FIELDS else ():
+            if hasattr(group, key):
+                return getattr(group, key)
+        raise AttributeError(key)
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
@@ -132,22 +138,28 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     if any(problem.reason == _IN_GROUPS for problem in problems):
         raise ConfigError(problems)  # what else is missing may be in those groups
     switched_off = _without_megatron(own)
-    judges = [group.read(own) for group in GROUPS]
-    for judge in judges:
+    judges = {group: group.read(own) for group in GROUPS}
+    for judge in judges.values():
         judge.arguments.check(judge)
-        problems += judge.problems
-    run = RunArguments(*(judge.arguments for judge in judges))
-    facts = SimpleNamespace(**run.to_dict())
-    judge = Judge(facts, {problem.key for problem in problems})
     if needs_world and "WORLD_SIZE" not in os.environ:
-        check_world(run.training, judge)
-    check_run(facts, judge)
-    if facts.model_name_or_path:
-        run.model_config = _read_model_config(run.model, judge)
-    if run.model_config:
-        check_model(numbers_of(run.model_config), facts, judge)
+        check_world(judges[TrainingArguments].arguments, judges[TrainingArguments])
+    problems += [problem for judge in judges.values() for problem in judge.problems]
+    run = RunArguments(*(judge.arguments for judge in judges.values()))
+    judge = Judge(run, {problem.key for problem in problems})
+    if run.model_name_or_path:
+        revision, own_weights = run.model_revision, not run.train_from_scratch
+        run.model_config = read_model_config(
+            run.model_name_or_path, judge, revision=revision, own_weights=own_weights
+        )
     run.warnings = [*ignored, *(note for group in run.groups for note in group.notes)]
-    run.warnings += _notes(run, switched_off, {key for key in own if own[key] is not None})
+    if switched_off:
+        names = ", ".join(switched_off)
+        run.warnings.append(f"use_mca is false: plain torch DDP does without {names}")
+    run.warnings += check_run(run, {key for key in own if own[key] is not None}, judge)
+    if run.model_config:
+        # of a degree that the number of processes does not allow the model has its say too
+        judge.bad.discard("tensor_model_parallel_size")
+        run.warnings += check_config(run.model_config, run, judge)
     judge.problems[:0] = problems
     judge.close()
     return run
@@ -268,69 +280,3 @@ def format_help() -> str:
             default = "required" if default is dataclasses.MISSING else json.dumps(default)
             lines.append(f"  {item.name} ({default}): {item.metadata['help']}")
     return "\n".join(lines)
-
-
-# -- what else is read, and said
-
-
-def _notes(run: RunArguments, switched_off: list[str], given: set[str]) -> list[str]:
-    """Lines about values without effect."""
-    training, data, notes = run.training, run.data, []
-    if switched_off:
-        notes.append(f"use_mca is false: plain torch DDP does without {', '.join(switched_off)}")
-    if training.sequence_packing and not (data.neat_packing or data.packing):
-        count = training.per_device_train_batch_size
-        notes.append(
-            f"sequence_packing joins the samples of a micro-batch, {count} of them: packing: true "
-            "fills rows of cutoff_len"
-        )
-    if training.fp8 and OBJECTIVES[run.finetuning.stage].has_pairs:
-        notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
-    if training.max_steps > 0 and "num_train_epochs" in given:
-        notes.append(f"num_train_epochs is not used: max_steps is {training.max_steps}")
-    if training.eval_strategy == "no" and not (training.do_eval or training.do_predict):
-        if data.val_size > 0 or data.eval_dataset:
-            notes.append("nothing is evaluated although there is data for it: eval_strategy is no")
-        if training.predict_with_generate:
-            notes.append("predict_with_generate: no effect, since nothing is evaluated")
-    return notes + unheard_wishes(run.model_config, training)
-
-
-def _read_model_config(model: ModelArguments, judge: Judge) -> dict[str, Any]:
-    """The model's config.json, or mca_config.json where there is only that; {} for neither."""
-    name, key = model.model_name_or_path, "model_name_or_path"
-    folder = Path(name)
-    has_config = (folder / HF_CONFIG_NAME).is_file()
-    if (folder / ADAPTER_CONFIG_NAME).is_file() and not has_config:
-        reason = "it holds adapters, without the model that they belong to"
-        judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}")
-        return {}
-    if not model.train_from_scratch and (other := why_mcore_adapters(folder)):
-        judge.refuse(key, *other)
-        return {}
-    missing = None
-    if not folder.is_dir():
-        missing = why_no_model(name)
-    elif not (has_config or (folder / MCA_CONFIG_NAME).is_file()):
-        missing = f"there is no {HF_CONFIG_NAME} in this folder"
-    if missing:
-        judge.refuse(key, missing, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")
-        return {}
-    try:
-        path = folder / MCA_CONFIG_NAME
-        if has_config or not path.is_file():
-            # seconds to import: only once the rest could be read
-            from transformers.utils import cached_file
-
-            path = cached_file(name, HF_CONFIG_NAME, revision=model.model_revision)
-        numbers = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(numbers, dict):
-            raise ValueError("expected a JSON object")
-    except ImportError:
-        raise
-    except Exception as error:  # whatever a hub, a network or a file comes up with
-        lines = str(error).strip().splitlines() or [repr(error)]
-        reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"
-        judge.refuse(key, reason, f"a folder with {HF_CONFIG_NAME}, or a model of the hub")
-        return {}
-    return numbers

@@ -10,18 +10,19 @@ import dataclasses
 import enum
 import functools
 import math
+import operator
 import os
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 
-from .args_keys import FOREIGN_VALUES, UNSUPPORTED, unsupported
+from .args_keys import FOREIGN_VALUES
 
 
 class Problem(NamedTuple):
@@ -327,11 +328,11 @@ def show_size(count: float) -> str:
 
 # ---- groups of keys
 
-_LIMITS = {
-    "low": ("at least", lambda value, limit: value >= limit),
-    "above": ("more than", lambda value, limit: value > limit),
-    "high": ("at most", lambda value, limit: value <= limit),
-    "below": ("less than", lambda value, limit: value < limit),
+_LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "low": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "high": ("at most", operator.le),
+    "below": ("less than", operator.lt),
 }
 
 
@@ -363,6 +364,13 @@ def default_of(item: dataclasses.Field) -> Any:
     return item.default
 
 
+def _or_default(value: Any, item: dataclasses.Field) -> Any:
+    """A value, its field's default in place of None, or text where the field has no default."""
+    if value is not None:
+        return value
+    return "" if default_of(item) is MISSING else default_of(item)
+
+
 def example(item: dataclasses.Field) -> str:
     """What to write instead: the key with its default, or with its help text."""
     default = default_of(item)
@@ -380,7 +388,8 @@ class ArgumentGroup:
     """Base of the groups: the constructor casts every field by its type and raises ConfigError with
     all problems.
 
-    `notes` holds one line for each value that was changed or has no effect.
+    `notes` holds one line for each value that was changed or has no effect, `changed` the keys
+    that were given another value than their default.
     """
 
     def __post_init__(self) -> None:
@@ -402,33 +411,25 @@ class ArgumentGroup:
         for item in dataclasses.fields(cls):
             value = values.get(item.name)
             if value is None and default_of(item) is MISSING:
-                value = cls._nothing(item)
                 judge.refuse(item.name, "it is required and was not given", example(item), None)
-            setattr(group, item.name, default_of(item) if value is None else value)
+            setattr(group, item.name, _or_default(value, item))
         group._cast(judge)
         return judge
 
-    @classmethod
-    def _nothing(cls, item: dataclasses.Field) -> Any:
-        """What stands for a value that was refused: the default, or nothing of its type."""
-        # mypy asks whether instances can be hashed; the class is
-        is_list = typing.get_origin(type_hints(cls)[item.name]) is list  # type: ignore[arg-type]
-        default = default_of(item)
-        if default is MISSING:
-            default = [] if is_list else ""
-        return default
-
     def _cast(self, judge: Judge) -> None:
         self.notes: list[str] = []
+        self.changed: list[str] = []
         for item in dataclasses.fields(self):
             if item.name not in judge.bad:
                 self._check_field(item, judge)
+            if getattr(self, item.name) != default_of(item):
+                self.changed.append(item.name)
 
     def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
         """Cast a field in place and check it; what does not work becomes the default."""
-        key, default, value = item.name, default_of(item), getattr(self, item.name)
-        if value is None and default is not MISSING:
-            value = default
+        key, value = item.name, getattr(self, item.name)
+        if default_of(item) is not MISSING:
+            value = _or_default(value, item)
         value = item.metadata.get("words", {}).get(str(value).lower(), value)
         try:
             # mypy asks whether instances can be hashed; the class is
@@ -442,33 +443,14 @@ class ArgumentGroup:
             reason = str(error) if why is None else f"{why}: {error}"
             judge.refuse(key, reason, example(item), value)
         else:
-            limits = {name: item.metadata[name] for name in _LIMITS if name in item.metadata}
-            kept = all(
-                _LIMITS[name][1](value, limit)
-                for name, limit in limits.items()
-                if value is not None
-            )
-            refused = unsupported(key, value) if key in UNSUPPORTED else None
-            if not kept:
-                wanted = " and ".join(
-                    f"{_LIMITS[name][0]} {limit}" for name, limit in limits.items()
-                )
+            limits = [(*_LIMITS[x], limit) for x, limit in item.metadata.items() if x in _LIMITS]
+            if value is not None and not all(keeps(value, limit) for _, keeps, limit in limits):
+                wanted = " and ".join(f"{words} {limit}" for words, _, limit in limits)
                 judge.refuse(key, f"it must be {wanted}", example(item), value)
-            elif refused:
-                judge.refuse(key, *refused, value)
-        setattr(self, key, self._nothing(item) if key in judge.bad else value)
+        setattr(self, key, value if key not in judge.bad else _or_default(None, item))
 
     def check(self, judge: Judge) -> None:
         """The rules of a group; its fields hold values of their types."""
-
-    def changed(self, **metadata: Any) -> list[str]:
-        """The keys with this metadata whose values differ from their defaults."""
-        return [
-            item.name
-            for item in dataclasses.fields(self)
-            if all(item.metadata.get(name) == value for name, value in metadata.items())
-            and getattr(self, item.name) != default_of(item)
-        ]
 
     def fields_of(self, config: str) -> dict[str, Any]:
         """{field: value} of keys declared as fields of a config: "optimizer" or "ddp"."""

@@ -21,6 +21,8 @@ class Backend(abc.ABC):
     """A model in training. `chunks` are the wrapped models that the schedule runs."""
 
     name: str
+    snapshot_of: Callable  # (model, optimizer or None, copy) -> this rank's part of a checkpoint
+    load_checkpoint: Callable  # (folder, model, optimizer or None): what it wrote, into them
     micro_batch_multiple = 1  # a step has a multiple of this many micro-batches
     document_multiple = 1  # packed documents are padded to a multiple of this many tokens
     length_multiple = 1  # rows are padded to a multiple of this many tokens
@@ -36,11 +38,11 @@ class Backend(abc.ABC):
         cpu.apply_on_cuda()
         model_fused.switch(args.torch_compile)
         self.model, self.args = model, args
-        self.dtype = torch.float32  # of the computation
+        self.dtype, self.precision = torch.float32, "fp32"  # of the computation
         if args.bf16:
-            self.dtype = torch.bfloat16
+            self.dtype, self.precision = torch.bfloat16, "bf16"
         elif args.fp16:
-            self.dtype = torch.float16
+            self.dtype, self.precision = torch.float16, "fp16"
         self.losses_of_routers = losses
         self.statistics_of_routers: RouterStatistics | None = None  # of a model with experts
         self.chunks: list[torch.nn.Module] = []
@@ -102,14 +104,6 @@ class Backend(abc.ABC):
         """Sum of a vector over data parallel ranks, in place, from the last stage to every rank."""
 
     @abc.abstractmethod
-    def snapshot(self, with_optimizer: bool, copy: bool):
-        """This rank's part of a checkpoint, ready to be written. All ranks must call it."""
-
-    @abc.abstractmethod
-    def load_state(self, folder, with_optimizer: bool = True) -> None:
-        """Weights, and the optimizer's state, of a checkpoint. All ranks must call it."""
-
-    @abc.abstractmethod
     def _export(self, folder, max_shard_size, change: Callable | None = None) -> list[str]:
         """The model in Hugging Face's format, each (name, tensor) changed -> files written."""
 
@@ -156,6 +150,11 @@ class Backend(abc.ABC):
         for chunk in self.chunks:
             chunk.train(training)
 
+    def autocast(self):
+        """The context of a forward pass over float32 weights in the precision of the run."""
+        is_mixed = self.dtype != torch.float32
+        return torch.autocast(parallel.device().type, dtype=self.dtype, enabled=is_mixed)
+
     def num_parameters(self) -> tuple[int, int]:
         """(parameters of this rank, those among them that are trained)"""
         parameters = list(self.model.parameters())
@@ -174,11 +173,9 @@ class Backend(abc.ABC):
         """
         if self.statistics_of_routers is None or not self.losses_of_routers.on:
             return
-        counts = sum(map(count_of_loss, micro_batches))
-        numbers = torch.tensor(
-            [count_real_micro_batches(micro_batches), counts], dtype=torch.float32
-        )
-        real, counts = self._sum_over_data_parallel(numbers.to(parallel.device()))
+        own = [count_real_micro_batches(micro_batches), sum(map(count_of_loss, micro_batches))]
+        numbers = torch.tensor(own, dtype=torch.float32).to(parallel.device())
+        real, counts = self._sum_over_data_parallel(numbers)
         scale = len(micro_batches) * self.dp_size
         if self.args.calculate_per_token_loss:
             scale = counts
@@ -192,6 +189,15 @@ class Backend(abc.ABC):
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)
+
+    def snapshot(self, with_optimizer: bool, copy: bool):
+        """This rank's part of a checkpoint, ready to be written. All ranks must call it."""
+        return self.snapshot_of(self.model, self.optimizer if with_optimizer else None, copy)
+
+    def load_state(self, folder, with_optimizer: bool = True) -> None:
+        """Weights, and the optimizer's state, of a checkpoint. All ranks must call it."""
+        lora_files.check_checkpoint(self.model, folder)
+        self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face's or PEFT's name, float32 CPU tensor) of what the last forward_backward

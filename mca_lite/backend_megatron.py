@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from . import lora, lora_files, parallel, weights_convert
+from . import lora, parallel, weights_convert
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
@@ -32,6 +32,11 @@ from .optim import SplitMasterOptimizer, create_megatron_optimizer
 from .packed_rows import Targets, row_layout
 
 PACKED_BUCKET = 128  # tokens
+
+
+def _one_or_all(of_chunks: list):
+    """As megatron takes what each chunk has: a list, or that of the only chunk."""
+    return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
 
 def _to_rank(tokens, device, index):
@@ -46,6 +51,7 @@ class MegatronBackend(Backend):
     """VirtualModels in training. `chunks` are the DDP-wrapped models."""
 
     name = "megatron"
+    snapshot_of, load_checkpoint = MegatronSnapshot, staticmethod(load_megatron)
 
     def __init__(self, models: VirtualModels, args):
         self.config = models.config
@@ -55,12 +61,10 @@ class MegatronBackend(Backend):
         self.config.loss_weights_differ = False  # until the objective says so
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._accumulate_in_place(models)
-        if self.config.num_moe_experts:
-            self.statistics_of_routers = RouterStatistics(
-                self.config.num_layers + (self.config.mtp_num_layers or 0),
-                self.config.num_moe_experts,
-                parallel.device(),
-            )
+        experts = self.config.num_moe_experts
+        if experts:
+            layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+            self.statistics_of_routers = RouterStatistics(layers, experts, parallel.device())
             for router in routers_of(models):
                 router.statistics = self.statistics_of_routers
 
@@ -119,16 +123,13 @@ class MegatronBackend(Backend):
         on all ranks, and asks them."""
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             return parallel.largest(longest)[0]
-        equal = (
-            self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths
-        )
-        return longest if equal else 0
+        pipelined = self.config.pipeline_model_parallel_size > 1
+        return longest if pipelined and not self.config.variable_seq_lengths else 0
 
     @property
     def counts_tokens(self) -> bool:
-        return (
-            mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_context_parallel_rank() == 0
-        )
+        is_last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        return is_last and mpu.get_context_parallel_rank() == 0
 
     def model_inputs(self, batch: dict) -> dict:
         """Tokens and labels are cut alike, and have the borders of packed documents with them."""
@@ -136,17 +137,14 @@ class MegatronBackend(Backend):
         device, params = parallel.device(), batch.get("packed_seq_params")
         s = batch["input_ids"].shape[1]
         layout = row_layout((0, s), size, rank, device) if params is None else params.layout
-        ids, labels = batch["input_ids"], batch["labels"]
+        labels, index = batch["labels"], layout.index if size > 1 else None
         if self.config.mtp_num_layers:
             labels = Targets.ahead(batch, self.config.mtp_num_layers)
-        ids, labels = (
-            _to_rank(x, device, layout.index if size > 1 else None) for x in (ids, labels)
-        )
-        positions = layout.positions.expand(ids.shape)
+        ids = _to_rank(batch["input_ids"], device, index)
         inputs = dict(
             input_ids=ids,
-            labels=labels,
-            position_ids=positions,
+            labels=_to_rank(labels, device, index),
+            position_ids=layout.positions.expand(ids.shape),
             attention_mask=None,
             packed_seq_params=params,
         )
@@ -172,9 +170,8 @@ class MegatronBackend(Backend):
         loss, and megatron sums their gradients. Collective over the context-parallel ranks."""
         if self.config.context_parallel_size == 1:
             return values
-        return reduce_from_tensor_model_parallel_region(
-            values, group=mpu.get_context_parallel_group()
-        )
+        group = mpu.get_context_parallel_group()
+        return reduce_from_tensor_model_parallel_region(values, group=group)
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict) -> torch.Tensor:
         logits = self.model.gather_logits(logits)
@@ -231,12 +228,9 @@ class MegatronBackend(Backend):
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
-            config.no_sync_func = (
-                [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
-            )
+            config.no_sync_func = _one_or_all([c.no_sync for c in chunks])
         if self.args.overlap_param_gather:
-            sync = [c.start_param_sync for c in chunks]
-            config.param_sync_func = sync if len(chunks) > 1 else sync[0]
+            config.param_sync_func = _one_or_all([c.start_param_sync for c in chunks])
         return self.optimizer
 
     def forward_backward(
@@ -247,12 +241,10 @@ class MegatronBackend(Backend):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        iterators = [iter(micro_batches) for _ in chunks]
-        many = len(chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iterators if many else iterators[0],
-            model=chunks if many else chunks[0],
+            data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
+            model=_one_or_all(chunks),
             num_microbatches=len(micro_batches),
             seq_length=seq_length,
             micro_batch_size=micro_batches[0]["input_ids"].shape[0],
@@ -277,13 +269,18 @@ class MegatronBackend(Backend):
             self._tokens, num_tokens = num_tokens, None
         finalize_model_grads(chunks, num_tokens, **kwargs)
 
+    @property
+    def _gradient_factor(self) -> float:
+        """What _finalize_gradients has left to be multiplied with. Waits for the device."""
+        return 1 if self._tokens is None else 1 / max(int(self._tokens), 1)
+
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
         """The parts of megatron's step(), which would update with any gradient norm."""
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
-        factor = 1 if self._tokens is None else 1 / max(int(self._tokens), 1)
+        factor = self._gradient_factor
         grad_norm = float(optimizer.get_grad_norm()) * factor
         if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
             return False, grad_norm, None
@@ -314,7 +311,7 @@ class MegatronBackend(Backend):
 
     def _gradients_for_weights(self) -> None:
         self._gather_shards()
-        factor = 1 if self._tokens is None else 1 / max(int(self._tokens), 1)
+        factor = self._gradient_factor
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.main_grad.float() * factor
@@ -344,11 +341,7 @@ class MegatronBackend(Backend):
 
     # -- checkpoints
 
-    def snapshot(self, with_optimizer: bool, copy: bool) -> MegatronSnapshot:
-        return MegatronSnapshot(self.model, self.optimizer if with_optimizer else None, copy)
-
     def load_state(self, folder, with_optimizer: bool = True) -> None:
-        lora_files.check_checkpoint(self.model, folder)
-        load_megatron(folder, self.model, self.optimizer if with_optimizer else None)
+        super().load_state(folder, with_optimizer)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

@@ -6,25 +6,25 @@ as it is.
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from . import ckpt_torch, cpu, lora, lora_files, parallel, weights_files, weights_sources
+from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
 from .args_values import Judge
 from .backend import Backend
 from .backend_torch_moe import TorchRouters
+from .ckpt_torch import TorchSnapshot, load_torch
 from .constants import IGNORE_INDEX
 from .loss_logits import Head, Logits, LossOfLogits, checked
 from .loss_tokens import token_losses
 from .model_routing import BalancingLosses
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packed_rows import block_diagonal_mask, packed_row
-from .weights_files import file_parts, named_tensors
+from .weights_convert import write_model
+from .weights_files import file_tensors
 
 
 class TokenLossModel(torch.nn.Module):
@@ -45,11 +45,8 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        training = self.model.training
-        ids = (
-            torch.arange(4, device=parallel.device())[None]
-            % self.model.config.get_text_config().vocab_size
-        )
+        training, vocab_size = self.model.training, self.model.config.get_text_config().vocab_size
+        ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         self.model.eval()
         logits = self.model(ids, use_cache=False).logits.float()
         hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
@@ -80,13 +77,12 @@ class TokenLossModel(torch.nn.Module):
             ).view(labels.shape)
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
         head = self.model.get_output_embeddings()
-        extra = lora.extra_factors(head, hidden)
         return token_losses(
             hidden,
             head.weight,
             labels,
             chunk_size=self.loss_chunk_size,
-            extra=extra,
+            extra=lora.extra_factors(head, hidden),
             weights_differ=self.weights_differ,
             of_logits=self.loss_of_logits,
         )
@@ -113,13 +109,11 @@ class TokenLossModel(torch.nn.Module):
         self.model.eval()
         params = packed_row(cu, 1, 0, device)
         packed = self(ids, params.layout.positions[None], block_diagonal_mask(cu, device))
-        alone = torch.cat(
-            [
-                self(ids[:, a:b], torch.arange(b - a, device=device)[None])
-                for a, b in ((0, 5), (5, 8))
-            ],
-            1,
-        )
+        documents = [
+            self(part, torch.arange(part.shape[1], device=device)[None])
+            for part in ids.split((5, 3), 1)
+        ]
+        alone = torch.cat(documents, 1)
         self.model.train(training)
         if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
             raise ValueError(
@@ -132,10 +126,12 @@ class TorchBackend(Backend):
     there are several ranks."""
 
     name = "torch"
+    snapshot_of, load_checkpoint = TorchSnapshot, staticmethod(load_torch)
 
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
-        self.world = parallel.world_size()
+        self.dp_size = parallel.world_size()
+        self.dp_rank = parallel.rank() if self.dp_size > 1 else 0
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
@@ -144,7 +140,7 @@ class TorchBackend(Backend):
             )
         if args.sequence_packing:
             wrapped.refuse_packing_if_documents_mix()
-        if self.world > 1:
+        if self.dp_size > 1:
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.chunks = [wrapped]
@@ -152,14 +148,6 @@ class TorchBackend(Backend):
         self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
         self._scaler = create_grad_scaler(args) if args.fp16 else None
-
-    @property
-    def dp_rank(self) -> int:
-        return parallel.rank() if self.world > 1 else 0
-
-    @property
-    def dp_size(self) -> int:
-        return self.world
 
     @property
     def grad_scalers(self) -> list:
@@ -176,10 +164,10 @@ class TorchBackend(Backend):
         padding = batch.get("padding_mask")
         self.routers.expect(None if padding is None else padding.to(device))
         if params is None:
-            positions = batch["position_ids"].to(device)
-            return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=None)
-        mask = block_diagonal_mask(batch["cu_seqlens"], device)
-        positions = params.layout.positions[None]
+            mask, positions = None, batch["position_ids"].to(device)
+        else:
+            mask = block_diagonal_mask(batch["cu_seqlens"], device)
+            positions = params.layout.positions[None]
         return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
 
     def expect_weighted_losses(self) -> None:
@@ -204,10 +192,10 @@ class TorchBackend(Backend):
         if not forward_only:
             self.optimizer.zero_grad()
         for i in range(len(micro_batches)):
-            more_to_come = i < len(micro_batches) - 1 and self.world > 1
+            more_to_come = i < len(micro_batches) - 1 and self.dp_size > 1
             no_sync = model.no_sync if more_to_come and not forward_only else contextlib.nullcontext
             with no_sync():
-                with self._autocast():
+                with self.autocast():
                     output, loss_func = forward_step(iterator, model)
                 loss, count, measured = loss_func(output)
                 tokens += count
@@ -219,11 +207,6 @@ class TorchBackend(Backend):
             if self.args.calculate_per_token_loss:
                 self._divide_by_tokens(tokens)
         return metrics
-
-    def _autocast(self):
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(parallel.device().type, dtype=self.dtype)
 
     def _backward(self, loss, count, shape, num_micro_batches: int) -> None:
         """The backward pass of a micro-batch over tokens of `shape` (b, s).
@@ -245,7 +228,7 @@ class TorchBackend(Backend):
         all. Collective."""
         tokens = parallel.sum_over_all(tokens)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(grads, self.world / tokens.clamp(min=1))
+        torch._foreach_mul_(grads, self.dp_size / tokens.clamp(min=1))
 
     def step(self) -> tuple[bool, float, int | None]:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -274,17 +257,9 @@ class TorchBackend(Backend):
         return parallel.sum_over_all(values)
 
     def _export(self, folder, max_shard_size, change=None) -> list[str]:
-        written = []
-        if parallel.is_main():
-            config, source = self.model.config, self.model.name_or_path
-            carried = weights_sources.carried_tensors(source, config.to_dict())
-            tensors = itertools.chain(self._tensors_of_files(self.dtype, change), carried)
-            written = weights_files.write_safetensors(tensors, Path(folder), max_shard_size)
-            written += weights_files.write_hf_config(
-                config.to_dict(), source, Path(folder), self.dtype
-            )
-        parallel.barrier()
-        return written
+        mine = self._tensors_of_files(self.dtype, change) if parallel.is_main() else iter(())
+        source = self.model.name_or_path
+        return write_model(mine, folder, max_shard_size, self.hf_config, source, self.dtype)
 
     def _gradients_for_weights(self) -> None:
         for parameter in self.model.parameters():
@@ -301,23 +276,10 @@ class TorchBackend(Backend):
         self, dtype: torch.dtype, change=None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in a file, tensor); those that are trained in `dtype`."""
-        for name, tensor in named_tensors(self.model):
-            if ".lora." in name:
-                continue
-            parts = file_parts(self.model.config.model_type, name, tuple(tensor.shape))
-            for file_name, index in parts:
-                part = tensor.detach()[index].to("cpu", copy=bool(index))
-                # a router's bias, which is a buffer, keeps its precision, as in transformers
-                kept = dtype if tensor.requires_grad else part.dtype
-                if change is not None:
-                    part = change(file_name, part)
-                yield file_name, part.to(kept)
-
-    def snapshot(self, with_optimizer: bool, copy: bool) -> ckpt_torch.TorchSnapshot:
-        """The main rank writes all of it."""
-        optimizer = self.optimizer if with_optimizer else None
-        return ckpt_torch.TorchSnapshot(self.model, optimizer, copy)
-
-    def load_state(self, folder, with_optimizer: bool = True) -> None:
-        lora_files.check_checkpoint(self.model, folder)
-        ckpt_torch.load_torch(folder, self.model, self.optimizer if with_optimizer else None)
+        for name, tensor, index in file_tensors(self.model):
+            part = tensor.detach()[index].to("cpu", copy=bool(index))
+            # a router's bias, which is a buffer, keeps its precision, as in transformers
+            kept = dtype if tensor.requires_grad else part.dtype
+            if change is not None:
+                part = change(name, part)
+            yield name, part.to(kept)

@@ -1,6 +1,7 @@
 """The routers of a transformers model in training: their balancing losses, bias updates and
 statistics, by hooks."""
 
+import functools
 import re
 
 import torch
@@ -60,13 +61,11 @@ class TorchRouters:
 
     def _find(self, model, wanted: int) -> None:
         """Hook the router of each mixture; transformers' classes of them end in TopKRouter."""
-        self._layers: dict[torch.nn.Module, int] = {}
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith("topkrouter"):
                 layer = int(_LAYER.search(name)[1])
                 self._modules[layer] = module
-                self._layers[module] = layer
-                module.register_forward_hook(self._keep)
+                module.register_forward_hook(functools.partial(self._keep, layer))
         if len(self._modules) != wanted:
             raise ValueError(
                 f"{model.config.model_type} has experts in {wanted} layers, and routers (classes "
@@ -74,10 +73,10 @@ class TorchRouters:
                 "would be left out; use another version of transformers, or set use_mca: true"
             )
 
-    def _keep(self, module, args, output):
+    def _keep(self, layer, module, args, output):
         if module.training and torch.is_grad_enabled():
             logits, _, experts = output
-            self._outputs.append((self._layers[module], logits, experts))
+            self._outputs.append((layer, logits, experts))
 
     def expect(self, padding_mask: torch.Tensor | None) -> None:
         """The next forward pass has this mask, bool [b, s] with True meaning padding."""

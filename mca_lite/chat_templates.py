@@ -1,7 +1,7 @@
 """The chat templates that chat_template names, and which of them stands for a template of
 LLaMA-Factory where a tokenizer has none of its own.
 
-Only qwen3 writes tools and thinking itself; the others get them as text (data_turns.py). mistral
+Only qwen3 writes tools and thinking itself; the others get them as text (data_chat.py). mistral
 and gemma know no system message: it stands before the first question.
 """
 

@@ -20,23 +20,30 @@ import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
 from . import ckpt_folder, lora, parallel
+from .args_run import FIELDS
+from .args_values import default_of, read_config_file
 from .ckpt_folder import CheckpointError
-from .ckpt_settings import refuse_changes, refuse_other_states, say_changes, settings_before
-from .constants import MCA_CONFIG_NAME, TRAINER_STATE_NAME
+from .constants import MCA_CONFIG_NAME, RUN_CONFIG_NAME, TRAINER_STATE_NAME
 from .data_stream import TokenStream
-from .files import describe_error, read_json
+from .files import describe_error, read_json, write_file
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
 from .trainer_callbacks import TrainerState
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
+_OF_A_START = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}  # settings
 
 # -- a folder, from the trainer's side ----------------------------------------------------------
 
@@ -75,14 +82,14 @@ class CheckpointWriter:
         trainer.backend.finish_param_sync()
         if self._base is None:  # frozen: once is enough
             self._base = lora.base_sample(trainer.model)
-        files = {f"rng-{parallel.rank()}.pt": _random_states()}
+        files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": _random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
             files[TRAINING_NAME] = _json({**_training_record(trainer), "base": self._base})
-        snapshot = trainer.backend.snapshot(
-            with_optimizer=not args.save_only_model, copy=args.async_save
-        )
-        self._job = _Job(final, temporary, snapshot, files, _facts(trainer))
+        model, with_optimizer = identity(trainer.backend), not args.save_only_model
+        facts = _facts(trainer.backend.name, model, step, with_optimizer)
+        snapshot = trainer.backend.snapshot(with_optimizer, copy=args.async_save)
+        self._job = _Job(final, temporary, snapshot, files, facts)
         if args.save_hf_checkpoints:
             names = trainer.backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
             self._job.exported = [f"{HF_FOLDER}/{name}" for name in names]
@@ -133,7 +140,7 @@ def _complete(job: "_Job", name_it=lambda: None) -> None:
 class _Job:
     """One checkpoint on its way."""
 
-    def __init__(self, final, temporary, snapshot, files: dict[str, bytes], facts: dict):
+    def __init__(self, final, temporary, snapshot, files: dict[str, str | bytes], facts: dict):
         self.final, self.temporary = final, temporary
         self.snapshot, self.files, self.facts = snapshot, files, facts
         self.thread: threading.Thread | None = None
@@ -156,7 +163,7 @@ class _Job:
     def _write(self) -> None:
         try:
             for name, data in self.files.items():
-                ckpt_folder.write_synced(self.temporary / name, data)
+                write_file(self.temporary / name, data)
             names, self.results = self.snapshot.write(self.temporary)
             names += self.exported
             # the disk and the checksums are busy at the same time
@@ -179,13 +186,8 @@ def _make_empty(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be made: {error}") from error
 
 
-def _facts(trainer) -> dict:
-    return {
-        "backend": trainer.backend.name,
-        "step": trainer.state.global_step,
-        "with_optimizer": not trainer.args.save_only_model,
-        "model": identity(trainer.backend),
-    }
+def _facts(backend: str, model: dict, step: int = 0, with_optimizer: bool = False) -> dict:
+    return dict(backend=backend, step=step, with_optimizer=with_optimizer, model=model)
 
 
 def identity(backend) -> dict:
@@ -193,15 +195,15 @@ def identity(backend) -> dict:
     return ckpt_folder.model_identity(backend.hf_config)
 
 
-def _state_to_store(state: TrainerState, final: Path) -> bytes:
+def _state_to_store(state: TrainerState, final: Path) -> str:
     """The state as it will be once this checkpoint is there: the best one, where this step
     evaluated best."""
     best = str(final) if state.best_step == state.global_step else state.best_model_checkpoint
     return _json(state.to_record() | {"best_model_checkpoint": best})
 
 
-def _json(record: dict) -> bytes:
-    return (json.dumps(record, indent=2) + "\n").encode()
+def _json(record: dict) -> str:
+    return json.dumps(record, indent=2) + "\n"
 
 
 def find(trainer, asked: str | bool | None) -> Path | None:
@@ -331,14 +333,14 @@ def save_model(folder: str | os.PathLike, backend) -> None:
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
-    facts = {"backend": backend.name, "step": 0, "with_optimizer": False}
-    facts["model"] = identity(backend)
-    write_weights(folder, backend.snapshot(with_optimizer=False, copy=False), facts)
+    snapshot = backend.snapshot(with_optimizer=False, copy=False)
+    write_weights(folder, snapshot, backend.name, backend.hf_config)
 
 
-def write_weights(folder: Path, snapshot, facts: dict) -> None:
-    """Write a snapshot and its manifest into a folder. Collective; CheckpointError on every rank
-    where any fails."""
+def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None:
+    """Write a snapshot and its manifest into a folder. backend: the name of the one that wrote it.
+    Collective; CheckpointError on every rank where any fails."""
+    facts = _facts(backend, ckpt_folder.model_identity(hf_config))
     job = _Job(folder, folder, snapshot, {}, facts)
     job.start(in_thread=False)
     _complete(job)
@@ -367,12 +369,70 @@ def _training_record(trainer) -> dict:
     }
 
 
+# -- settings: which may be others when a run goes on ------------------------------------------
+
+
+def settings_of(args) -> dict[str, Any]:
+    """The TrainingArguments of a trainer that is made without a file, by their keys."""
+    settings = args.to_dict()
+    if args.global_batch_size is not None:
+        del settings["gradient_accumulation_steps"]  # it follows from the world
+    return json.loads(json.dumps(settings, default=str))  # additional_configs may hold objects
+
+
+def settings_before(record: dict, folder: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint, {} where nothing tells them. record: its
+    training.json; older ones have none, and the run's config.yaml is beside the checkpoint."""
+    config = folder.parent / RUN_CONFIG_NAME
+    if "settings" in record or not config.is_file():
+        return record.get("settings") or {}
+    return read_config_file(config)
+
+
+def refuse_changes(before: dict, now: dict, keys: str, folder: Path) -> None:
+    """CheckpointError where one of the keys (by spaces) has another value than before; a key that
+    was not kept is passed over."""
+    for key in keys.split():
+        if key in before and _shown(before[key]) != _shown(now.get(key)):
+            raise CheckpointError(
+                f"{folder} was saved with {key} {before[key]}, and this run has {now.get(key)}: "
+                "set it back to go on"
+            )
+
+
+def refuse_other_states(before: dict, now: dict, backend: str, folder: Path) -> None:
+    """CheckpointError for settings with which the optimizer would not have the states that are
+    stored. before, now: settings. backend: megatron or torch."""
+    keys = "optim"
+    if backend == "torch":
+        keys += " exp_avg_dtype exp_avg_sq_dtype"  # of tensors that are taken as they are
+    elif before.get("finetuning_type") != "lora":  # whose adapters are float32 in any precision
+        if not any(_shown(before.get(key)) == "true" for key in ("bf16", "fp16")):
+            keys += " bf16 fp16"  # there are no float32 weights beside the model's
+    refuse_changes(before, now, keys, folder)
+
+
+def say_changes(before: dict, now: dict) -> str:
+    """A line about the settings that are others than before, "" where none is."""
+    changed = []
+    for key in sorted((before.keys() | now.keys()) - _OF_A_START if before else ()):
+        default = default_of(FIELDS[key]) if key in FIELDS else None
+        values = [_shown(settings.get(key, default)) for settings in (before, now)]
+        if default is not MISSING and values[0] != values[1]:
+            changed.append(f"{key} {values[0]} -> {values[1]}")
+    if not changed:
+        return ""
+    return f"note: other values than before, taken from here on: {', '.join(changed)}"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 # -- random states ------------------------------------------------------------------------------
 
 
 def _random_states() -> bytes:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
     states = {
@@ -401,8 +461,6 @@ def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
 
 
 def _set_random_states(states: dict) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

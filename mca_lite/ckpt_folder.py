@@ -31,7 +31,7 @@ from typing import Any
 
 from . import parallel
 from .constants import CHECKPOINT_PREFIX
-from .files import show_name, sync, write_file
+from .files import checksum, show_name, sync, write_file
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
@@ -45,7 +45,6 @@ _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
-_BLOCK_BYTES = 1 << 20  # fits a core's cache
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
@@ -57,21 +56,9 @@ class CheckpointError(ValueError):
 # -- files ------------------------------------------------------------------------------------
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def measure(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest: size and checksum."""
-    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            size += count
-            crc = zlib.crc32(block[:count], crc)
+    size, crc = checksum(path)
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
@@ -88,7 +75,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict]) 
     """Write manifest.json, the last file of a checkpoint."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
     record["crc32"] = _crc_of(record)
-    write_synced(folder / MANIFEST_NAME, (json.dumps(record, indent=1) + "\n").encode())
+    write_file(folder / MANIFEST_NAME, json.dumps(record, indent=1) + "\n")
 
 
 def _crc_of(record: dict[str, Any]) -> str:
@@ -343,9 +330,10 @@ def inspect(folder: Path, backend: str, identity: dict) -> str | None:
     The answer is the same on every rank. CheckpointError for a checkpoint whose files may be good
     and which this run cannot load all the same.
     """
-    record, bad = parallel.on_main(lambda: _read(folder))
-    if bad:
-        return bad
+    try:
+        record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
+    except CheckpointError as error:
+        return str(error)
     refused = refusal(folder, record, backend, identity)
     if refused:
         raise CheckpointError(refused)
@@ -354,13 +342,6 @@ def inspect(folder: Path, backend: str, identity: dict) -> str | None:
         return None
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{folder} is damaged: {'; '.join(found[:3])}{more}"
-
-
-def _read(folder: Path) -> tuple[dict | None, str | None]:
-    try:
-        return read_manifest(folder), None
-    except CheckpointError as error:
-        return None, str(error)
 
 
 def check_new(args) -> list[Path]:

@@ -31,22 +31,14 @@ from .ckpt_folder import CheckpointError
 
 INDEX_NAME = ".metadata"
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_PATHS = "PosixPath WindowsPath"
 _RECORDS = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
+    "TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
 # harmless as they are: they call nothing, and a pickle cannot change them
 _PLAIN = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): collections.OrderedDict}
@@ -82,7 +74,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return _PLAIN[module, name]
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        if (module, name) not in _RECORDS:
+        if name not in _RECORDS.get(module, "").split():
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
         return self.classes.setdefault(name, type(name, (_Record,), {}))
 
@@ -126,9 +118,7 @@ def _state(record, name: str):
 
 def _tensor(entry) -> TensorStorageMetadata:
     state = _state(entry, "TensorStorageMetadata")
-    dtype = _state(state["properties"], "TensorProperties")[0]
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"expected a dtype, and it has a {type(dtype).__name__}")
+    dtype = _is(_state(state["properties"], "TensorProperties")[0], torch.dtype, "a dtype")
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
     return TensorStorageMetadata(
         TensorProperties(dtype=dtype),
@@ -152,10 +142,14 @@ def _place(item, folder: Path) -> tuple[MetadataIndex, _StorageInfo]:
     return where, _StorageInfo(name, _number(place["offset"]), _number(place["length"]))
 
 
-def _text(value) -> str:
-    if type(value) is not str:
-        raise ValueError(f"expected a name, and it has a {type(value).__name__}")
+def _is(value, kind: type, what: str):
+    if type(value) is not kind:
+        raise ValueError(f"expected {what}, and it has a {type(value).__name__}")
     return value
+
+
+def _text(value) -> str:
+    return _is(value, str, "a name")
 
 
 def _number(value) -> int:
@@ -165,6 +159,4 @@ def _number(value) -> int:
 
 
 def _shape(value) -> torch.Size:
-    if not isinstance(value, torch.Size):
-        raise ValueError(f"expected a shape, and it has a {type(value).__name__}")
-    return torch.Size(_number(size) for size in value)
+    return torch.Size(_number(size) for size in _is(value, torch.Size, "a shape"))

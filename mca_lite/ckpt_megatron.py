@@ -10,18 +10,29 @@ ckpt_index.py. Objects that would need a full pickle (_extra_state, the scaling 
 not stored: fp8 begins its history anew.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter, load_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-from . import before_megatron, parallel
-from .ckpt_folder import CheckpointError, sync, write_synced
+from . import before_megatron  # isort: skip
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from . import parallel
+from .ckpt_folder import CheckpointError
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
-from .files import describe_error, read_json
+from .files import describe_error, read_json, sync, write_file
 from .optim import OffloadedOptimizer
 from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS, Optimizer
@@ -36,13 +47,7 @@ class MegatronSnapshot:
     another thread. The constructor is collective over all ranks.
     """
 
-    backend = "megatron"
-
     def __init__(self, models, optimizer=None, copy: bool = False):
-        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-        from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-        from torch.distributed.checkpoint.filesystem import _StoragePrefix
-
         owners = _Owners(models, optimizer)
         state = {k: _mine_to_write(v, owners, copy) for k, v in models.sharded_state_dict().items()}
         if optimizer is not None:
@@ -78,22 +83,17 @@ class MegatronSnapshot:
 
     def finish(self, folder: Path, results: list[list]) -> list[str]:
         """On the main rank, when all have written: the index and what is not a tensor -> files."""
-        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
-        with open(folder / DIST_NAME / "common.pt", "wb") as file:
-            torch.save(self._common, file)
-            os.fsync(file.fileno())
+        torch.save(self._common, folder / DIST_NAME / "common.pt")
         self._writer(folder).finish(self._index, results)
-        sync(folder / DIST_NAME / INDEX_NAME)
+        for name in ("common.pt", INDEX_NAME):
+            sync(folder / DIST_NAME / name)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder / DIST_NAME))
-        write_synced(folder / MCA_CONFIG_NAME, self.config_json.encode())
+        write_file(folder / MCA_CONFIG_NAME, self.config_json)
         names = ("common.pt", INDEX_NAME, "metadata.json")
         return [*(f"{DIST_NAME}/{name}" for name in names), MCA_CONFIG_NAME]
 
     @staticmethod
     def _writer(folder: Path):
-        from torch.distributed.checkpoint import FileSystemWriter
-
         (folder / DIST_NAME).mkdir(exist_ok=True)
         return FileSystemWriter(
             folder / DIST_NAME, single_file_per_rank=True, sync_files=False, thread_count=1
@@ -106,9 +106,6 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
     Collective over all ranks. CheckpointError where the index cannot be trusted, and where a file
     holds something else than was written there.
     """
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
-
     index = read_index(folder / DIST_NAME / INDEX_NAME)
     _check_common(folder / DIST_NAME, optimizer is not None)
     state, kept = models.sharded_state_dict(), {}
@@ -121,7 +118,7 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
     # refuse it
     try:
         loaded = dist_checkpointing.load(
-            state, str(folder / DIST_NAME), _load_strategy(index), validate_access_integrity=False
+            state, str(folder / DIST_NAME), _LoadByIndex(index), validate_access_integrity=False
         )
     except CheckpointException as error:  # torch's, which is no Exception
         rank, (failure, _) = next(iter(error.failures.items()))
@@ -154,53 +151,41 @@ def _check_common(folder: Path, with_optimizer: bool) -> None:
         raise CheckpointError(f"{path} cannot be read ({words}): use another checkpoint") from None
 
 
-def _load_strategy(index):
+class _LoadByIndex(torch_strategy.TorchDistLoadShardedStrategy):
     """megatron's strategy for torch_dist folders, which takes the index instead of reading it.
 
     It loads what is stored here: tensors, and no objects.
     """
-    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-    from torch.distributed import checkpoint
 
-    class LoadByIndex(torch_strategy.TorchDistLoadShardedStrategy):
-        def load(self, sharded_state_dict, checkpoint_dir):
-            wanted = list(_nested(sharded_state_dict))
-            by_key, flat, renamed = torch_strategy._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict
-            )
-            to_fill = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
-            # the vocabulary's padding differs between layouts: such a tensor may be of another
-            # shape
-            padded = {tensor.key: tensor for tensor in wanted if tensor.allow_shape_mismatch}
-            planner = torch_strategy.MCoreLoadPlanner(
-                shapes_validation_sharded_tensors=[t for t in wanted if t.key not in padded],
-                allow_shape_mismatch_sharded_tensors=padded,
-            )
-            reader = IndexedReader(checkpoint_dir, index)
-            with before_megatron.quiet():
-                checkpoint.load_state_dict(to_fill, reader, planner=planner)
-            filled = {
-                key: torch_strategy._unwrap_pyt_sharded_tensor(value)
-                for key, value in to_fill.items()
-            }
-            filled = torch_strategy._replace_sharded_keys_with_state_dict_keys(
-                filled, flat, renamed
-            )
-            torch_strategy._restore_dict_types(filled, sharded_state_dict)
-            return filled
+    def __init__(self, index):
+        super().__init__()
+        self._index = index
 
-    return LoadByIndex()
-
-
-def _nested(tree):
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    return nested_values(tree)
+    def load(self, sharded_state_dict, checkpoint_dir):
+        wanted = list(nested_values(sharded_state_dict))
+        by_key, flat, renamed = torch_strategy._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict
+        )
+        to_fill = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
+        # the vocabulary's padding differs between layouts: such a tensor may be of another
+        # shape
+        padded = {tensor.key: tensor for tensor in wanted if tensor.allow_shape_mismatch}
+        planner = torch_strategy.MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[t for t in wanted if t.key not in padded],
+            allow_shape_mismatch_sharded_tensors=padded,
+        )
+        reader = IndexedReader(checkpoint_dir, self._index)
+        with before_megatron.quiet():
+            load_state_dict(to_fill, reader, planner=planner)
+        filled = {
+            key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in to_fill.items()
+        }
+        filled = torch_strategy._replace_sharded_keys_with_state_dict_keys(filled, flat, renamed)
+        torch_strategy._restore_dict_types(filled, sharded_state_dict)
+        return filled
 
 
 def _objects(tensors: dict) -> list[str]:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
     return [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
 
 
@@ -221,7 +206,8 @@ class _Owners:
         self._of: dict[int, tuple] = {}
         loads: dict[int, list[int]] = {}
         for parameter in parameters:
-            group = groups.get(id(parameter)) or _replica_group(parameter)
+            of_expert = not getattr(parameter, "allreduce", True)
+            group = groups.get(id(parameter)) or parallel.replica_group(of_expert)
             load = loads.setdefault(id(group), [0] * group.size())
             pieces = self.pieces.get(id(parameter))
             if pieces:
@@ -268,14 +254,6 @@ def _pieces_of_all(
     return pieces
 
 
-def _replica_group(parameter):
-    from megatron.core import parallel_state as mpu
-
-    if not getattr(parameter, "allreduce", True):  # an expert
-        return mpu.get_expert_data_parallel_group()
-    return mpu.get_data_parallel_group(with_context_parallel=True)
-
-
 def _parts(optimizer) -> list:
     """The optimizers that megatron has chained, or the only one."""
     if optimizer is None:
@@ -296,9 +274,9 @@ def _shard_groups(optimizer) -> dict:
 
 def _tensors(models) -> list:
     """The sharded tensors, or factories of some, of the models' parameters."""
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-
-    return list(_nested(extract_sharded_tensors_and_factories(models.sharded_state_dict())[0]))
+    return list(
+        nested_values(extract_sharded_tensors_and_factories(models.sharded_state_dict())[0])
+    )
 
 
 def _replica(tensor, here: bool) -> tuple[int, int, int]:
@@ -355,8 +333,6 @@ def _row(optimizer) -> Optimizer:
 
 def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
     """The sharded tensor of one state of a parameter, from the parameter's own."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
     if not isinstance(tensor, ShardedTensorFactory):
         changes["dtype"] = value.dtype
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)

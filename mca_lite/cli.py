@@ -10,9 +10,7 @@ from importlib import import_module
 
 from . import world
 from .args_run import parse_args
-from .cli_errors import end
-
-INTERRUPTED = 130  # of Ctrl-C before training: there was nothing to save
+from .cli_errors import INTERRUPTED, end
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,8 +12,7 @@ import argparse
 import contextlib
 import sys
 
-from .cli import INTERRUPTED
-from .cli_errors import end
+from .cli_errors import finish, parser_of
 
 _THINK, _END_THINK = "<think>", "</think>"
 _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
@@ -21,20 +20,11 @@ _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
 
 def main(argv: list[str] | None = None) -> int:
     """Talk as `argv` (None: the command line) says -> exit code."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite chat", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("chat", __doc__)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--plain", action="store_true", help="go on with what is typed, as text")
     add_options(parser)
-    options = parser.parse_args(argv)
-    try:
-        _talk(options)
-    except KeyboardInterrupt:  # while models are loaded
-        return INTERRUPTED
-    except Exception as error:
-        return end(error, None)
-    return 0
+    return finish(_talk, parser.parse_args(argv))
 
 
 def add_options(parser: argparse.ArgumentParser, temperature: float | None = None) -> None:

@@ -9,14 +9,13 @@ python -m mca_lite convert SRC DST [--merge ADAPTER] [--verify]
              weights
 """
 
-import argparse
 import os
 import shutil
 import sys
 from pathlib import Path
 
 from .args_values import refuse
-from .cli_errors import end
+from .cli_errors import finish, parser_of
 from .constants import HF_CONFIG_NAME
 from .files import check_can_write, is_of_mcore_adapter, read_json, why_mcore_adapters
 
@@ -37,9 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     """Convert as `argv` (None: the command line) says -> exit code. A leading word "convert" is
     left out.
     """
-    parser = argparse.ArgumentParser(
-        prog="mca_lite convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("convert", __doc__)
     parser.add_argument("src")
     parser.add_argument("dst")
     parser.add_argument(
@@ -52,18 +49,17 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(words[1:] if words[:1] == ["convert"] else words)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
-    try:
-        if options.merge is None:
-            print(convert(options.src, Path(options.dst), options.max_shard_size))
-        else:
-            print(
-                merge(options.src, Path(options.merge), Path(options.dst), options.max_shard_size)
-            )
-        if options.verify:
-            print(verify(options.src, options.dst, options.merge))
-    except Exception as error:
-        return end(error, None)
-    return 0
+    return finish(_convert, options)
+
+
+def _convert(options) -> None:
+    dst, size = Path(options.dst), options.max_shard_size
+    if options.merge is None:
+        print(convert(options.src, dst, size))
+    else:
+        print(merge(options.src, Path(options.merge), dst, size))
+    if options.verify:
+        print(verify(options.src, options.dst, options.merge))
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
@@ -87,13 +83,11 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
             [folder] + ([Path(origin)] if origin and Path(origin).is_dir() else []), dst
         )
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
-    from . import ckpt, ckpt_folder
+    from . import ckpt
     from .ckpt_megatron import MegatronSnapshot
 
     dst.mkdir(parents=True, exist_ok=True)
-    facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
-    facts["model"] = ckpt_folder.model_identity(models.config.hf_config)
-    ckpt.write_weights(dst, MegatronSnapshot(models), facts)
+    ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
     _copy_side_files([folder], dst)
     return f"{src} is now {dst}, a checkpoint that any layout loads"
@@ -119,7 +113,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     config = read_json(base.folder / HF_CONFIG_NAME)
     # from transformers: a config.json without the key means what the family does by default
     tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
-    change, vocab_size = lora_files.file_merger(adapter, base, tied)
+    shapes = {name: base.shape(name) for name in base.names()}
+    change, vocab_size = lora_files.file_merger(adapter, base.folder, shapes, tied)
     config["vocab_size"] = vocab_size or config["vocab_size"]
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
     weights_files.write_safetensors(tensors, dst, max_shard_size)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import world
-from .cli_errors import end
+from .cli_errors import finish, parser_of
 from .files import check_can_write, describe_error
 
 WARNINGS, PROBLEMS = 4, 5  # exit codes
@@ -61,16 +61,14 @@ class Finding(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Examine what `argv` (None: the command line) says -> exit code. Collective in a world."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("doctor", __doc__)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    words = parser.parse_args(sys.argv[1:] if argv is None else argv).words
-    try:
-        world.settle()
-        found = _examine(_folder(words))
-    except Exception as error:
-        return end(error, None)
+    return finish(_doctor, parser.parse_args(argv).words)
+
+
+def _doctor(words: list[str]) -> int:
+    world.settle()
+    found = _examine(_folder(words))
     if any(one.is_problem for one in found):
         return PROBLEMS
     return WARNINGS if any(one.remedy for one in found) else 0
@@ -240,6 +238,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
     elif speed < _LEAST_MIB_S:
         remedy = "async_save: true, or an output_dir on a faster disk"
     text = f"{there}: {free // _GIB} GiB free, {speed:,.0f} MiB/s written"
+    if there != folder.absolute():
+        text += f"; a run makes {folder} in it"
     yield Finding("disk", text, remedy)
 
 

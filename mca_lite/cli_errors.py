@@ -1,4 +1,5 @@
-"""How a command ends that went wrong: one line that says what to do, and an exit code.
+"""What all commands share: their options, and how one ends that went wrong: with one line that
+says what to do, and an exit code.
 
 What a user can cause (configuration, data, files, folders, a full disk, too little memory) ends
 with its own words and code 2. Everything else is a defect of this package: its traceback goes into
@@ -7,11 +8,15 @@ a file, to be sent with a report, and the code is 1.
 Under torchrun the words stand last: they go into the file of torchrun's summary too.
 """
 
+import argparse
+import contextlib
 import os
+import select
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from .files import describe_error
@@ -20,6 +25,8 @@ from .world import tell_torchrun
 
 USER_ERROR = 2  # exit code for what a user can put right
 DEFECT = 1
+INTERRUPTED = 130  # of Ctrl-C where there is nothing to save
+NOT_READ = 141  # as of other programs, whose reader (`| head`) has seen enough
 WAIT_S = 1.0  # in which torchrun ends the ranks whose words would repeat others'
 _ALIKE = (
     "CheckpointError",
@@ -29,6 +36,42 @@ _ALIKE = (
 )  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
 _REQUIRED = ("torch", "megatron", "transformers", "safetensors", "numpy", "yaml", "filelock")
+
+
+def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the text of a command's module. Options are whole words: what begins
+    like one may be a key of the configuration."""
+    form = argparse.RawTextHelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"mca_lite {command}", description=doc, formatter_class=form, allow_abbrev=False
+    )
+
+
+def finish(work: Callable[..., int | None], *args) -> int:
+    """Do the work of a command that trains nothing -> the exit code that it returns (None: 0), or
+    that of what went wrong, after saying so."""
+    try:
+        code = work(*args) or 0
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _lost_reader():
+            return NOT_READ
+        return end(error, None)
+
+
+def _lost_reader() -> bool:
+    """Whether nobody reads what is printed any more, which is let go then."""
+    poll = select.poll()
+    with contextlib.suppress(OSError):  # no file
+        poll.register(sys.stdout.fileno(), 0)
+    if not poll.poll(0):
+        return False
+    # for what Python flushes when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def end(error: Exception, output_dir: str | None) -> int:

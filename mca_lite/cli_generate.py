@@ -8,17 +8,15 @@ python -m mca_lite generate config.yaml [key=value ...] [--before] [options]
                  or without an answer, {"prompt": ...}, or a .txt file with one a line
 """
 
-import argparse
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from .args_run import parse_args
 from .args_values import refuse
 from .cli_chat import add_options, decoding_of
-from .cli_errors import end
+from .cli_errors import finish, parser_of
 from .constants import GENERATIONS_NAME
 from .files import write_file
 from .objectives import OBJECTIVES
@@ -36,31 +34,25 @@ class _Sample(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Generate as `argv` (None: the command line) says -> exit code."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite generate",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("generate", __doc__)
     parser.add_argument("--file", metavar="F")
     parser.add_argument("--num", type=int, metavar="N", help="only the first N samples")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts (32)")
     add_options(parser, temperature=0.0)
-    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, words = parser.parse_known_args(argv)
     if not words:
         parser.print_help()
         return 0
-    try:
-        arguments = parse_args(words, needs_world=False)
-        _generate(arguments, options)
-    except Exception as error:
-        return end(error, None)
-    return 0
+    return finish(_generate, words, options)
 
 
-def _generate(arguments, options) -> None:
+def _generate(words: list[str], options) -> None:
     from .generation import load_for_generation
 
+    arguments = parse_args(words, needs_world=False)
+    if options.file is not None and not Path(options.file).is_file():
+        reason = f"no such file (seen from {Path.cwd()})"
+        refuse("--file", options.file, reason, "--file prompts.jsonl, or prompts.txt: one a line")
     output_dir, decoding = Path(arguments.training.output_dir), decoding_of(options)
     model, tokenizer = load_for_generation(output_dir, options.base)
     samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
@@ -146,13 +138,11 @@ def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
     from .data import load_datasets
     from .generation import last_turn, stop_ids, until_stop
 
-    data, seed = copy.copy(arguments.data), arguments.training.data_seed
+    data, stage = copy.copy(arguments.data), arguments.finetuning.stage
     vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
     if data.eval_dataset:  # nothing of the training data is asked for
         vars(data).update(dataset=[], mix_weights=None, eval_on_each_dataset=False)
-    if seed is None:
-        seed = arguments.training.seed
-    dataset = load_datasets(data, arguments.finetuning.stage, tokenizer, seed).eval
+    dataset = load_datasets(data, stage, tokenizer, arguments.training.order_seed).eval
     if dataset is None:
         remedy = "eval_dataset or val_size, or --file prompts.jsonl"
         refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)

@@ -17,14 +17,13 @@ python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
 Exit code: 0, or 2 where the run would not begin: `error:` says why.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 from .args_run import parse_args
 from .args_values import refuse
-from .cli_errors import USER_ERROR, end
+from .cli_errors import USER_ERROR, finish, parser_of
 from .cli_plan import planned_world
 from .files import write_file
 
@@ -34,34 +33,32 @@ _TRAINED, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 def main(argv: list[str] | None = None) -> int:
     """Inspect as `argv` (None: the command line) says -> exit code."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite inspect", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("inspect", __doc__)
     parser.add_argument("--samples", type=int, default=3, metavar="N")
     parser.add_argument("--html", metavar="FILE")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--gpus", type=int, metavar="N")
-    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, words = parser.parse_known_args(argv)
     if not words:
         parser.print_help()
         return 0
     if os.environ.get("RANK", "0") != "0":
         return 0  # each rank would say the same of all
-    try:
-        if options.samples < 0 or (options.gpus is not None and options.gpus < 1):
-            raise ValueError("--samples and --gpus: expected a number of samples, and of ranks")
-        if options.check:
-            from .inspect_check import check
+    return finish(_check if options.check else _inspect, words, options)
 
-            with planned_world(options.gpus or int(os.environ.get("WORLD_SIZE", "1"))):
-                check(words, print)
-            return 0
-        return _inspect(words, options)
-    except Exception as error:
-        return end(error, None)
+
+def _check(words: list[str], options) -> None:
+    from .inspect_check import check
+
+    if options.gpus is not None and options.gpus < 1:
+        raise ValueError(f"--gpus {options.gpus}: expected a number of ranks, such as 8")
+    with planned_world(options.gpus or int(os.environ.get("WORLD_SIZE", "1"))):
+        check(words, print)
 
 
 def _inspect(words: list[str], options) -> int:
+    if options.samples < 0:
+        raise ValueError(f"--samples {options.samples}: expected a number of samples, such as 3")
     from .inspect_data import DataInspector
     from .inspect_html import page
 

@@ -1,24 +1,23 @@
 """Whether a layout computes what plain torch computes: the first step of a run, both ways.
 
 torchrun --nproc_per_node N -m mca_lite parity config.yaml [key=value ...]
-    losses, outputs of layers, logits and gradients by parameter, beside transformers' model in
-    float32 on rank 0; the first part of the model that differs, and what it most likely means
+    losses, outputs of layers, logits and gradients by parameter, beside transformers' model in a
+    higher precision on rank 0; the first part of the model that differs, and what it most likely
+    means
 On one rank python -m mca_lite parity does. A smaller step shows as much: global_batch_size=8
-cutoff_len=512. Rank 0 needs 8 bytes for each parameter of the whole model beside its part of the
-layout, and the activations of a micro-batch in float32; in host memory 4 bytes for each parameter.
-float32 has to agree to 1e-4. In bf16 the model of plain torch runs in bf16 too, and a layout may be
-three times as far from float32 as that is; of experts one token may go elsewhere. Dropout and
-multi-token prediction are off; adapters that would begin at 0 get small values. Nothing is written.
-Exit code: 0 where they agree, 3 where they differ.
+cutoff_len=512. The model on rank 0 computes in float32 for a run in bf16, in float64 for one in
+float32, and once more in the run's own precision: what that changes is rounding. A layout may be
+three times as far off, plus 1e-4; of experts in bf16 one token may go elsewhere. Rank 0 needs 8
+bytes for each parameter of the whole model beside its part of the layout, and the activations of a
+micro-batch in float32, twice that for a run in float32; in host memory 4 bytes for each parameter.
+Dropout and multi-token prediction are off; adapters that would begin at 0 get small values. Nothing
+is written. Exit code: 0 where they agree, 3 where they differ.
 """
-
-import argparse
-import sys
 
 from . import world
 from .args_run import RunArguments, parse_args
 from .args_values import refuse
-from .cli_errors import end
+from .cli_errors import finish, parser_of
 
 DIFFERS = 3
 _WORST = 10
@@ -41,31 +40,31 @@ _CAUSES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Compare as `argv` (None: the command line) says -> exit code, the same on every rank."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    _, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    parser = parser_of("parity", __doc__)
+    _, words = parser.parse_known_args(argv)
     if not words:
         parser.print_help()
         return 0
-    try:
-        world.settle()
-        arguments = parse_args(words)
-        _leave_out_chance(arguments)
-        from . import parallel, parity
-        from .run import make_plan
+    return finish(_compare, words)
 
-        plan = make_plan(arguments)
-        if plan.model.source is None and not plan.model.from_scratch:
-            reason = "transformers cannot read a checkpoint of ours"
-            remedy = "a Hugging Face folder of it, python -m mca_lite convert"
-            refuse("model_name_or_path", str(plan.model.folder), reason, remedy)
-        rows = parity.compare(plan)
-        if rows:
-            print("\n".join([*_table(rows), "", *_verdict(rows)]), flush=True)
-        return max(parallel.gather(DIFFERS * any(row.differs for row in rows)))
-    except Exception as error:
-        return end(error, None)
+
+def _compare(words: list[str]) -> int:
+    world.settle()
+    arguments = parse_args(words)
+    _leave_out_chance(arguments)
+    from . import parallel, parity
+    from .run import make_plan
+
+    plan = make_plan(arguments)
+    if plan.model.source is None and not plan.model.from_scratch:
+        reason = "transformers cannot read a checkpoint of ours"
+        remedy = "a Hugging Face folder of it, python -m mca_lite convert"
+        refuse("model_name_or_path", str(plan.model.folder), reason, remedy)
+    rows = parity.compare(plan)
+    if rows:
+        verdict = _verdict(rows, arguments.training.bf16)
+        print("\n".join([*_table(rows), "", *verdict]), flush=True)
+    return max(parallel.gather(DIFFERS * any(row.differs for row in rows)))
 
 
 def _leave_out_chance(arguments: RunArguments) -> None:
@@ -105,12 +104,13 @@ def _line(row, name: str) -> str:
     return line + "  differs" * row.differs
 
 
-def _verdict(rows) -> list[str]:
+def _verdict(rows, bf16: bool) -> list[str]:
     wrong, gradients = ([r for r in rows if r.differs], [r for r in rows if r.kind == "gradients"])
-    blind = max(row.bound for row in rows if row.kind == "outputs")
-    hint = [f"rounding hides errors below {blind:.1e} of an output: bf16=false shows smaller ones"]
-    if not any(row.noise for row in rows):
-        hint = []
+    blind, hint = max(row.bound for row in rows if row.kind == "outputs"), []
+    if bf16:
+        hint = [
+            f"rounding hides errors below {blind:.1e} of an output: bf16=false shows smaller ones"
+        ]
     if not wrong:
         return ["right: the layout computes what plain torch does, to rounding", *hint]
     first, words = wrong[0], wrong[0].name.split()

@@ -9,46 +9,39 @@ python -m mca_lite plan config.yaml [key=value ...] [--gpus N] [--memory G] [--g
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
 
-import argparse
 import contextlib
 import itertools
+import json
 import math
 import os
-import sys
+import shlex
 
 from .args_run import parse_args
 from .args_values import ConfigError, refuse, show_size
-from .cli_errors import end
+from .cli_errors import finish, parser_of
 from .plan_time import RATES, bubble, step_time
 
 DOES_NOT_FIT = 3
 _GIB = 2**30
 _HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
 _MAX_SHOWN = 8
+_LONG = 8192  # tokens of a row, from which on context parallelism is tried
+_NONE_FITS = "\nno layout fits: more GPUs, a lower cutoff_len or finetuning_type=lora may"
 _LOCAL = ("transformer_impl=local", "fp8=null", "fp8_recipe=null", "first_last_layers_bf16=false")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Plan as `argv` (None: the command line) says -> exit code."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("plan", __doc__)
     parser.add_argument("--gpus", type=int, default=1, metavar="N")
     parser.add_argument("--memory", type=float, metavar="G")
     parser.add_argument("--gpu", choices=RATES)
     parser.add_argument("--link", type=float, metavar="B")
-    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, words = parser.parse_known_args(argv)
     if not words:
         parser.print_help()
         return 0
-    try:
-        numbers = (options.gpus, options.memory, options.link)
-        if any(number is not None and number <= 0 for number in numbers):
-            raise ValueError("--gpus, --memory and --link: expected numbers above 0")
-        with planned_world(options.gpus):
-            return _plan(words, options)
-    except Exception as error:
-        return end(error, None)
+    return finish(_plan, words, options)
 
 
 @contextlib.contextmanager
@@ -65,6 +58,14 @@ def planned_world(size: int):
 
 
 def _plan(words: list[str], options) -> int:
+    numbers = (options.gpus, options.memory, options.link)
+    if any(number is not None and number <= 0 for number in numbers):
+        raise ValueError("--gpus, --memory and --link: expected numbers above 0")
+    with planned_world(options.gpus):
+        return _planned(words, options)
+
+
+def _planned(words: list[str], options) -> int:
     words, note = _of_local_layers(words)
     arguments = parse_args(words)
     if not arguments.backend.use_mca:
@@ -79,13 +80,15 @@ def _plan(words: list[str], options) -> int:
         return 0
     budget = options.memory * _HEADROOM
     need = layout.memory.total / _GIB
-    verdict = f"fits into {options.memory:g} GiB" if need <= budget else "does not fit"
-    print(f"\n{verdict}: {show_size(need * _GIB)} of {show_size(budget * _GIB)} that can be used")
-    found = [one for one in _layouts(words, layout, options) if one.memory.total <= budget * _GIB]
-    none = "\nno layout fits: more GPUs, per_device_train_batch_size=1, finetuning_type=lora may"
-    print(f"\nlayouts of {options.gpus} that fit, best first" if found else none)
-    for one in sorted(found, key=_Layout.rank)[:_MAX_SHOWN]:
-        print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {' '.join(one.keys)}")
+    verdict = "fits" if need <= budget else "does not fit"
+    print(f"\n{verdict}: {need:.2f} GiB, and {budget:.2f} of {options.memory:g} GiB can be used")
+    found = sorted(_layouts(words, layout, options), key=_Layout.rank)
+    gpus = "1 GPU" if options.gpus == 1 else f"{options.gpus} GPUs"
+    print(f"\nlayouts of {gpus} that fit, best first, and their keys:" if found else _NONE_FITS)
+    for one in found[:_MAX_SHOWN]:
+        print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {one.keys_beside(layout)}")
+    if len(found) > _MAX_SHOWN:
+        print(f"  ... and {len(found) - _MAX_SHOWN} more")
     return 0 if need <= budget else DOES_NOT_FIT
 
 
@@ -109,8 +112,8 @@ def _of_local_layers(words: list[str]) -> tuple[list[str], list[str]]:
 class _Layout:
     """A run in one layout: what its fullest rank holds, and how long a step takes."""
 
-    def __init__(self, arguments, model, options, keys: tuple[str, ...] = ()):
-        self.arguments, self.model, self.options, self.keys = arguments, model, options, keys
+    def __init__(self, arguments, model, options):
+        self.arguments, self.model, self.options = arguments, model, options
         self.args = arguments.training
         self.config = model.config_of(arguments)
         self.stage, self.memory = model.fullest_rank(
@@ -134,10 +137,18 @@ class _Layout:
         again = 4 / 3 if self.config.recompute_granularity == "full" else 1
         return (
             (1 + bubble(args, self.config)) * again if self.time is None else self.time.total,
-            args.tensor_model_parallel_size * args.expert_model_parallel_size,
+            args.tensor_model_parallel_size
+            * args.context_parallel_size
+            * args.expert_model_parallel_size,
             args.pipeline_model_parallel_size,
             self.memory.total,
         )
+
+    def keys_beside(self, other: "_Layout") -> str:
+        """The words that make this layout of another."""
+        own = {key: getattr(self.args, key) for key in _KEYS}
+        changed = {k: value for k, value in own.items() if value != getattr(other.args, k)}
+        return " ".join(_words(changed)) or "as it is"
 
     def time_words(self) -> str:
         if self.time is None:
@@ -171,7 +182,7 @@ def _memory_lines(layout: _Layout) -> list[str]:
 
 def _run_lines(layout: _Layout) -> list[str]:
     """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps says how many."""
-    from .args_rules_schedule import plan_schedule
+    from .args_rules_training import plan_schedule
     from .data_batches import steps_of_run
     from .optimizers import OPTIMIZERS
 
@@ -220,28 +231,60 @@ def _data(arguments):
     from .data import load_datasets
     from .run import load_tokenizer
 
-    keys, seed = arguments.model, arguments.training.data_seed
-    if seed is None:
-        seed = arguments.training.seed
+    keys, stage = arguments.model, arguments.finetuning.stage
     tokenizer = load_tokenizer(keys.model_name_or_path, keys.trust_remote_code)
-    return load_datasets(arguments.data, arguments.finetuning.stage, tokenizer, seed)
+    return load_datasets(arguments.data, stage, tokenizer, arguments.training.order_seed)
+
+
+# keys of a layout, in the order in which they are shown
+_KEYS = (
+    *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
+    *("context_parallel_size", "expert_model_parallel_size", "use_distributed_optimizer"),
+    *("recompute_granularity", "per_device_train_batch_size", "gradient_accumulation_steps"),
+)
 
 
 def _layouts(words: list[str], base: _Layout, options):
-    """Every layout of powers of two that the rules accept, with the same global batch."""
+    """Every layout of powers of two that the rules accept and that fits, with the same global
+    batch: as fast as it can be, since smaller micro-batches, then recomputation are tried last."""
     powers = [2**i for i in range(options.gpus.bit_length())]
-    experts = powers if base.config.num_moe_experts else [1]
-    batch = ("gradient_accumulation_steps=null", f"global_batch_size={base.global_batch_size}")
-    for tp, pp, ep, again in itertools.product(powers, powers, experts, (False, True)):
-        if tp > 8 or options.gpus % (tp * pp):
+    experts, long = powers, powers
+    if not base.config.num_moe_experts:
+        experts = [1]
+    if sum(base.model.lengths) < _LONG:
+        long = [base.args.context_parallel_size]
+    micro_batches = sorted({base.args.per_device_train_batch_size, 1}, reverse=True)
+    slower = list(itertools.product((False, True), micro_batches))
+    for tp, pp, cp, ep in itertools.product(powers, powers, long, experts):
+        if tp > 8 or options.gpus % (tp * pp * cp):
             continue  # tensor parallelism stays on a node
-        keys = [f"tensor_model_parallel_size={tp}", f"pipeline_model_parallel_size={pp}"]
-        keys.append(f"sequence_parallel={str(tp > 1).lower()}")
-        if base.config.num_moe_experts:
-            keys.append(f"expert_model_parallel_size={ep}")
+        keys = {
+            "tensor_model_parallel_size": tp,
+            "sequence_parallel": tp > 1,
+            "pipeline_model_parallel_size": pp,
+            "context_parallel_size": cp,
+            "expert_model_parallel_size": ep,
+            "global_batch_size": base.global_batch_size,
+            "gradient_accumulation_steps": None,
+        }
+        if pp != base.args.pipeline_model_parallel_size:
+            keys |= {"virtual_pipeline_model_parallel_size": None}
+            keys |= {"pipeline_model_parallel_layout": None}
         if options.gpus > tp * pp:
-            keys.append("use_distributed_optimizer=true")
-        keys.append(f"recompute_granularity={'full' if again else 'null'}")
-        with contextlib.suppress(ConfigError):
-            arguments = parse_args([*words, *batch, *keys])
-            yield _Layout(arguments, base.model, options, (*keys, *batch[1:]))
+            keys["use_distributed_optimizer"] = True
+        for again, micro_batch in slower:
+            keys["recompute_granularity"] = "full" if again else None
+            keys["per_device_train_batch_size"] = micro_batch
+            with contextlib.suppress(ConfigError):
+                arguments = parse_args([*words, *_words(keys)])
+                one = _Layout(arguments, base.model, options)
+                if one.memory.total <= options.memory * _HEADROOM * _GIB:
+                    yield one
+                    break
+
+
+def _words(keys: dict) -> list[str]:
+    """The words of a command line, in a shell too."""
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in keys.items()}
+    return [f"{key}={shlex.quote(text)}" for key, text in texts.items()]

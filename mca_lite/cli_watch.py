@@ -7,13 +7,13 @@ python -m mca_lite watch OUTPUT_DIR... [--every SECONDS] [--once]
 Leaves on Ctrl-C, and when all runs have ended.
 """
 
-import argparse
 import itertools
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 
+from .cli_errors import finish, parser_of
 from .log_read import RunFolder, format_duration, format_rate, smooth
 
 _WIDTH, _GAP, _CURVE_HEIGHT = 42, 2, 5  # of a run's column, in characters
@@ -37,13 +37,14 @@ _ROWS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Watch as `argv` (None: the command line) says -> exit code."""
-    parser = argparse.ArgumentParser(
-        prog="mca_lite watch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("watch", __doc__)
     parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR")
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
     parser.add_argument("--once", action="store_true")
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    return finish(_watch, parser.parse_args(argv))
+
+
+def _watch(options) -> None:
     runs, is_terminal = _runs(options.folders), sys.stdout.isatty()
     is_last = options.once or not is_terminal
     try:
@@ -55,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
                 lines[0], lines[-1] = f"\033[H{lines[0]}", f"{lines[-1]}\033[J"
             print("\n".join(lines), flush=True)
             if is_last or all(run.state() in _ENDED for run in runs):
-                return 0
+                return
             time.sleep(max(0.1, options.every))
-    except KeyboardInterrupt:
-        return 0
+    except KeyboardInterrupt:  # the way to leave
+        return
 
 
 def _runs(folders: list[str]) -> list[RunFolder]:

@@ -16,51 +16,24 @@ import torch.utils._device
 _DEVICE = torch.device("cpu")
 
 
-class _Stream:
-    """A CUDA stream or its context on a device that has one queue of work: everything has finished
-    already."""
+def _nothing(*args, **kwargs):
+    return None
+
+
+class _Finished:
+    """A CUDA stream, its context, or an event on a device that has one queue of work: everything
+    has finished already."""
 
     def __init__(self, *args, **kwargs):
-        pass
-
-    def wait_stream(self, *args):
-        pass
-
-    def wait_event(self, *args):
-        pass
-
-    def synchronize(self):
         pass
 
     def record_event(self, *args):
-        return _Event()
-
-    def __enter__(self):
         return self
-
-    def __exit__(self, *args):
-        pass
-
-
-class _Event:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, *args):
-        pass
-
-    def wait(self, *args):
-        pass
-
-    def synchronize(self):
-        pass
 
     def elapsed_time(self, other):
         return 0.0
 
-
-def _nothing(*args, **kwargs):
-    return None
+    wait_stream = wait_event = synchronize = record = wait = __exit__ = __enter__ = _nothing
 
 
 def _constructor_on_cpu(construct):
@@ -199,36 +172,31 @@ def _rows_of_cuda():
     import megatron.core.tensor_parallel.random as megatron_random
 
     cuda = torch.cuda
-    rng_get, rng_set = (
-        (lambda *a, **k: torch.get_rng_state()),
-        (lambda state, *a, **k: torch.set_rng_state(state)),
-    )
-    no_streams = (
-        "megatron orders its collectives with CUDA streams and events; a CPU has no second queue"
-    )
-    one_rng = (
-        "megatron keeps its dropout states in the CUDA generator; here the CPU generator takes "
-        "its place"
-    )
+
+    def rng_get(*args, **kwargs):
+        return torch.get_rng_state()
+
+    def rng_set(state, *args, **kwargs):
+        torch.set_rng_state(state)
+
+    no_streams = "megatron orders its collectives with CUDA's streams; a CPU has no second queue"
+    one_rng = "megatron keeps its dropout states in the CUDA generator; the CPU's takes its place"
+    no_marks = "profiler marks are written through the CUDA runtime"
+    late = "deferred until CUDA starts, which it never does here"
     yield cuda, "current_device", lambda: _DEVICE, "megatron places buffers on the current device"
     yield cuda, "synchronize", _nothing, no_streams
-    yield cuda, "Stream", _Stream, no_streams
-    yield cuda, "Event", _Event, no_streams
-    yield cuda, "current_stream", lambda *a, **k: _Stream(), no_streams
-    yield cuda, "default_stream", lambda *a, **k: _Stream(), no_streams
+    yield cuda, "Stream", _Finished, no_streams
+    yield cuda, "Event", _Finished, no_streams
+    yield cuda, "current_stream", _Finished, no_streams
+    yield cuda, "default_stream", _Finished, no_streams
     yield cuda, "stream", lambda stream: contextlib.nullcontext(), no_streams
-    yield cuda.nvtx, "range_push", _nothing, "profiler marks are written through the CUDA runtime"
-    yield cuda.nvtx, "range_pop", _nothing, "profiler marks are written through the CUDA runtime"
+    yield cuda.nvtx, "range_push", _nothing, no_marks
+    yield cuda.nvtx, "range_pop", _nothing, no_marks
     for place in (cuda, cuda.random):
         yield place, "get_rng_state", rng_get, one_rng
         yield place, "set_rng_state", rng_set, one_rng
     yield cuda, "manual_seed", torch.manual_seed, one_rng
-    yield (
-        cuda,
-        "_lazy_call",
-        lambda f, **k: f(),
-        "deferred until CUDA starts, which it never does here",
-    )
+    yield cuda, "_lazy_call", lambda f, **k: f(), late
     yield megatron_random, "_get_cuda_rng_state", rng_get, one_rng
     yield megatron_random, "_set_cuda_rng_state", rng_set, one_rng
 
@@ -238,41 +206,22 @@ def _rows_of_tensors():
     import megatron.core.optimizer.clip_grads as clip_grads
     import torch.distributed as dist
 
-    constructors = "tensor zeros ones empty full arange rand randn"
-    for name in f"{constructors} zeros_like ones_like empty_like full_like".split():
-        construct = getattr(torch, name)
-        yield (
-            torch,
-            name,
-            _constructor_on_cpu(construct),
-            'the schedules, clipping and p2p name device="cuda"',
-        )
+    names = (
+        "tensor zeros ones empty full arange rand randn zeros_like ones_like empty_like full_like"
+    )
+    device = 'the schedules, clipping and p2p name device="cuda"'
+    kind = "clipping asks for 'torch.cuda.FloatTensor' by name"
+    large = "float32 norms of large tensors are 1e-4 off on a CPU"
+    equal = "gloo wants equal pieces; experts have unequal ones"
+    as_lists = _all_to_all_single(dist.all_to_all_single)
+    for name in names.split():
+        yield torch, name, _constructor_on_cpu(getattr(torch, name)), device
     yield torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron moves tensors with .cuda()"
     yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
-    yield (
-        torch.Tensor,
-        "type",
-        _tensor_type(torch.Tensor.type),
-        "clipping asks for 'torch.cuda.FloatTensor' by name",
-    )
-    yield (
-        clip_grads,
-        "l2_norm_impl",
-        _multi_tensor_l2_norm,
-        "float32 norms of large tensors are 1e-4 off on a CPU",
-    )
-    yield (
-        dist,
-        "all_gather",
-        _all_gather(dist.all_gather),
-        "gloo wants equal pieces; experts have unequal ones",
-    )
-    yield (
-        dist,
-        "all_to_all_single",
-        _all_to_all_single(dist.all_to_all_single),
-        "gloo wants split sizes as lists",
-    )
+    yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), kind
+    yield clip_grads, "l2_norm_impl", _multi_tensor_l2_norm, large
+    yield dist, "all_gather", _all_gather(dist.all_gather), equal
+    yield dist, "all_to_all_single", as_lists, "gloo wants split sizes as lists"
 
 
 _applied: list[tuple[object, str, object, str]] = []
@@ -298,7 +247,6 @@ def apply() -> list[tuple[object, str, object, str]]:
 @functools.cache
 def apply_on_cuda() -> None:
     """Put the rows for CUDA in force, where CUDA is there."""
-    for owner, attribute, replacement, _ in (
-        list(_cuda_table()) if torch.cuda.is_available() else ()
-    ):
+    rows = list(_cuda_table()) if torch.cuda.is_available() else []
+    for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)

@@ -7,24 +7,27 @@ same and gets the same.
 """
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from .args_rules_data import check_named, check_records
+from .args_rules import check_named, check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
-from .data_cache import default_cache_dir, load_shard
+from .data_batches import Turns
+from .data_cache import load_shard
 from .data_chat import set_chat_template
-from .data_encode import Encoder
-from .data_files import SIDES, DatasetSpec, kind_of, resolve
-from .data_mix import Turns
+from .data_encode import BAD, Encoder
+from .data_files import SIDES, DatasetSpec, plain_kind_of, resolve
 from .data_packs import Packs
-from .data_shard import Shard
-from .data_stream import HeldOut, TokenStream, look_at
+from .data_shard import Shard, shifted
+from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
 from .objectives import objective_of
+
+_SHOWN_CHARS = 600  # of a sample, in the report
 
 # -- the dataset ---------------------------------------------------------------------------------
 
@@ -108,16 +111,6 @@ class TokenDataset(Dataset):
         """The samples at these positions, in this order; positions may repeat."""
         return TokenDataset(self.shards, self.index[np.asarray(index, dtype=np.int64)])
 
-    @classmethod
-    def concat(cls, datasets: list["TokenDataset"]) -> "TokenDataset":
-        """The datasets one after another."""
-        shards, index, start = [], [], 0
-        for dataset in datasets:
-            shards += dataset.shards
-            index.append(dataset.index + start)
-            start += dataset._starts[-1]
-        return cls(shards, np.concatenate(index))
-
 
 def split_off(
     dataset: TokenDataset, val_size: float, seed: int
@@ -133,42 +126,54 @@ def split_off(
     return dataset.subset(np.sort(order[count:])), dataset.subset(np.sort(order[:count]))
 
 
-def mix(dataset: TokenDataset, weights: list[float], seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): as many samples as before, the shards in the proportions of
-    the weights.
+def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list[str]]:
+    """(dataset, lines for the report): the samples as mix_strategy and mix_weights have them."""
+    strategy, weights = data_args.mix_strategy, data_args.mix_weights
+    if strategy == "concat" and not weights:
+        return dataset, []
+    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
+    shards = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
+    for number, own in enumerate(shards, 1):
+        if not len(own):
+            reason = f"it leaves no sample of dataset {number} of {len(shards)} to mix"
+            refuse("val_size", None, reason, "a lower val_size")
+    if strategy == "concat":
+        rows, name = _in_shares(shards, weights, seed), "mix"
+    else:
+        turns = Turns(len(shards), strategy, weights, seed)
+        rows, name = _in_turns(shards, turns), f"mix: {strategy}"
+    counts = np.bincount(shard_of[rows], minlength=len(shards)).tolist()
+    lines = [
+        f"{name}: {count:,} samples an epoch from the {len(own):,} of dataset {number}"
+        for number, (count, own) in enumerate(zip(counts, shards, strict=True), 1)
+    ]
+    return dataset.subset(rows), lines
+
+
+def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.ndarray:
+    """As many rows as the shards have, in the proportions of the weights.
 
     A shard that is too small repeats, one that is too large is subsampled (the same choice in every
     epoch). The shards are spread evenly over the result, so that the proportions hold without
     shuffling too.
-    Raises: ValueError for weights that are not one positive number a shard.
     """
-    if len(weights) != len(dataset.shards) or min(weights) <= 0:
-        raise ValueError(
-            f"mix_weights {weights}: expected one number above 0 for each of the "
-            f"{len(dataset.shards)} datasets"
-        )
-    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * len(dataset)
+    size = sum(map(len, shards))
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * size
     counts = np.floor(exact).astype(np.int64)
-    largest_remainders = np.argsort(counts - exact, kind="stable")[: len(dataset) - counts.sum()]
+    largest_remainders = np.argsort(counts - exact, kind="stable")[: size - counts.sum()]
     counts[largest_remainders] += 1
-    rows, places, lines = [], [], []
-    for number, own in enumerate(_rows_of_shards(dataset)):
-        count = int(counts[number])
+    rows, places = [], []
+    for number, (own, count) in enumerate(zip(shards, counts.tolist(), strict=True)):
         repeats, rest = divmod(count, len(own))
         extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
         rows += [np.tile(own, repeats), own[extra]]
         places.append((np.arange(count) + 0.5) / max(count, 1))
-        lines.append(
-            f"mix: {count:,} samples an epoch from the {len(own):,} of dataset {number + 1}"
-        )
-    order = np.argsort(np.concatenate(places), kind="stable")
-    return dataset.subset(np.concatenate(rows)[order]), lines
+    return np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def interleave(dataset: TokenDataset, turns: Turns) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): the samples of the shards in turns, each shard's in their
-    order, and from the beginning again where the strategy repeats them."""
-    shards = _rows_of_shards(dataset)
+def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
+    """The rows of the shards in turns, each shard's in their order, and from the beginning again
+    where the strategy repeats them."""
     counts, rows = [0] * len(shards), []
     for number in turns:
         own = shards[number]
@@ -176,22 +181,6 @@ def interleave(dataset: TokenDataset, turns: Turns) -> tuple[TokenDataset, list[
         counts[number] += 1
         if counts[number] >= len(own):
             turns.exhausted.add(number)
-    lines = [
-        f"mix: {turns.strategy}: {count:,} samples an epoch from the {len(own):,} of dataset "
-        f"{number}"
-        for number, (count, own) in enumerate(zip(counts, shards, strict=True), 1)
-    ]
-    return dataset.subset(rows), lines
-
-
-def _rows_of_shards(dataset: TokenDataset) -> list[np.ndarray]:
-    """The positions in the dataset of each shard's samples."""
-    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
-    rows = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
-    for number, own in enumerate(rows, 1):
-        if not len(own):
-            reason = f"it leaves no sample of dataset {number} of {len(rows)} to mix"
-            refuse("val_size", None, reason, "a lower val_size")
     return rows
 
 
@@ -209,83 +198,54 @@ class DatasetBundle:
 
 
 class _Loader:
-    """Turns dataset entries into TokenDatasets with one set of options, and keeps the lines of the
-    report."""
+    """Turns dataset entries into datasets, and keeps the lines of the report."""
 
     def __init__(self, data_args, stage: str, tokenizer):
         self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
-        self.cache_dir = Path(data_args.cache_dir or default_cache_dir()).expanduser()
         self.objective = objective_of(stage)
         self.report: list[str] = []
 
-    def load(self, entries) -> TokenDataset:
-        entries = [entries] if isinstance(entries, str) else entries
-        specs = resolve(entries, self.args.dataset_dir, self.stage, self.args.sample_by)
-        return TokenDataset.concat([self._load_one(spec) for spec in specs])
-
-    def mix(self, dataset: TokenDataset, seed: int) -> TokenDataset:
-        """The dataset as mix_strategy and mix_weights have it: they mix what is trained on."""
-        strategy, weights = self.args.mix_strategy, self.args.mix_weights
-        lines: list[str] = []
-        if strategy != "concat":
-            turns = Turns(len(dataset.shards), strategy, weights, seed)
-            dataset, lines = interleave(dataset, turns)
-        elif weights:
-            dataset, lines = mix(dataset, weights, seed)
-        self.report += lines
-        return dataset
+    def load(self, entries: list[str]) -> TokenDataset:
+        shards = []
+        for encoder in self._encoders(entries):
+            shards.append(load_shard(encoder))
+            dataset = TokenDataset(shards[-1:])
+            self._describe(encoder.spec, shards[-1].meta, dataset)
+            if not len(dataset):
+                nothing = f"{encoder.spec.name}: no {self.objective.unit} is left to train on"
+                raise ValueError("\n".join([nothing, *self.report]))
+        return TokenDataset(shards)
 
     def open_stream(self, entries: list[str], seed: int) -> TokenStream:
         """The entries as a stream: only their first records are read now."""
-        args = self.args
-        specs = resolve(entries, args.dataset_dir, self.stage, args.sample_by)
-        sources = [(self._encoder(spec), self._limit(spec)) for spec in specs]
-        for encoder, _ in sources:
+        encoders = self._encoders(entries)
+        for encoder in encoders:
             self._describe_stream(encoder)
-        return TokenStream(sources, args, data_args_pack(args, self.stage), seed)
+        return TokenStream(encoders, self.args, _packs_samples(self.args, self.stage), seed)
 
-    def _limit(self, spec: DatasetSpec) -> int | None:
-        limits = [n for n in (self.args.max_samples, spec.num_samples) if n is not None]
-        return min(limits, default=None)
-
-    def _encoder(self, spec: DatasetSpec) -> Encoder:
+    def _encoders(self, entries: list[str]) -> list[Encoder]:
         args = self.args
-        return Encoder(
-            self.tokenizer,
-            spec,
-            self.stage,
-            cutoff_len=args.cutoff_len,
-            joins=self.objective.joins_documents and data_args_join(args),
-            train_on_prompt=args.train_on_prompt,
-            mask_history=args.mask_history,
-            default_system=args.default_system,
-            enable_thinking=args.enable_thinking,
-            on_bad_record=args.on_bad_record,
-        )
+        specs = resolve(entries, args.dataset_dir, self.stage)
+        return [Encoder(self.tokenizer, spec, self.stage, args) for spec in specs]
 
-    def _load_one(self, spec: DatasetSpec) -> TokenDataset:
-        args = self.args
-        shard = load_shard(
-            self._encoder(spec),
-            self._limit(spec),
-            args.preprocessing_num_workers,
-            self.cache_dir,
-            args.overwrite_cache,
+    def pack(self, name: str, dataset: TokenDataset) -> Packs:
+        # each document may have cutoff_len tokens, and those of a sample go into one row
+        capacity = self.args.cutoff_len * dataset.documents_per_sample
+        packed = Packs(dataset, capacity)
+        self.report.append(
+            f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
+            f"{100 * packed.padding_fraction:.2f} % padding"
         )
-        dataset = TokenDataset([shard])
-        self._describe(spec, shard, dataset)
-        if not len(dataset):
-            raise ValueError(
-                "\n".join(
-                    [f"{spec.name}: no {self.objective.unit} is left to train on", *self.report]
-                )
-            )
-        return dataset
+        return packed
 
-    def _describe(self, spec: DatasetSpec, shard: Shard, dataset: TokenDataset) -> None:
-        meta, trained, tokens = shard.meta, dataset.num_trained_tokens, dataset.num_tokens
+    def _describe(self, spec: DatasetSpec, meta: dict, dataset: TokenDataset) -> None:
         # The cache knows a file by its content: it may have had another name when it was written.
         names = dict(zip(meta["sources"], spec.files, strict=True))
+
+        def renamed(line: str) -> str:
+            file = next((file for file in names if line.startswith(f"{file}:")), "")
+            return names.get(file, file) + line.removeprefix(file)
+
         for source, file in names.items():
             form = meta["formats"].get(source, "not read")
             if self.objective.has_pairs and source in meta["formats"]:
@@ -293,56 +253,55 @@ class _Loader:
             self.report.append(f"{file}: {form} records")
         line = (
             f"{spec.name}: {meta['records']:,} records -> {len(dataset):,} {self.objective.unit}s, "
-            f"{tokens:,} tokens"
+            f"{dataset.num_tokens:,} tokens"
         )
         if len(dataset):
-            share = 100 * trained / max(tokens, 1)
+            share = 100 * dataset.num_trained_tokens / max(dataset.num_tokens, 1)
             line += f" ({share:.1f} % trained), longest {dataset.lengths.max():,}"
         self.report.append(line)
         self.report += [f"  note: {note}" for note in spec.notes + meta["notes"]]
-        for what, (count, first) in meta["tallies"].items():
-            file, _, number = first.rpartition(":")
-            place = f"{names.get(file, file)}:{number}"
-            self.report.append(f"  warning: {count:,} {what}, the first at {place}")
-        self._describe_bad(meta["bad"], names)
+        bad = {}
+        for what, count in meta["counts"].items():
+            if what.startswith(BAD):
+                bad[what.removeprefix(BAD)] = count
+                continue
+            first = renamed(meta["places"][what])
+            self.report.append(f"  warning: {count:,} {what}, the first at {first}")
+        if bad:
+            self.report.append(f"  warning: {sum(bad.values()):,} {BAD.removesuffix(': ')}")
+            self.report += [f"    {count:,}: {reason}" for reason, count in bad.items()]
+            self.report.append("  the first of them:")
+            self.report += [f"    {renamed(line)}" for line in meta["first_bad"]]
         if len(dataset):
             parts = SIDES if self.objective.has_pairs else ("sample",)
-            for part, shown in zip(parts, dataset[0], strict=True):
-                text = show_document(shown, self.tokenizer)
-                self.report.append(f"  first {part}, trained tokens in «»: {text}")
+            self._show(dict(zip(parts, dataset[0], strict=True)))
+
+    def _show(self, documents: dict[str, dict]) -> None:
+        for part, shown in documents.items():
+            text = show_document(shown, self.tokenizer)
+            self.report.append(f"  first {part}, trained tokens in «»: {text}")
 
     def _describe_stream(self, encoder: Encoder) -> None:
         spec = encoder.spec
-        form, first = look_at(encoder)
+        formats: dict[str, str] = {}
+        records = itertools.islice(encoder.records(formats), CHUNK_RECORDS)
+        samples, _ = encoder.encode([record for record, _ in records])
         size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-        self.report.append(f"{spec.files[0]}: {form} records")
-        line = f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read"
-        self.report += [line, *(f"  note: {note}" for note in spec.notes + encoder.notes)]
-        whole = [f for f in spec.files if kind_of(f).removesuffix(".gz") in (".json", ".csv")]
+        self.report += [
+            f"{spec.files[0]}: {formats.get(spec.files[0], 'not read')} records",
+            f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read",
+            *(f"  note: {note}" for note in spec.notes + encoder.notes),
+        ]
+        whole = [f for f in spec.files if plain_kind_of(f) in (".json", ".csv")]
         if whole:
             note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
             self.report.append(f"  note: {note}")
-        if first is not None:
-            text = show_document(first, self.tokenizer)
-            self.report.append(f"  first sample, trained tokens in «»: {text}")
-
-    def _describe_bad(self, bad: dict, names: dict[str, str]) -> None:
-        if not bad["count"]:
-            return
-        self.report.append(f"  warning: {bad['count']:,} records cannot be used and were left out")
-        self.report += [f"    {count:,}: {reason}" for reason, count in bad["reasons"].items()]
-        self.report.append("  the first of them:")
-        for line in bad["first"]:
-            file = next((file for file in names if line.startswith(f"{file}:")), "")
-            self.report.append(f"    {names.get(file, file)}{line.removeprefix(file)}")
+        if samples:
+            _, [document] = samples[0]
+            self._show({"sample": shifted(*document)})
 
 
-def data_args_join(data_args) -> bool:
-    """Whether texts are joined and cut into full rows, in which they see each other."""
-    return data_args.packing is not False and not data_args.neat_packing
-
-
-def data_args_pack(data_args, stage: str) -> bool:
+def _packs_samples(data_args, stage: str) -> bool:
     """Whether samples are packed into rows in which they do not see each other."""
     may_pack = not objective_of(stage).joins_documents
     return data_args.neat_packing or (may_pack and bool(data_args.packing))
@@ -363,13 +322,14 @@ def marked_runs(tokens: np.ndarray, trained: np.ndarray, tokenizer) -> list[tupl
     return [(tokenizer.decode(ids.tolist()), bool(mask[0])) for ids, mask in runs if len(ids)]
 
 
-def show_document(document: dict, tokenizer, max_chars: int = 600) -> str:
+def show_document(document: dict, tokenizer) -> str:
     """The document decoded, with «» round what carries loss; long ones are cut in the middle."""
     text = ""
     for piece, is_trained in marked_runs(*tokens_of(document), tokenizer):
         text += f"«{piece}»" if is_trained else piece
-    half = max_chars // 2
-    return repr(text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}")
+    if len(text) > _SHOWN_CHARS:
+        text = f"{text[: _SHOWN_CHARS // 2]} ... {text[-_SHOWN_CHARS // 2 :]}"
+    return repr(text)
 
 
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
@@ -385,24 +345,23 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     check_named(data_args, judge)
     check_records(data_args, objective_of(stage), judge)
     judge.close()
-    loader = _Loader(data_args, stage, tokenizer)
+    loader, val_size = _Loader(data_args, stage, tokenizer), data_args.val_size
+    report, unit = loader.report, loader.objective.unit
     if not loader.objective.joins_documents:
-        names = data_args.chat_template, data_args.template
-        loader.report += set_chat_template(tokenizer, *names)
+        report += set_chat_template(tokenizer, data_args.chat_template, data_args.template)
     found: dict[str, TokenDataset | Packs] = {}
     stream, held_out = None, None
     if data_args.dataset and data_args.streaming:
         stream = loader.open_stream(data_args.dataset, seed)
-        if data_args.val_size:
-            held_out = stream.hold_out(data_args.val_size)
-            loader.report.append(
-                f"eval: {len(held_out):,} rows of the first {data_args.val_size:,} records"
-            )
+        if val_size:
+            held_out = stream.hold_out(val_size)
+            report.append(f"eval: {len(held_out):,} rows of the first {val_size:,} records")
     elif data_args.dataset:
         found["train"] = loader.load(data_args.dataset)
-        if data_args.val_size:
-            found["train"], found["eval"] = split_off(found["train"], data_args.val_size, seed)
-        found["train"] = loader.mix(found["train"], seed)
+        if val_size:
+            found["train"], found["eval"] = split_off(found["train"], val_size, seed)
+        found["train"], lines = mix(found["train"], data_args, seed)
+        report += lines
     each = {}  # name of an evaluation set -> its key in `found`
     if data_args.eval_dataset and data_args.eval_on_each_dataset:
         each = {Path(name).stem: f"eval {name}" for name in data_args.eval_dataset}
@@ -410,18 +369,13 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     elif data_args.eval_dataset:
         found["eval"] = loader.load(data_args.eval_dataset)
     for name, dataset in found.items():
-        loader.report.append(
-            f"{name}: {len(dataset):,} {loader.objective.unit}s, {dataset.num_tokens:,} tokens an "
-            "epoch"
-        )
-    if data_args_pack(data_args, stage):
-        for name, dataset in found.items():
-            # each document may have cutoff_len tokens, and those of a sample go into one row
-            capacity = data_args.cutoff_len * dataset.documents_per_sample
-            packed = found[name] = Packs(dataset, capacity)
-            loader.report.append(
-                f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
-                f"{100 * packed.padding_fraction:.2f} % padding"
-            )
-    evaluated = {name: found[key] for name, key in each.items()} or found.get("eval", held_out)
-    return DatasetBundle(found.get("train", stream), evaluated, loader.report)
+        tokens = f"{dataset.num_tokens:,} tokens an epoch"
+        report.append(f"{name}: {len(dataset):,} {unit}s, {tokens}")
+    if _packs_samples(data_args, stage):
+        found = {name: loader.pack(name, dataset) for name, dataset in found.items()}
+    bundle = DatasetBundle(found.get("train", stream), held_out, report)
+    if each:
+        bundle.eval = {name: found[key] for name, key in each.items()}
+    elif "eval" in found:
+        bundle.eval = found["eval"]
+    return bundle

@@ -1,4 +1,5 @@
-"""From samples to micro-batches: documents in rows, the collator, and who gets which sample when.
+"""From samples to micro-batches: whose turn it is among several datasets, documents in rows, the
+collator, and who gets which sample when.
 
 A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the token that
 position t has to predict, or IGNORE_INDEX: one document for a text or a conversation, chosen and
@@ -8,7 +9,7 @@ positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from .constants import IGNORE_INDEX
 from .data_files import SIDES
 
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
+_DRAWS = 1000  # at once, as Hugging Face's datasets does: another number is another order
 
 
 def documents_of(sample) -> list[Mapping]:
@@ -68,37 +70,29 @@ class Collator:
     padded on the right.
 
     attention_mask numbers the documents of a row from 1 (a lone document may bring its own
-    numbers); padding has 0, and label IGNORE_INDEX. s is the longest row rounded up to a multiple
-    of pad_to_multiple_of, or always max_length (rounded up) where one is given. Where documents
-    have a "reference", so has the batch: float32 [b, most documents of a row].
-    Raises: ValueError for a row over max_length, and for what is no sample.
+    numbers); padding has 0, and label IGNORE_INDEX. s is the longest row. Where documents have a
+    "reference", so has the batch: float32 [b, most documents of a row].
+    Raises: ValueError for what is no sample.
     """
 
-    def __init__(
-        self, pad_token_id: int, pad_to_multiple_of: int = 1, max_length: int | None = None
-    ):
-        self.pad_token_id, self.max_length = pad_token_id, max_length
-        self.pad_to_multiple_of = pad_to_multiple_of
+    def __init__(self, pad_token_id: int):
+        self.pad_token_id = pad_token_id
 
     def __call__(self, samples: list) -> dict[str, torch.Tensor]:
-        rows = [_row(sample) for sample in samples]
-        longest = max(len(row["input_ids"]) for row in rows)
-        if self.max_length is not None and longest > self.max_length:
-            raise ValueError(
-                f"a sample of {longest} tokens is over max_length {self.max_length}: set "
-                "cutoff_len to it"
-            )
-        multiple = self.pad_to_multiple_of
-        shape = len(rows), math.ceil((self.max_length or longest) / multiple) * multiple
-        padding = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
-        batch = {}
-        for key, value in padding.items():
-            batch[key] = torch.full(shape, value, dtype=torch.int64)
-            for place, row in zip(batch[key], rows, strict=True):
-                place[: len(row[key])] = row[key]
-        if all("reference" in row for row in rows):
-            batch["reference"] = pad_sequence([row["reference"] for row in rows], batch_first=True)
-        return batch
+        return _stack([_row(sample) for sample in samples], self.pad_token_id)
+
+
+def _padding(pad_token_id: int) -> dict[str, int]:
+    return {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0, "reference": 0}
+
+
+def _stack(rows: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """What all rows have, each [rows, longest]."""
+    return {
+        key: pad_sequence([row[key] for row in rows], batch_first=True, padding_value=value)
+        for key, value in _padding(pad_token_id).items()
+        if all(key in row for row in rows)
+    }
 
 
 def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
@@ -109,8 +103,8 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
     alone, which only fills the batch, gives `per_row` rows with one position of padding. ValueError
     for rows with other numbers of documents.
     """
-    parts = {"input_ids": [], "labels": [], "attention_mask": []}
-    for ids, labels, mask in zip(*(batch[key] for key in parts), strict=True):
+    found, keys = [], ("input_ids", "labels", "attention_mask")
+    for ids, labels, mask in zip(*(batch[key] for key in keys), strict=True):
         lengths = torch.bincount(mask)[1:].tolist()
         is_filler = not lengths
         if is_filler:
@@ -121,14 +115,11 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
                 "true"
             )
         used = sum(lengths)
-        parts["input_ids"] += ids[:used].split(lengths)
-        parts["labels"] += labels[:used].split(lengths)
-        parts["attention_mask"] += [torch.full((n,), int(not is_filler)) for n in lengths]
-    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
-    return {
-        key: pad_sequence(rows, batch_first=True, padding_value=values[key])
-        for key, rows in parts.items()
-    }
+        cut = zip(ids[:used].split(lengths), labels[:used].split(lengths), strict=True)
+        for own_ids, own_labels in cut:
+            own_mask = torch.full_like(own_ids, int(not is_filler))
+            found.append(dict(zip(keys, (own_ids, own_labels, own_mask), strict=True)))
+    return _stack(found, pad_token_id)
 
 
 def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
@@ -147,25 +138,20 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
     if batch["labels"].shape != batch["input_ids"].shape:
         shapes = tuple(batch["labels"].shape), tuple(batch["input_ids"].shape)
         raise ValueError(f"labels {shapes[0]} and input_ids {shapes[1]} differ in shape")
-    mask = batch.get("attention_mask")
-    if mask is not None:
-        if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
-            raise ValueError(
-                "attention_mask has padding on the left: set the tokenizer's padding_side to "
-                "'right'"
-            )
-        if not packs and (mask > 1).any():
-            raise ValueError(
-                "attention_mask numbers several documents in a row, which would see each other: "
-                "set sequence_packing: true"
-            )
-    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    mask = batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
+        raise ValueError(
+            "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'"
+        )
+    if not packs and (mask > 1).any():
+        raise ValueError(
+            "attention_mask numbers several documents in a row, which would see each other: set "
+            "sequence_packing: true"
+        )
     positions = batch.pop("position_ids", None)
-    if (
-        positions is not None
-        and not packs
-        and not (positions == torch.arange(positions.shape[-1])).all()
-    ):
+    if positions is None or packs:
+        return batch
+    if not (positions == torch.arange(positions.shape[-1])).all():
         raise ValueError(
             "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true"
         )
@@ -174,10 +160,7 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
 
 def count_tokens(batch: dict) -> tuple[int, int]:
     """(tokens without padding, sum of squared document lengths) of a checked batch."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return batch["input_ids"].numel(), batch["input_ids"].numel() * batch["input_ids"].shape[1]
-    lengths = torch.cat([torch.bincount(row[row > 0].long()) for row in mask])
+    lengths = torch.cat([torch.bincount(row[row > 0].long()) for row in batch["attention_mask"]])
     return int(lengths.sum()), int((lengths**2).sum())
 
 
@@ -186,8 +169,61 @@ def pad_batch(batch: dict, length: int, pad_token_id: int) -> dict:
     more = length - batch["input_ids"].shape[1]
     if not more:
         return batch
-    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
+    values = _padding(pad_token_id)
     return {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
+
+
+class Turns:
+    """Yields the number of the dataset that the next sample is taken from, until the epoch is over.
+
+    As LLaMA-Factory's strategies are: concat takes one dataset after another; interleave_under,
+    _over and _once are Hugging Face's interleave_datasets with first_exhausted, all_exhausted and
+    all_exhausted_without_replacement. Without weights datasets take turns, and a round is finished;
+    with them each turn is drawn, the same for a seed. Whoever takes the samples adds a dataset to
+    `exhausted` with its last one, and then begins it again. taken: turns that are behind.
+    """
+
+    def __init__(
+        self,
+        num_datasets: int,
+        strategy: str,
+        weights: Sequence[float] | None = None,
+        seed: int = 0,
+        taken: int = 0,
+        exhausted: Sequence[int] = (),
+    ):
+        self.num_datasets, self.strategy = num_datasets, strategy
+        self.taken, self.exhausted = taken, set(exhausted)
+        self._draws: Iterator[int] | None = None
+        if weights is not None:
+            self._draws = itertools.islice(_drawn(weights, seed), taken, None)
+
+    def __iter__(self) -> Iterator[int]:
+        repeats = self.strategy in ("interleave_under", "interleave_over")
+        while not self._is_over(finishes_rounds=repeats and self._draws is None):
+            if self.strategy == "concat":
+                number = min(set(range(self.num_datasets)) - self.exhausted)
+            elif self._draws is None:
+                number = self.taken % self.num_datasets
+            else:
+                number = next(self._draws)
+            self.taken += 1
+            if repeats or number not in self.exhausted:
+                yield number
+
+    def _is_over(self, finishes_rounds: bool) -> bool:
+        if finishes_rounds and self.taken % self.num_datasets:
+            return False
+        if self.strategy == "interleave_under":
+            return bool(self.exhausted)
+        return len(self.exhausted) == self.num_datasets
+
+
+def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
+    shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.choice(len(shares), size=_DRAWS, p=shares).tolist()
 
 
 class BatchPlan:
@@ -215,14 +251,12 @@ class BatchPlan:
     ):
         if num_samples < 1:
             raise ValueError(f"the dataset has {num_samples} samples: expected at least one")
-        if (
-            min(micro_batch_size, gradient_accumulation_steps, dp_size) < 1
-            or not 0 <= dp_rank < dp_size
-        ):
+        least = min(micro_batch_size, gradient_accumulation_steps, dp_size)
+        if least < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(
                 f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data "
-                "parallel rank "
-                f"{dp_rank} of {dp_size}: expected sizes of at least 1 and a rank below dp_size"
+                f"parallel rank {dp_rank} of {dp_size}: expected sizes of at least 1 and a rank "
+                "below dp_size"
             )
         self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
         self.seed, self.shuffle = seed, shuffle
@@ -280,48 +314,39 @@ class _MicroBatches:
         self.plan, self.start, self.num_epochs = plan, (start_epoch, start_step), num_epochs
 
     def __iter__(self):
-        start_epoch, first_step = self.start
-        for epoch in itertools.count(start_epoch):
-            if self.num_epochs is not None and epoch >= self.num_epochs:
-                return
+        epoch, first_step = self.start
+        while self.num_epochs is None or epoch < self.num_epochs:
             for i in range(first_step, self.plan.steps_per_epoch):
                 yield from self.plan.step(epoch, i)
-            first_step = 0
+            epoch, first_step = epoch + 1, 0
 
 
-class _WithFillers(Dataset):
-    """(is a filler, sample), where a filler is sample 0."""
+class _Filled(Dataset):
+    """A dataset with a user's collate function. `self[i]` is (whether i is a filler, sample), where
+    a filler is sample 0; after collate its row has no labels."""
 
-    def __init__(self, dataset):
-        self.dataset = dataset
+    def __init__(self, dataset, collate):
+        self.dataset, self.user_collate = dataset, collate
 
     def __getitem__(self, i: int):
         return i == FILLER, self.dataset[0 if i == FILLER else i]
 
-
-class _CollateWithFillers:
-    """The user's collate function; afterwards the rows of fillers have no labels."""
-
-    def __init__(self, collate):
-        self.collate = collate
-
-    def __call__(self, items: list):
+    def collate(self, items: list):
         fillers = torch.tensor([is_filler for is_filler, _ in items])
-        batch = self.collate([sample for _, sample in items])
-        if fillers.any():
-            labels = batch.get("labels") if hasattr(batch, "get") else None
-            if labels is None or len(labels) != len(items):
-                raise ValueError(
-                    "the last batch is filled up with samples of weight zero: expected the collate "
-                    "function to return "
-                    f'a mapping with "labels" of {len(items)} rows, one a sample'
-                )
-            # labels may be the same tensor as input_ids
-            batch["labels"] = torch.as_tensor(labels).clone()
-            batch["labels"][fillers] = IGNORE_INDEX
-            if "attention_mask" in batch:
-                batch["attention_mask"] = torch.as_tensor(batch["attention_mask"]).clone()
-                batch["attention_mask"][fillers] = 0
+        batch = self.user_collate([sample for _, sample in items])
+        if not fillers.any():
+            return batch
+        labels = batch.get("labels") if hasattr(batch, "get") else None
+        if labels is None or len(labels) != len(items):
+            raise ValueError(
+                "the last batch is filled up with samples of weight zero: expected the collate "
+                f'function to return a mapping with "labels" of {len(items)} rows, one a sample'
+            )
+        for key, value in (("labels", IGNORE_INDEX), ("attention_mask", 0)):
+            if key in batch:
+                # labels may be the same tensor as input_ids
+                batch[key] = torch.as_tensor(batch[key]).clone()
+                batch[key][fillers] = value
         return batch
 
 
@@ -346,17 +371,18 @@ def make_loader(
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
             f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style "
-            "dataset, because the steps "
-            "of an epoch are planned ahead; read an iterable dataset into a list"
+            "dataset, because the steps of an epoch are planned ahead; read an iterable dataset "
+            "into a list"
         )
     if len(dataset) != plan.num_samples:
         raise ValueError(
             f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
         )
+    filled = _Filled(dataset, collate)
     return DataLoader(
-        _WithFillers(dataset),
+        filled,
         batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
-        collate_fn=_CollateWithFillers(collate),
+        collate_fn=filled.collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         # Without one of its own a DataLoader draws from torch's global generator, and dropout would

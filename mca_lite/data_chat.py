@@ -2,9 +2,11 @@
 says.
 
 A template says what it writes, not where the answers are. Its {% generation %} marks tell it;
-without them it is found by rendering parts of the conversation and comparing.
+without them it is found by rendering parts of the conversation and comparing. Thinking and tools
+are written as text where a template has no place for them.
 """
 
+import json
 import os
 import re
 import threading
@@ -17,12 +19,27 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .args_values import refuse
 from .chat_templates import BUILT_IN_FOR, TEMPLATES
-from .data_turns import for_template, mark_thinking
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
 _QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
 RENDER_S = 30.0  # for the two of them: honest templates take milliseconds
+
+
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 
 @dataclass
@@ -123,38 +140,36 @@ class ChatRenderer:
         self._styles: dict[str, _Style] = {}
 
     def render(
-        self, messages: list[dict], tools: list | None, last_only: bool, where: str
+        self, messages: list[dict], tools: list | None, trained: str, where: str
     ) -> list[tuple[str, list]]:
-        """(text, spans) of each sample: a conversation, and [start, end) in characters of what the
-        assistant says in each turn (last_only: in the last one), with the end-of-turn token.
+        """(text, spans) of each sample: a conversation, and [start, end) in characters of what is
+        learned of it. trained: "all" of it; what the assistant says in all "answers", or in the
+        "last" one, with the end-of-turn token.
 
-        One sample a conversation; several where the template strips thinking from earlier turns, so
-        that each turn is trained once, after the history that it has when the model is used.
+        One sample a conversation; of answers several where the template strips thinking from
+        earlier turns, so that each turn is trained once, after the history that it has when the
+        model is used.
         Raises: ValueError with the place."""
         template = self.tokenizer.get_chat_template(tools=tools)
-        messages, tools = for_template(messages, tools, template)
+        messages, tools = _for_template(messages, tools, template)
         try:
+            if trained == "all":
+                text = self._render(messages, tools)
+                return [(text, [(-1, len(text) + 1)])]
             parts = [(len(messages), len(messages) - 1)]
-            if not last_only:
+            if trained == "answers":
                 parts = self._parts(messages, tools)
             return [
                 self._sample(messages[:end], tools, first, template, where) for end, first in parts
             ]
         except (TemplateError, TypeError) as error:
-            raise _refused(where, error) from error
-
-    def whole(self, messages: list[dict], tools: list | None, where: str) -> str:
-        """The text of the whole conversation. Raises: ValueError with the place."""
-        template = self.tokenizer.get_chat_template(tools=tools)
-        try:
-            return self._render(*for_template(messages, tools, template))
-        except (TemplateError, TypeError) as error:
-            raise _refused(where, error) from error
+            reason = f"the chat template refuses the conversation: {error}"
+            raise ValueError(f"{where}: {reason}") from error
 
     def _parts(self, messages: list[dict], tools: list | None) -> list[tuple[int, int]]:
         """(end, first) of each sample: it is messages[:end], in which the turns from `first` on are
         trained."""
-        marked, marks = mark_thinking(messages)
+        marked, marks = _mark_thinking(messages)
 
         def shows(end: int, number: int) -> bool:
             return marks[number] in self._render(marked[:end], tools)
@@ -226,12 +241,13 @@ class ChatRenderer:
     def _end_of_turn(self, tail: str) -> str:
         """tail up to and with its first special token; without one, tail without the white space at
         its end."""
-        tokens = [
-            *map(str, self.tokenizer.added_tokens_decoder.values()),
-            *self.tokenizer.all_special_tokens,
-        ]
+        added = map(str, self.tokenizer.added_tokens_decoder.values())
+        tokens = [*added, *self.tokenizer.all_special_tokens]
         ends = [(tail.index(token), -len(token)) for token in tokens if token and token in tail]
-        return tail[: min(ends)[0] - min(ends)[1]] if ends else tail.rstrip()
+        if not ends:
+            return tail.rstrip()
+        start, minus_length = min(ends)  # of those that begin there the longest
+        return tail[: start - minus_length]
 
     def _by_marks(
         self, messages, tools, template: str, style: _Style, first: int
@@ -290,9 +306,10 @@ class ChatRenderer:
             else:
                 turn = turn.rstrip()
             kept = _longest_end(turn, text, start)
-            if not kept.endswith(style.closing) or not all(
-                part in kept for part in _parts_said(message)
-            ):
+            # the answer without its thinking, the names of called functions
+            said = [message.get("content", "").rpartition("</think>")[2].strip()]
+            said += [call["function"]["name"] for call in message.get("tool_calls", ())]
+            if not kept.endswith(style.closing) or not all(part in kept for part in said):
                 return []
             spans.append((start, start + len(kept)))
         return spans
@@ -333,34 +350,28 @@ class ChatRenderer:
         return spans[-trained:] if at == len(text) else []
 
     def _what_differs(self, text: str, messages, tools) -> str:
-        reason = ""
+        reason = "the template changes what it says"
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not number:
                 continue
+            here = f"message {number + 1}"
             try:
                 before = self._render(messages[:number], tools, prompt=True)
             except TemplateError as error:
-                reason = (
-                    f"message {number + 1}: the template refuses the messages before it: {error}"
-                )
+                reason = f"{here}: the template refuses the messages before it: {error}"
                 break
             at = len(os.path.commonprefix([before, text]))
             if at < len(before):
                 reason = (
-                    f"message {number + 1}: the prompt before it and the whole conversation differ "
-                    f"from character {at} on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
+                    f"{here}: the prompt before it and the whole conversation differ from "
+                    f"character {at} on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
                 )
                 break
         return (
-            "cannot tell which part of the rendered conversation the assistant says; "
-            f"{reason or 'the template changes what it says'}; "
+            f"cannot tell which part of the rendered conversation the assistant says; {reason}; "
             "put {% generation %} and {% endgeneration %} round it in the chat template, or set "
             "train_on_prompt: true"
         )
-
-
-def _refused(where: str, error: Exception) -> ValueError:
-    return ValueError(f"{where}: the chat template refuses the conversation: {error}")
 
 
 def _longest_end(turn: str, text: str, start: int) -> str:
@@ -375,8 +386,79 @@ def _longest_end(turn: str, text: str, start: int) -> str:
     return ""
 
 
-def _parts_said(message: dict) -> list[str]:
-    """Texts that must be found in a rendered turn: the answer without its thinking, the names of
-    called functions."""
-    answer = message.get("content", "").rpartition("</think>")[2].strip()
-    return [answer, *(call["function"]["name"] for call in message.get("tool_calls", ()))]
+# -- thinking and tools ---------------------------------------------------------------------------
+
+
+def _for_template(
+    messages: list[dict], tools: list | None, template: str
+) -> tuple[list[dict], list | None]:
+    """(messages, tools) without what the chat template would leave out or refuse.
+
+    Where it does not read reasoning_content, the thinking stands in <think></think> before the
+    answer. Where it takes no tools, or no tool calls, Qwen's way of writing them is used: their
+    descriptions end the system message, or begin the first question where there is none; calls are
+    JSON in <tool_call></tool_call>, and what tools return is a user's message in
+    <tool_response></tool_response>.
+    """
+    if "reasoning_content" not in template:
+        messages = [_with_thinking_as_text(message) for message in messages]
+    has_calls = any("tool_calls" in message for message in messages)
+    if (tools and "tools" not in template) or (has_calls and "tool_calls" not in template):
+        messages, tools = _with_tools_as_text(messages, tools or []), None
+    return messages, tools
+
+
+def _with_thinking_as_text(message: dict) -> dict:
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    thinking = message.get("reasoning_content")
+    if not thinking:
+        return rest
+    return rest | {"content": f"<think>\n{thinking.strip()}\n</think>\n\n{message['content']}"}
+
+
+def _with_tools_as_text(messages: list[dict], tools: list) -> list[dict]:
+    written: list[dict] = []
+    before = None
+    for message in messages:
+        role, content = message["role"], message["content"]
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        if role == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if before == "tool":  # templates that know no tools want one question, one answer
+                written[-1]["content"] += f"\n{content}"
+            else:
+                written.append({"role": "user", "content": content})
+        else:
+            calls = [_call_as_text(call["function"]) for call in message.get("tool_calls", ())]
+            parts = [part for part in (content, *calls) if part] or [""]
+            written.append(rest | {"content": "\n".join(parts)})
+        before = role
+    if tools:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        described, first = _TOOLS.format(tools=lines), written[0]
+        parts = [described, first["content"]]
+        if first["role"] != "user":
+            parts.reverse()
+        written[0] = first | {"content": "\n\n".join(parts)}
+    return written
+
+
+def _call_as_text(function: dict) -> str:
+    call = {"name": function["name"], "arguments": function.get("arguments", {})}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _mark_thinking(messages: list[dict]) -> tuple[list[dict], dict[int, str]]:
+    """(messages with a mark instead of what the assistant thinks, {message: its mark})."""
+    marked, marks = [], {}
+    for number, message in enumerate(messages):
+        mark = f"mcathought{number}x"
+        before, closing, answer = message["content"].rpartition("</think>")
+        head, opening, thinking = before.rpartition("<think>")
+        if message["role"] == "assistant" and str(message.get("reasoning_content") or "").strip():
+            message, marks[number] = message | {"reasoning_content": mark}, mark
+        elif message["role"] == "assistant" and closing and thinking.strip():
+            content = f"{head}{opening}\n{mark}\n{closing}{answer}"
+            message, marks[number] = message | {"content": content}, mark
+        marked.append(message)
+    return marked, marks

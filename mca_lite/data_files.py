@@ -31,16 +31,7 @@ SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this 
 # What dataset_info.json of LLaMA-Factory may hold
 _HUB_KEYS = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
-_KEYS = (
-    "file_name",
-    "hf_hub_url",
-    "formatting",
-    "columns",
-    "tags",
-    "num_samples",
-    "ranking",
-    *_UNUSED_KEYS,
-)
+_KEYS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "ranking")
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
 _TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
 _OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
@@ -62,7 +53,6 @@ class DatasetSpec:
 
     formatting: the name of a record format. columns: our name of a column -> the file's. tags:
     names within messages. num_samples: only the first so many records. notes: lines for the report.
-    sample_by: what a document of a .txt file is, a line or the whole file (document).
     """
 
     name: str
@@ -72,18 +62,15 @@ class DatasetSpec:
     tags: dict = field(default_factory=dict)
     num_samples: int | None = None
     notes: list[str] = field(default_factory=list)
-    sample_by: str = "line"
 
 
 # -- which files ---------------------------------------------------------------------------------
 
 
-def resolve(
-    entries: list[str], dataset_dir: str | None, stage: str = "sft", sample_by: str = "line"
-) -> list[DatasetSpec]:
+def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[DatasetSpec]:
     """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
     (as given, or in dataset_dir), else a dataset of the Hugging Face hub, whose files are taken
-    from its cache where they are there. sample_by: of their .txt files.
+    from its cache where they are there.
 
     Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
     """
@@ -106,11 +93,6 @@ def resolve(
                 + _did_you_mean(entry, info, "; ")
             )
         specs.append(DatasetSpec(str(entry), _files_of(path)))
-    for spec in specs:
-        spec.sample_by = sample_by
-        if any(kind_of(file).removesuffix(".gz") == ".txt" for file in spec.files):
-            what = "the whole file" if sample_by == "document" else "each line"
-            spec.notes.append(f"of a .txt file {what} is a document (sample_by: {sample_by})")
     return specs
 
 
@@ -137,6 +119,11 @@ def kind_of(file: str | Path) -> str:
     """The suffix that says how a file is read: one of SUFFIXES, where it can be."""
     path = Path(file)
     return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
+
+
+def plain_kind_of(file: str | Path) -> str:
+    """The same of what a compressed file holds."""
+    return kind_of(file).removesuffix(".gz")
 
 
 def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
@@ -179,10 +166,10 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
 def _read_info(path: Path) -> dict:
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{path}: not valid JSON: {_TOO_DEEP}") from None
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
     if not isinstance(info, dict):
         raise ValueError(
             f"{path}: expected an object that maps names to datasets, got {type(info).__name__}"
@@ -191,42 +178,19 @@ def _read_info(path: Path) -> dict:
 
 
 def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpec:
-    here, has_pairs = f"{info_file}: dataset {name!r}", objective_of(stage).has_pairs
+    here = f"{info_file}: dataset {name!r}"
     if not isinstance(entry, dict):
         raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
-    hub = [key for key in _HUB_KEYS if key in entry]
     repository = entry.get("hf_hub_url")
+    hub = ", ".join(key for key in _HUB_KEYS if key in entry)
     if not repository and (hub or "file_name" not in entry):
-        instead = f" instead of {', '.join(hub)}" if hub else ""
+        instead = f" instead of {hub}" if hub else ""
         raise ValueError(
             f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
             f"hf_hub_url{instead}"
         )
-    if entry.get("ranking") and not has_pairs:
-        raise ValueError(
-            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
-        )
     columns, tags = _names_of(entry, "columns", here), _names_of(entry, "tags", here)
-    num_samples = entry.get("num_samples")
-    for key in ("file_name", "hf_hub_url", *_UNUSED_KEYS):
-        if not isinstance(entry.get(key, ""), str):
-            raise ValueError(f"{here}: {key}: expected a path or a name, got {entry[key]!r:.80}")
-    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-        raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
-    for kind, given, known in (
-        ("key", entry, _KEYS + _HUB_KEYS),
-        ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
-        ("tag", tags, tuple(TAGS)),
-    ):
-        for key in given:
-            if key not in known:
-                raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
-    usable = _TEXT_COLUMNS + SIDES if has_pairs else _TEXT_COLUMNS
-    if other := [column for column in columns if column not in usable]:
-        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
-    formatting = entry.get("formatting")
-    if formatting not in (None, *_FORMATTINGS):
-        raise ValueError(f"{here}: formatting {formatting!r}: expected alpaca, sharegpt or openai")
+    _check_entry(entry, columns, tags, stage, here)
     if repository:
         files, notes = _files_of_hub(repository, entry, here), []
     else:
@@ -236,7 +200,36 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
         files = _files_of(path)
         unused = [key for key in _UNUSED_KEYS if key in entry]
         notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
+    formatting, num_samples = entry.get("formatting"), entry.get("num_samples")
     return DatasetSpec(name, files, formatting, columns, tags, num_samples, notes)
+
+
+def _check_entry(entry: dict, columns: dict, tags: dict, stage: str, here: str) -> None:
+    """ValueError for what of a declaration cannot be honoured."""
+    has_pairs, num_samples = objective_of(stage).has_pairs, entry.get("num_samples")
+    if entry.get("ranking") and not has_pairs:
+        raise ValueError(
+            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
+        )
+    for key in ("file_name", "hf_hub_url", *_UNUSED_KEYS):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{here}: {key}: expected a path or a name, got {entry[key]!r:.80}")
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+        raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
+    for kind, given, known in (
+        ("key", entry, _KEYS + _UNUSED_KEYS + _HUB_KEYS),
+        ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
+        ("tag", tags, tuple(TAGS)),
+    ):
+        for key in given:
+            if key not in known:
+                raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
+    usable = _TEXT_COLUMNS + SIDES if has_pairs else _TEXT_COLUMNS
+    if other := [column for column in columns if column not in usable]:
+        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
+    if entry.get("formatting") not in (None, *_FORMATTINGS):
+        got = repr(entry["formatting"])
+        raise ValueError(f"{here}: formatting {got}: expected alpaca, sharegpt or openai")
 
 
 def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
@@ -273,26 +266,19 @@ def read_records(
     Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
     pyarrow.
     """
-    suffix, cursor = kind_of(file).removesuffix(".gz"), cursor or Cursor()
-    if suffix == ".parquet":
-        yield from _from(cursor, _read_parquet(file))
-        return
-    read = {".json": _read_json, ".csv": _read_csv}.get(suffix)
+    suffix, cursor = plain_kind_of(file), cursor or Cursor()
+    read_whole = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}.get(suffix)
     is_text, is_whole = suffix == ".txt", suffix == ".txt" and sample_by == "document"
     try:
         with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as raw:
-            if read is not None:
-                yield from _from(cursor, read(file, raw))
-            else:
+            if read_whole is None:
                 yield from _read_lines(file, raw, is_text, is_whole, skip, cursor)
+                return
+            for record in itertools.islice(read_whole(file, raw), cursor.number, None):
+                cursor.number += 1
+                yield record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: it cannot be decompressed: {error}") from None
-
-
-def _from(cursor: Cursor, records: Iterator) -> Iterator[tuple[str, object]]:
-    for record in itertools.islice(records, cursor.number, None):
-        cursor.number += 1
-        yield record
 
 
 def _read_lines(
@@ -367,47 +353,49 @@ def parse_json(text: str, where: str):
 def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
     """A list of records, or objects one after another. Elements are decoded one by one to know
     their lines."""
+
+    def invalid(place: str, what: str) -> ValueError:
+        return ValueError(f"{place}: not valid JSON: {what}")
+
     text = _decode(raw.read(), file)
     decoder, space = json.JSONDecoder(), re.compile(r"\s*")
     may_be_no_text = _SURROGATE.search(text) is not None
     at = space.match(text).end()
-    is_list = text[at : at + 1] == "["
+    is_list = text.startswith("[", at)
     at = space.match(text, at + is_list).end()
     line, counted = 1, 0
     while at < len(text) and not (is_list and text[at] == "]"):
         line, counted = line + text.count("\n", counted, at), at
+        where = f"{file}:{line}"
         try:
             record, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
+            raise invalid(f"{file}:{error.lineno}", error.msg) from None
         except RecursionError:
-            raise ValueError(f"{file}:{line}: not valid JSON: {_TOO_DEEP}") from None
-        where = f"{file}:{line}"
+            raise invalid(where, _TOO_DEEP) from None
         yield where, _check_text(record, where) if may_be_no_text else record
         at = space.match(text, at).end()
         if is_list and text[at : at + 1] not in (",", "]"):
             line += text.count("\n", counted, at)
             got = repr(text[at : at + 20]) if at < len(text) else "the end of the file"
-            raise ValueError(
-                f"{file}:{line}: not valid JSON: expected ',' or ']' after a record, got {got}"
-            )
+            raise invalid(f"{file}:{line}", f"expected ',' or ']' after a record, got {got}")
         if is_list and text[at] == ",":
             at = space.match(text, at + 1).end()
     if is_list and text[at + 1 :].strip():
-        raise ValueError(f"{file}: not valid JSON: there is more text after the list of records")
+        raise invalid(file, "there is more text after the list of records")
     if is_list and at >= len(text):
         lines = text.count("\n") + 1
-        raise ValueError(f"{file}:{lines}: not valid JSON: the list does not end with ']'")
+        raise invalid(f"{file}:{lines}", "the list does not end with ']'")
 
 
-def _read_parquet(file: str) -> Iterator[tuple[str, object]]:
+def _read_parquet(file: str, raw) -> Iterator[tuple[str, object]]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
     import pyarrow.parquet  # an extra: only who reads parquet needs it
 
     row = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
+        for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000):
             for record in batch.to_pylist():
                 row += 1
                 yield f"{file}:{row}", record

@@ -46,6 +46,11 @@ class Packs(Dataset):
         return packs
 
 
+def samples_of(dataset):
+    """The data set with a sample in each place, where it is one of packs."""
+    return dataset.dataset if isinstance(dataset, Packs) else dataset
+
+
 class WithReference(Dataset):
     """A view of a dataset in which each document has "reference", the log-probability that a
     reference model gives to it.

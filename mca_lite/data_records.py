@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
-from .data_turns import read_blocks
 from .objectives import TEXT, objective_of
 
 # -- what all formats share ----------------------------------------------------------------------
@@ -88,11 +87,8 @@ def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
     history = get_column(record, columns.get("history", "history"), where, list, required=False)
     messages = []
     for turn in history or []:
-        if (
-            not isinstance(turn, list)
-            or len(turn) != 2
-            or not all(isinstance(text, str) for text in turn)
-        ):
+        is_pair = isinstance(turn, list) and len(turn) == 2
+        if not is_pair or not all(isinstance(text, str) for text in turn):
             raise ValueError(
                 f"{where}: history: expected a list of [question, answer] pairs of texts"
             )
@@ -177,14 +173,22 @@ def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
 
 def _openai(record, spec: DatasetSpec, where: str) -> list[dict]:
     turns = get_column(record, spec.columns.get("messages", "messages"), where, list)
-    return [_openai_message(turn, spec.tags, where) for turn in turns]
+    return _messages(turns, "", spec.tags, where)
+
+
+def _messages(value: str | dict | list, role: str, tags: dict, where: str) -> list[dict]:
+    """A text of `role`, a message of OpenAI's or a list of them, as messages."""
+    if isinstance(value, str):
+        return [_message(role, value)]
+    turns = value if isinstance(value, list) else [value]
+    return [_openai_message(turn, tags, where) for turn in turns]
 
 
 def _openai_message(turn, tags: dict, where: str) -> dict:
     role = get_column(turn, tags.get("role_tag", "role"), where)
     content_tag = tags.get("content_tag", "content")
     content = get_column(turn, content_tag, where, (str, list), required=False)
-    blocks = read_blocks(content, where) if isinstance(content, list) else {}
+    blocks = _read_blocks(content, where) if isinstance(content, list) else {}
     content = blocks.pop("content", content)
     renamed = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     renamed["observation_tag"] = "tool"
@@ -206,6 +210,27 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
     return message
 
 
+def _read_blocks(blocks: list, where: str) -> dict:
+    """{"content", and "reasoning_content" and "tool_calls" where there are some} of a list of
+    OpenAI's text blocks, or LLaMA-Factory's {"type": text, reasoning or tool_call, "value"}."""
+    texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for block in blocks:
+        kind = block.get("type", "text") if isinstance(block, dict) else None
+        text = block.get("value", block.get("text")) if kind in texts else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{where}: content: expected a text or a list of blocks of {', '.join(texts)}; "
+                "only text can be trained on"
+            )
+        texts[kind].append(text)
+    found: dict = {"content": "".join(texts["text"])}
+    if texts["reasoning"]:
+        found["reasoning_content"] = "".join(texts["reasoning"])
+    if texts["tool_call"]:
+        found["tool_calls"] = [parse_json(text, where) for text in texts["tool_call"]]
+    return found
+
+
 # -- prompt and completion -----------------------------------------------------------------------
 
 
@@ -218,18 +243,13 @@ def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
 
 
 def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
-    return _text_or_messages(record, spec.columns.get("prompt", "prompt"), "user", where)
+    prompt = get_column(record, spec.columns.get("prompt", "prompt"), where, (str, list))
+    return _messages(prompt, "user", {}, where)
 
 
 def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
     column = "completion" if "completion" in record else "response"
-    return _text_or_messages(record, column, "assistant", where)
-
-
-def _text_or_messages(record, column: str, role: str, where: str) -> list[dict]:
-    value = get_column(record, column, where, (str, list))
-    turns = [_message(role, value)] if isinstance(value, str) else value
-    return [_openai_message(turn, {}, where) for turn in turns]
+    return _messages(get_column(record, column, where, (str, list)), "assistant", {}, where)
 
 
 # -- pairs of whole conversations ----------------------------------------------------------------
@@ -246,12 +266,9 @@ def _has_whole_conversations(record: dict, spec: DatasetSpec, pairs: bool) -> bo
 
 @dataclass(frozen=True)
 class Format:
-    """How conversations stand in a record; the module's docstring says what each function does.
-
-    fits: (record, spec, whether pairs are wanted) -> bool. prompt, answer: (record, spec, place) ->
-    messages, or ValueError with the place. alone: the columns of a conversation; in_pairs: those
-    beside chosen and rejected; None: there are none.
-    """
+    """How conversations stand in a record. fits: (record, spec, whether pairs are wanted) -> bool.
+    prompt, answer: (record, spec, place) -> messages, or ValueError with the place. alone: the
+    columns of a conversation; in_pairs: those beside chosen and rejected; None: there are none."""
 
     fits: Callable
     prompt: Callable
@@ -268,8 +285,8 @@ FORMATS = {
         _is_alpaca,
         _alpaca_prompt,
         _alpaca_answer,
-        alone="instruction, input, output",
-        in_pairs="instruction, input",
+        "instruction, input, output",
+        "instruction, input",
     ),
     "openai": Format(_is_openai, _openai, alone="messages", in_pairs="messages"),
     "sharegpt": Format(_is_sharegpt, _sharegpt, alone="conversations", in_pairs="conversations"),
@@ -280,12 +297,6 @@ FORMATS = {
 }
 
 
-def _rows(pairs: bool) -> dict[str, str]:
-    """The formats of conversations, or of pairs, with their columns."""
-    found = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
-    return {name: columns for name, columns in found.items() if columns}
-
-
 def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
     """The format of a file, from its first record: "text" for documents, else a name in FORMATS.
 
@@ -293,12 +304,19 @@ def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
     """
     objective = objective_of(stage)
     if objective.records == TEXT:
-        return _detect_text(record, spec, stage, where)
+        column = _text_column(spec)
+        if isinstance(record, str) or (isinstance(record, dict) and column in record):
+            return "text"
+        raise ValueError(
+            f"{where}: stage {stage} expects the column {column!r} or plain text, got "
+            f"{_columns_of(record)}: set columns: {{prompt: <name>}} in dataset_info.json, or "
+            "stage: sft for conversations"
+        )
     pairs = objective.has_pairs
-    rows = ", ".join(f"{name} ({columns})" for name, columns in _rows(pairs).items())
-    expected = f"stage {stage} expects {rows}"
-    if pairs:
-        expected = f"stage {stage} expects pairs: the columns chosen and rejected, and {rows}"
+    rows = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
+    listed = ", ".join(f"{name} ({columns})" for name, columns in rows.items() if columns)
+    also = "pairs: the columns chosen and rejected, and " if pairs else ""
+    expected = f"stage {stage} expects {also}{listed}"
     got, other_names = f"got {_columns_of(record)}", "other names: columns in dataset_info.json"
     is_object = isinstance(record, dict)
     if not is_object and not pairs:
@@ -310,8 +328,8 @@ def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
         raise ValueError(f"{where}: chosen and rejected answers are for stage dpo: {expected}")
     if spec.formatting:
         return spec.formatting
-    for name in _rows(pairs):
-        if FORMATS[name].fits(record, spec, pairs):
+    for name, columns in rows.items():
+        if columns and FORMATS[name].fits(record, spec, pairs):
             return name
     if pairs:
         raise ValueError(f"{where}: {expected}, got texts without a prompt in {sorted(record)}")
@@ -322,8 +340,7 @@ def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
 def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
     """Whether one conversation can be read from a record that has chosen and rejected answers
     too."""
-    answers = (spec.columns.get("response", "output"), "completion", "response")
-    if any(column in record for column in answers):
+    if {spec.columns.get("response", "output"), "completion", "response"} & record.keys():
         return True
     tags = TAGS | spec.tags
     turns = record.get(_turns_column(record, spec))
@@ -332,21 +349,11 @@ def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
     return role in (tags["assistant_tag"], "gpt", "assistant")
 
 
-# -- documents -----------------------------------------------------------------------
+# -- documents -----------------------------------------------------------------------------------
 
 
 def _text_column(spec: DatasetSpec) -> str:
     return spec.columns.get("text") or spec.columns.get("prompt") or "text"
-
-
-def _detect_text(record, spec: DatasetSpec, stage: str, where: str) -> str:
-    if isinstance(record, str) or (isinstance(record, dict) and _text_column(spec) in record):
-        return "text"
-    raise ValueError(
-        f"{where}: stage {stage} expects the column {_text_column(spec)!r} or plain text, got "
-        f"{_columns_of(record)}: set columns: {{prompt: <name>}} in dataset_info.json, or stage: "
-        "sft for conversations"
-    )
 
 
 def document(record, spec: DatasetSpec, where: str) -> str:
@@ -450,13 +457,12 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
 def _pair_answer(record, column: str, spec: DatasetSpec, form: str, where: str) -> list[dict]:
     """A text, a message or a list of messages, as messages."""
     answer = get_column(record, column, where, (str, dict, list))
-    if isinstance(answer, str):
-        return [_message("assistant", answer)]
-    turns = answer if isinstance(answer, list) else [answer]
+    turns = [answer] if isinstance(answer, dict) else answer
     first, tag = _first_turn(turns), spec.tags.get("role_tag", "from")
-    if form == "sharegpt" or (tag in first and "role" not in first):
+    has_tag = form == "sharegpt" or (tag in first and "role" not in first)
+    if has_tag and not isinstance(answer, str):
         return _sharegpt_turns(turns, spec, f"{where}: {column}")
-    return [_openai_message(turn, spec.tags, f"{where}: {column}") for turn in turns]
+    return _messages(turns, "assistant", spec.tags, f"{where}: {column}")
 
 
 def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -> None:
@@ -479,7 +485,7 @@ def _check_prompt_column(record, spec: DatasetSpec, before: list[dict], where: s
     column = spec.columns.get("prompt", "prompt")
     prompt = get_column(record, column, where, (str, list), required=False)
     if isinstance(prompt, list):
-        messages = [_openai_message(turn, {}, where) for turn in prompt]
+        messages = _messages(prompt, "user", {}, where)
         same = messages in (before, [m for m in before if m["role"] != "system"])
     else:
         same = not prompt or any(prompt.strip() == m["content"].strip() for m in before)

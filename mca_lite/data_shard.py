@@ -10,9 +10,9 @@ A sample is `documents_per_sample` documents in turn. No rank holds the data, an
 machine share it.
 """
 
+import dataclasses
 import json
 import os
-import re
 import time
 import zlib
 from pathlib import Path
@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from .constants import IGNORE_INDEX
-from .files import sync, write_json
+from .data_encode import Tally, num_learned
+from .files import checksum, sync, write_json
 
-_META = {"sources", "formats", "records", "tallies", "bad", "notes", "created", "checksums"}
-MAX_BAD_SHARE = 0.1  # of the records: above it, it is the declaration that is wrong
+_TALLY = {field.name for field in dataclasses.fields(Tally)}
+_META = {"sources", "formats", "notes", "created", "checksums", *_TALLY}
 _FILES = ("ids.bin", "mask.bin", "spans.bin", "learned.bin")
 _whole: set[tuple[Path, bytes]] = set()  # (folder, its meta.json) of what this process has checked
 
@@ -49,69 +50,39 @@ class _File:
 def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progress) -> None:
     """Write a new folder with the documents of `parts`, which is on the disk when the call returns.
 
-    parts: data_encode.Encoded, one after another. meta: "sources", "formats" and "notes" of the
-    report, complete when the parts are used up. row_length: join the documents and cut them into
-    rows of so many tokens (None: leave them); neighbours share the token at which they meet, as the
-    last target of one and the first input of the next. progress: is told how far it is.
+    parts: what data_encode.Encoder.encode gives of each chunk of records. meta: "sources",
+    "formats" and "notes" of the report, complete when the parts are used up. row_length: join the
+    documents and cut them into rows of so many tokens (None: leave them); neighbours share the
+    token at which they meet, as the last target of one and the first input of the next. progress:
+    is told how far it is.
     """
     folder.mkdir()
     files = {name: _File(folder / name) for name in _FILES}
-    tallies, lengths, learned, records = {}, [], [], 0
-    bad = {"count": 0, "reasons": {}, "first": []}
+    tally, lengths, learned = Tally(), [], []
     try:
-        for part in parts:
-            files["ids.bin"].write(part.ids)
-            if part.mask is not None:
-                files["mask.bin"].write(part.mask)
-            lengths += part.lengths
-            learned += part.learned
-            records += part.records
-            for what, (count, first) in part.tallies.items():
-                before, first = tallies.get(what, (0, first))
-                tallies[what] = (before + count, first)
-            _count_bad(bad, part.bad)
-            progress(f"{records:,} records, {files['ids.bin'].size // 4:,} tokens")
+        for samples, of_part in parts:
+            for ids, mask in (document for _, documents in samples for document in documents):
+                files["ids.bin"].write(ids)
+                if mask is not None:
+                    files["mask.bin"].write(mask)
+                lengths.append(len(ids))
+                learned.append(num_learned(ids, mask))
+            tally.add(of_part)
+            progress(f"{tally.records:,} records, {files['ids.bin'].size // 4:,} tokens")
         spans, learned = _spans(lengths, learned, row_length)
         files["spans.bin"].write(spans)
         files["learned.bin"].write(learned)
     finally:
         for file in files.values():
             file.close()
-    if bad["count"] > MAX_BAD_SHARE * records:
-        raise ValueError(
-            f"{bad['count']:,} of {records:,} records cannot be used, and on_bad_record: skip "
-            f"leaves out at most {100 * MAX_BAD_SHARE:.0f} %; the first:\n  "
-            + "\n  ".join(bad["first"])
-        )
+    tally.check()
     if files["mask.bin"].size == 0:
         (folder / "mask.bin").unlink()
         del files["mask.bin"]
     checksums = {name: [file.size, file.crc] for name, file in files.items()}
-    meta = {
-        **meta,
-        "records": records,
-        "tallies": tallies,
-        "bad": bad,
-        "created": time.time(),
-        "checksums": checksums,
-    }
+    meta = {**meta, **dataclasses.asdict(tally), "created": time.time(), "checksums": checksums}
     write_json(folder / "meta.json", meta)
     sync(folder)
-
-
-def _count_bad(bad: dict, found: list[tuple[str, str]]) -> None:
-    """Add (place, reason) of records to their count, the reasons and the first ten."""
-    bad["count"] += len(found)
-    for _, reason in found:
-        kind = kind_of_reason(reason)
-        bad["reasons"][kind] = bad["reasons"].get(kind, 0) + 1
-    listed = [f"{where}: {reason[:200]}" for where, reason in found]
-    bad["first"] = [*bad["first"], *listed][:10]
-
-
-def kind_of_reason(reason: str) -> str:
-    """One text for a reason, whichever message of a record it names."""
-    return re.sub(r"\d+", "N", reason)[:120]
 
 
 def _spans(lengths: list[int], learned: list[int], row_length: int | None) -> tuple:
@@ -141,20 +112,12 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has {found:,} bytes and had {size:,}"
         if (folder, text) not in _whole:
             for name, (_, crc) in meta["checksums"].items():
-                if _crc_of(folder / name) != crc:
+                if checksum(folder / name)[1] != crc:
                     return f"{name} has other content than was written"
             _whole.add((folder, text))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"it cannot be read ({error})"
     return None
-
-
-def _crc_of(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(8 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 class Shard:

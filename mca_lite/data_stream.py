@@ -15,38 +15,30 @@ import functools
 import hashlib
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .args_values import refuse
 from .constants import IGNORE_INDEX
-from .data_batches import BatchPlan
+from .data_batches import BatchPlan, Turns
 from .data_cache import how_it_is_read, tokenizer_identity
-from .data_encode import Encoder
-from .data_files import Cursor, read_records
-from .data_mix import Turns
-from .data_shard import MAX_BAD_SHARE, kind_of_reason, shifted
+from .data_encode import BEGINNING, Document, Encoder, Place, Tally
+from .data_shard import shifted
 
 CHUNK_RECORDS = 100  # tokenised at once
-_LISTED = 10  # bad records whose places are told
 _FEW_RECORDS = 1000  # of which a tenth may be bad before all are read
 _HEAD_BYTES = 1 << 20  # of a file: with its size they stand for its content
-
-# in a dataset: the file, lines or records and bytes of it, and records in all, that are behind
-Place = tuple[int, ...]
-_BEGINNING: Place = (0, 0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a stream goes on. passes: times that all records were read. turns, exhausted: of
-    data_mix.Turns. places: of each dataset (None: their beginnings). chunk, sample, token: how much
-    of the block that begins there is behind, and of the sample."""
+    """Where a stream goes on. passes: times that all records were read. turns, exhausted: of Turns.
+    places: of each dataset (None: their beginnings). chunk, sample, token: how much of the block
+    that begins there is behind, and of the sample."""
 
     passes: int = 0
     turns: int = 0
@@ -58,21 +50,14 @@ class Position:
 
 
 class _Source:
-    """The records of one dataset, from a place on. One is read ahead: the last is known as such."""
+    """The records of one dataset, over and over. One is read ahead: the last is known as such."""
 
-    def __init__(self, encoder: Encoder, limit: int | None, start: Place):
-        self.encoder, self.limit, self.start = encoder, limit, start
-        self._formats: dict[str, str] = {}
+    def __init__(self, encoder: Encoder, start: Place):
+        self.encoder, self.start = encoder, start
 
-    def begin(self, place: Place | None = None) -> None:
-        """Go on at a place (None: at the start)."""
-        self.place = place = self.start if place is None else place
-        self._items = self._read(*place)
-        self._next = next(self._items, None)
-        if self._next is None:
-            name = self.encoder.spec.name
-            after = ", without those that val_size holds out" if any(self.start) else ""
-            raise ValueError(f"{name}: there is no record to train on{after}")
+    def begin(self, place: Place) -> None:
+        self.place, self._items = place, self.encoder.records({}, place)
+        self._next = next(self._items)
 
     @property
     def is_at_end(self) -> bool:
@@ -84,31 +69,6 @@ class _Source:
         self._next = next(self._items, None)
         return item
 
-    def format_of(self, file: str) -> str:
-        """The format of a file, from the first record that shows one."""
-        encoder = self.encoder
-        if file not in self._formats:
-            self._formats[file] = ""
-            for where, record in read_records(file, encoder.skips, encoder.spec.sample_by):
-                try:
-                    self._formats[file] = encoder.format_of(record, where)
-                    break
-                except ValueError:
-                    if not encoder.skips:
-                        raise
-        return self._formats[file]
-
-    def _read(self, first: int, number: int, offset: int, taken: int) -> Iterator[tuple]:
-        spec, cursor = self.encoder.spec, Cursor(number, offset)
-        for at, file in enumerate(spec.files[first:], first):
-            form = self.format_of(file)
-            for where, record in read_records(file, self.encoder.skips, spec.sample_by, cursor):
-                if taken == self.limit:
-                    return
-                taken += 1
-                yield (where, form, record), (at, cursor.number, cursor.offset, taken)
-            cursor = Cursor()
-
 
 class _Records:
     """(dataset, place, format, record) of all records in the order of mix_strategy, pass after
@@ -116,7 +76,7 @@ class _Records:
 
     def __init__(self, stream: "TokenStream", position: Position):
         self.stream, self.passes = stream, position.passes
-        self.sources = [_Source(*source) for source in stream.sources]
+        self.sources = list(map(_Source, stream.encoders, stream.starts))
         self._take_turns(position)
 
     def next_block(self, size: int) -> tuple[Position, list[tuple]]:
@@ -133,18 +93,11 @@ class _Records:
         return tuple(source.place for source in self.sources)
 
     def _take_turns(self, position: Position) -> None:
-        places = position.places or [None] * len(self.sources)
-        for source, place in zip(self.sources, places, strict=True):
+        for source, place in zip(self.sources, position.places or self.stream.starts, strict=True):
             source.begin(place)
-        args = self.stream.args
-        self.turns = Turns(
-            len(self.sources),
-            args.mix_strategy,
-            args.mix_weights,
-            self.stream.seed,
-            taken=position.turns,
-            exhausted=position.exhausted,
-        )
+        args, count, seed = self.stream.args, len(self.sources), self.stream.seed
+        behind = position.turns, position.exhausted
+        self.turns = Turns(count, args.mix_strategy, args.mix_weights, seed, *behind)
         self._items = self._one_pass()
 
     def _one_pass(self) -> Iterator[tuple]:
@@ -153,24 +106,24 @@ class _Records:
             item = source.take()
             if source.is_at_end:
                 self.turns.exhausted.add(number)
-                source.begin()
+                source.begin(source.start)
             yield number, *item
 
 
 class TokenStream:
     """The rows of datasets that are read over and over.
 
-    sources: (encoder, the most records or None) of each. data_args: DataArguments. packs: samples
-    are put into rows of at most cutoff_len tokens in the order in which they come, and documents do
-    not see each other. Every rank must read the same files.
+    encoders: of each dataset. data_args: DataArguments. packs: samples are put into rows of at most
+    cutoff_len tokens in the order in which they come, and documents do not see each other. Every
+    rank must read the same files.
     """
 
-    def __init__(self, sources: list[tuple[Encoder, int | None]], data_args, packs: bool, seed):
-        self.sources = [(encoder, limit, _BEGINNING) for encoder, limit in sources]
+    def __init__(self, encoders: list[Encoder], data_args, packs: bool, seed: int):
+        self.encoders, self.starts = encoders, (BEGINNING,) * len(encoders)
         self.args, self.packs, self.seed, self.num_held_out = data_args, packs, seed, 0
-        self.shuffles, self.joins = not data_args.disable_shuffling, sources[0][0].joins
+        self.shuffles, self.joins = not data_args.disable_shuffling, encoders[0].joins
         self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
-        self._counts: Counter[str] = Counter()
+        self._tally = Tally()
         self._speaks = False
 
     @functools.cached_property
@@ -181,11 +134,11 @@ class TokenStream:
         facts = {name: getattr(args, name) for name in names}
         facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
         facts["chunk"] = CHUNK_RECORDS
-        facts["tokenizer"] = tokenizer_identity(self.sources[0][0].tokenizer)
-        for number, (encoder, limit, _) in enumerate(self.sources):
+        facts["tokenizer"] = tokenizer_identity(self.encoders[0].tokenizer)
+        for number, encoder in enumerate(self.encoders):
             spec = encoder.spec
-            declared = [spec.formatting, spec.columns, spec.tags, limit, encoder.options()]
-            files = [[how_it_is_read(spec, file), *_begin_of(file)] for file in spec.files]
+            declared = [spec.formatting, spec.columns, spec.tags, encoder.limit, encoder.options()]
+            files = [[how_it_is_read(file, encoder), *_begin_of(file)] for file in spec.files]
             facts[f"dataset {number}"] = declared + files
         text = json.dumps(facts, sort_keys=True, default=str)
         return f"streamed-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -204,8 +157,7 @@ class TokenStream:
         if len(block) < count or records.turns.exhausted or not rows:
             reason = "it takes all records of a dataset, or none of them gives a sample"
             refuse("val_size", count, reason, "another val_size, or eval_dataset")
-        starts = zip(self.sources, records.places(), strict=True)
-        self.sources = [(encoder, limit, place) for (encoder, limit, _), place in starts]
+        self.starts = records.places()
         return HeldOut(rows)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
@@ -229,21 +181,21 @@ class TokenStream:
     def _position_of(self, state: dict | None) -> Position:
         try:
             position = Position(**state or {})
-            places = () if position.places is None else position.places
+            places = position.places or [BEGINNING] * len(self.encoders)
             numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
             numbers += [position.sample, position.token, *itertools.chain(*places)]
-            if any(type(number) is not int or number < 0 for number in numbers) or (
-                position.places is not None and [len(p) for p in places] != [4] * len(self.sources)
-            ):
-                raise ValueError
-        except (TypeError, ValueError):
-            raise ValueError(f"data_position {state!r:.200}: no position of this stream") from None
+            fits = [len(place) for place in places] == [len(BEGINNING)] * len(self.encoders)
+            fits = fits and all(type(number) is int and number >= 0 for number in numbers)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"data_position {state!r:.200}: no position of this stream")
         return position
 
     # -- records to samples to rows
 
-    def _samples(self, position: Position) -> Iterator[tuple[Position, list[tuple]]]:
-        """(its position, (ids, mask) of each document) of each sample from a position on."""
+    def _samples(self, position: Position) -> Iterator[tuple[Position, list[Document]]]:
+        """(its position, its documents) of each sample from a position on."""
         records = _Records(self, position)
         chunk, done, passes, found = position.chunk, position.sample, position.passes, 1
         while True:
@@ -263,15 +215,16 @@ class TokenStream:
                 found, done = found + len(samples), 0
             chunk = 0
 
-    def _tokenize(self, chunk: list[tuple]) -> list[list[tuple]]:
-        """The documents (ids, mask) of each sample of a chunk, in the order of its records."""
-        found, tallies, bad = [[] for _ in chunk], {}, []
-        for source, (encoder, *_) in enumerate(self.sources):
+    def _tokenize(self, chunk: list[tuple]) -> list[list[Document]]:
+        """The documents of each sample of a chunk, in the order of its records."""
+        found, tally = [[] for _ in chunk], Tally()
+        for source, encoder in enumerate(self.encoders):
             own = [place for place, item in enumerate(chunk) if item[0] == source]
-            records = [chunk[place][1:] for place in own]
-            for number, documents, _ in encoder.samples(records, tallies, bad):
+            samples, of_source = encoder.encode([chunk[place][1:] for place in own])
+            tally.add(of_source)
+            for number, documents in samples:
                 found[own[number]].append(documents)
-        self._count(len(chunk), tallies, bad)
+        self._count(tally)
         return list(itertools.chain(*found))
 
     def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
@@ -281,31 +234,21 @@ class TokenStream:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
 
-    def _count(self, records: int, tallies: dict, bad: list[tuple[str, str]]) -> None:
+    def _count(self, tally: Tally) -> None:
         """Say what happened to records, at each first time and each tenfold, and list the first ten
         that cannot be used. ValueError where these are too many."""
-        counts = self._counts
-        counts["records"] += records
-        for where, reason in bad[: max(0, _LISTED - counts["bad"])]:
-            if self._speaks:
-                print(f"stream: left out {where}: {reason}", flush=True)
-        counts["bad"] += len(bad)
-        for where, reason in bad:
-            what = f"records cannot be used and were left out: {kind_of_reason(reason)}"
-            count, first = tallies.get(what, (0, where))
-            tallies[what] = (count + 1, first)
-        for what, (count, first) in tallies.items():
-            before = counts[what]
-            counts[what] += count
-            if self._speaks and (not before or len(str(before)) < len(str(before + count))):
-                print(f"stream: {before + count:,} {what}, one of them at {first}", flush=True)
-        if counts["bad"] > MAX_BAD_SHARE * max(counts["records"], _FEW_RECORDS):
-            where, reason = bad[-1]
-            raise ValueError(
-                f"{counts['bad']:,} of {counts['records']:,} records cannot be used, and "
-                f"on_bad_record: skip leaves out at most {100 * MAX_BAD_SHARE:.0f} %; the last: "
-                f"{where}: {reason}"
-            )
+        total = self._tally
+        listed = len(total.first_bad)
+        total.add(tally)
+        if self._speaks:
+            for line in total.first_bad[listed:]:
+                print(f"stream: left out {line}", flush=True)
+            for what, more in tally.counts.items():
+                count = total.counts[what]
+                if count == more or len(str(count - more)) < len(str(count)):
+                    first = tally.places[what]
+                    print(f"stream: {count:,} {what}, one of them at {first}", flush=True)
+        total.check(_FEW_RECORDS)
 
 
 def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
@@ -348,20 +291,14 @@ def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[d
         yield [shifted(tokens, None)], position
 
 
-class HeldOut(Dataset):
+class HeldOut(list):
     """Rows in memory, with the counts that TokenDataset has."""
 
     def __init__(self, rows: list[list[dict]]):
-        self.rows = rows
+        super().__init__(rows)
         labels = [document["labels"] for row in rows for document in row]
         self.num_tokens = sum(map(len, labels))
         self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> list[dict]:
-        return self.rows[i]
 
 
 class _MicroBatches(IterableDataset):
@@ -391,15 +328,3 @@ def _as_it_is(batch):
 def _begin_of(file: str) -> tuple[int, str]:
     with open(file, "rb") as raw:
         return Path(file).stat().st_size, hashlib.sha256(raw.read(_HEAD_BYTES)).hexdigest()
-
-
-def look_at(encoder: Encoder) -> tuple[str, dict | None]:
-    """(format, first document {"input_ids", "labels"} or None) of the first records of a dataset.
-    ValueError with the place for what cannot be used."""
-    source = _Source(encoder, None, _BEGINNING)
-    source.begin()
-    first = []
-    while len(first) < CHUNK_RECORDS and not source.is_at_end:
-        first.append(source.take())
-    samples = encoder.samples(first, {}, [])
-    return first[0][1], shifted(*samples[0][1][0]) if samples else None

@@ -5,10 +5,13 @@ import errno
 import json
 import os
 import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
 from .constants import MCA_CONFIG_NAME
+
+_BLOCK_BYTES = 1 << 20  # fits a core's cache
 
 
 def write_file(path: str | os.PathLike, data: str | bytes) -> None:
@@ -32,6 +35,16 @@ def write_file(path: str | os.PathLike, data: str | bytes) -> None:
 def write_json(path: str | os.PathLike, record: Any, **options) -> None:
     """Write a record as indented JSON, with write_file. options: those of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
+
+
+def checksum(path: str | os.PathLike) -> tuple[int, int]:
+    """(size in bytes, CRC-32) of a file."""
+    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size += count
+            crc = zlib.crc32(block[:count], crc)
+    return size, crc
 
 
 def sync(path: str | os.PathLike) -> None:

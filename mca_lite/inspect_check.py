@@ -14,19 +14,19 @@ import torch
 import transformers
 
 from . import ckpt_folder, lora
-from .args_rules_schedule import plan_schedule
+from .args_rules_training import plan_schedule
 from .args_run import parse_args
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
-from .data_batches import Collator, make_loader, steps_of_run
-from .data_cache import default_cache_dir
+from .data_batches import Collator, make_loader
+from .data_cache import cache_folder
 from .data_stream import TokenStream
 from .files import check_can_write
 from .log import format_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
-from .run import Plan, data_summary, make_plan, steps_of_epoch
-from .trainer_batches import plan_batches, read_step
+from .run import Plan, data_summary, make_plan
+from .trainer_step import plan_batches, read_step
 
 _MAX_RANKS = 64
 
@@ -37,7 +37,7 @@ def check(words: list[str], say: Callable[[str], None]) -> None:
     arguments = parse_args(words)
     for line in arguments.warnings:
         say(f"note: {line}")
-    cache = Path(arguments.data.cache_dir or default_cache_dir()).expanduser()
+    cache = cache_folder(arguments.data)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
         _show_cache(cache, Path(folder))
@@ -86,8 +86,7 @@ def _of_model(plan: Plan) -> dict:
 
 def _of_steps(plan: Plan) -> dict:
     args, notes = plan.arguments.training, []
-    of_epoch = steps_of_epoch(plan.arguments, plan.data.train)
-    steps = steps_of_run(args, of_epoch)
+    steps, of_epoch = plan.steps, plan.steps_per_epoch
     asked, config = args.resume_from_checkpoint, plan.model.config
     if asked in (None, False):
         ckpt_folder.check_new(args)
@@ -161,22 +160,28 @@ def _first_batches_of(plan: Plan, backend) -> list[tuple[int, int]]:
 
 def _of_ranks(plan: Plan) -> Iterator[str]:
     args, shapes = plan.arguments.training, first_batches(plan)
-    stages = _stages(plan)
+    stages, config = _stages(plan), plan.model.config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    of_stage = args.world_size // len(stages)
-    yield "\nrank  stage tensor context data     parameters        trained  first step reads"
+    # in megatron-core's order of ranks the first of these counts fastest
+    sizes = {"tensor": tp, "context": cp, "data": args.data_parallel_size}
+    of_experts = {}
+    if plan.arguments.backend.use_mca and config.num_moe_experts:
+        of_experts["expert tensor"] = config.expert_tensor_parallel_size
+        of_experts["expert"] = config.expert_model_parallel_size
+    heads = "".join(f" {name:>7}" for name in ("stage", *sizes, *of_experts))
+    yield f"\nrank{heads}     parameters        trained  first step reads"
     for rank in range(min(args.world_size, _MAX_RANKS)):
-        stage, within = divmod(rank, of_stage)
-        data = within // (tp * cp)
-        held, trained, _ = stages[stage]
+        stage, within = divmod(rank, args.world_size // len(stages))
+        places = {"stage": stage, **_places(within, sizes), **_places(within, of_experts)}
+        data, (held, trained, _) = places["data"], stages[stage]
         sp = tp if args.sequence_parallel else 1
         batches = []
         for (b, s), alike in itertools.groupby(shapes[data]):
             batches.append(f"{len(list(alike))} x [{b}, {s // cp}]")
             if stage:  # what comes from the stage before
-                batches[-1] += f" as [{s // cp // sp}, {b}, {plan.model.config.hidden_size}]"
-        places = f"{stage:>6} {within % tp:>6} {within // tp % cp:>7} {data:>4}"
-        yield f"{rank:>4} {places} {held:>14,} {trained:>14,}  {', '.join(batches)}"
+                batches[-1] += f" as [{s // cp // sp}, {b}, {config.hidden_size}]"
+        columns = "".join(f" {place:>{max(7, len(name))}}" for name, place in places.items())
+        yield f"{rank:>4}{columns} {held:>14,} {trained:>14,}  {', '.join(batches)}"
     if args.world_size > _MAX_RANKS:
         yield f"  ... and {args.world_size - _MAX_RANKS:,} ranks more"
     if args.sequence_packing and not torch.cuda.is_available() and plan.arguments.backend.use_mca:
@@ -186,6 +191,14 @@ def _of_ranks(plan: Plan) -> Iterator[str]:
         for (name, shape), layers in tensors.items():
             where = "" if layers == [None] else f"  layers {_spans(layers)}"
             yield f"  {name:58} {list(shape)}{where}"
+
+
+def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """A rank's coordinates in a grid, whose first axis counts fastest."""
+    places = {}
+    for name, size in sizes.items():
+        rank, places[name] = divmod(rank, size)
+    return places
 
 
 def _stages(plan: Plan) -> list[tuple[int, int, dict]]:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .data import TokenDataset, data_args_join, marked_runs, tokens_of
+from .data import TokenDataset, marked_runs, tokens_of
 from .data_chat import ChatRenderer
-from .data_encode import CUT, NO_LABELS
+from .data_encode import BAD, CUT, NO_LABELS, joins_texts
 from .data_files import SIDES
 from .data_packs import Packs
 
@@ -71,7 +71,7 @@ class DataInspector:
     def __init__(self, plan, shown: int):
         self.plan, self.shown, self.tokenizer = plan, shown, plan.tokenizer
         data, self.objective = plan.arguments.data, plan.objective
-        self.joins = self.objective.joins_documents and data_args_join(data)
+        self.joins = self.objective.joins_documents and joins_texts(data)
         self.cutoff_len = data.cutoff_len
         ends = {self.tokenizer.eos_token}
         if not self.objective.joins_documents:
@@ -92,9 +92,10 @@ class DataInspector:
         counts = dict.fromkeys(("read", "bad", "truncated", "label-less", "left out besides"), 0)
         for shard in shards.values():
             counts["read"] += shard.meta["records"]
-            counts["bad"] += shard.meta["bad"]["count"]
-            for what, (count, _) in shard.meta["tallies"].items():
-                if CUT in what:
+            for what, count in shard.meta["counts"].items():
+                if what.startswith(BAD):
+                    counts["bad"] += count
+                elif CUT in what:
                     counts["truncated"] += count
                 elif NO_LABELS in what:
                     counts["label-less"] += count

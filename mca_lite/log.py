@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from .args_rules_schedule import plan_schedule
+from . import model_fused
+from .args_rules_training import plan_schedule
 from .constants import LOSS_PLOT_NAME, PAGE_NAME, RUN_SUMMARY_NAME, TRAINER_LOG_NAME
 from .files import describe_error, write_file, write_json
 from .log_html import page
@@ -18,36 +19,28 @@ from .trainer_callbacks import TrainerCallback
 # Pictures are drawn again after so many seconds, and so rarely that they take 1/50 of the time
 _DRAW_EVERY_S, _DRAW_SHARE = 30.0, 50
 
-# Keys that the progress line shows in its own way, or not at all: the log file has them.
-_NOT_IN_LINE = {
-    "step",
-    "expert_load",
-    "epoch",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "consumed_samples",
-    "consumed_tokens",
-    "padding_fraction",
-    "tflops_per_device",
-    "step_time_s",
-    "peak_memory_gib",
+# The progress line shows these keys so, then the tokens per second, and other keys as they are
+_FORMS = {
+    "epoch": "epoch {:.2f}",
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad_norm {:.2f}",
+    "learning_rate": "lr {:.1e}",
 }
+# ... but not these, which the log file has
+_NOT_IN_LINE = {"step", "consumed_samples", "consumed_tokens", "expert_load", "padding_fraction"}
+_NOT_IN_LINE |= {"tokens_per_second", "tokens_per_second_per_device", "tflops_per_device"}
+_NOT_IN_LINE |= {"step_time_s", "peak_memory_gib", *_FORMS}
 
 
 def format_summary(sections: Mapping[str, Mapping]) -> str:
-    """Returns the start summary as text: a line for each section's name, below it its values in one
-    column.
+    """The start summary as text: a line for each section's name, below it its values in one column.
 
     Numbers get thousand separators, lists are joined by commas, and a value of None leaves its line
     out.
     """
-    known = {
-        name: {k: v for k, v in values.items() if v is not None}
-        for name, values in sections.items()
-    }
+    known = {}
+    for name, values in sections.items():
+        known[name] = {key: value for key, value in values.items() if value is not None}
     width = max((len(key) for values in known.values() for key in values), default=0)
     lines = []
     for name, values in known.items():
@@ -72,15 +65,7 @@ def _text(value) -> str:
 def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -> str:
     """Returns one line for one record of the log; what the record lacks is left out."""
     parts = [f"step {logs['step']}/{max_steps}"]
-    for key, form in (
-        ("epoch", "epoch {:.2f}"),
-        ("loss", "loss {:.4f}"),
-        ("grad_norm", "grad_norm {:.2f}"),
-    ):
-        if logs.get(key) is not None:
-            parts.append(form.format(logs[key]))
-    if logs.get("learning_rate") is not None:
-        parts.append(f"lr {logs['learning_rate']:.1e}")
+    parts += [form.format(logs[key]) for key, form in _FORMS.items() if logs.get(key) is not None]
     if logs.get("tokens_per_second") is not None:
         parts.append(f"{format_rate(logs['tokens_per_second'])} tokens/s")
     for key, value in logs.items():
@@ -123,49 +108,24 @@ def plot_loss(records: Iterable[Mapping], path: str) -> None:
 
 
 class Report(TrainerCallback):
-    """Prints progress and writes the log; every rank constructs one, only the rank with `is_main`
-    prints and writes.
+    """Prints progress and writes the log, as TrainingArguments say; every rank constructs one, only
+    the rank with `is_main` prints and writes.
 
-    report_to: names out of tensorboard and wandb (or "none"). disable_tqdm: None shows a bar where
-    stderr is a terminal and plain lines elsewhere; True always plain lines, False always the bar.
-    `config` is what W&B stores about the run. Raises ValueError, on every rank alike, for an
-    unknown name or one whose package is not installed.
+    With disable_tqdm None a bar is shown where stderr is a terminal, and plain lines elsewhere.
     """
 
-    def __init__(
-        self,
-        *,
-        is_main: bool,
-        output_dir: str,
-        report_to: Iterable[str] = (),
-        plot_loss: bool = False,
-        html_report: bool = True,
-        run_name: str | None = None,
-        disable_tqdm: bool | None = None,
-        config: Mapping | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.is_main = is_main
-        self.output_dir = output_dir
-        named = [report_to] if isinstance(report_to, str) else report_to
-        self.trackers = [name for name in named if name != "none"]
-        self.page_path = None
-        if html_report:
-            self.page_path = os.path.join(output_dir, PAGE_NAME)
-        self.plots = plot_loss
-        self.run_name = run_name
-        self.config = dict(config or {})
-        self.uses_bar = sys.stderr.isatty() if disable_tqdm is None else not disable_tqdm
-        self._clock = clock
+    def __init__(self, args, is_main: bool, clock: Callable[[], float] = time.perf_counter):
+        self.args, self.is_main, self._clock = args, is_main, clock
+        self.log_path = os.path.join(args.output_dir, TRAINER_LOG_NAME)
+        self.page_path = os.path.join(args.output_dir, PAGE_NAME) if args.html_report else None
+        self.plots, self.uses_bar = args.plot_loss, not args.disable_tqdm
+        if args.disable_tqdm is None:
+            self.uses_bar = sys.stderr.isatty()
         self._file = self._bar = self._tensorboard = self._wandb = None
         self._max_steps = self.first_step = 0
         self._started = self._draw_at = clock()
         self._facts: dict = {}  # run_summary.json
         self._folder: RunFolder | None = None
-
-    @property
-    def log_path(self) -> str:
-        return os.path.join(self.output_dir, TRAINER_LOG_NAME)
 
     def print(self, text: str) -> None:
         """Prints on the main rank only, above the bar where there is one."""
@@ -188,7 +148,7 @@ class Report(TrainerCallback):
         if not self.is_main:
             return
         self._close()
-        os.makedirs(self.output_dir, exist_ok=True)
+        os.makedirs(self.args.output_dir, exist_ok=True)
         self._open_log(state.global_step)
         self._facts |= {"max_steps": state.max_steps, "first_step": state.global_step}
         self._facts |= {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
@@ -197,42 +157,35 @@ class Report(TrainerCallback):
         if self.uses_bar:
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True
-            )
-        if "tensorboard" in self.trackers:
+            done, steps = state.global_step, state.max_steps
+            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
+        if "tensorboard" in self.args.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             # purge_step hides what a crashed run wrote past the step that this one resumes from.
             purge_step = state.global_step + 1 if state.global_step else None
-            self._tensorboard = SummaryWriter(
-                os.path.join(self.output_dir, "runs"), purge_step=purge_step
-            )
-        if "wandb" in self.trackers:
+            folder = os.path.join(self.args.output_dir, "runs")
+            self._tensorboard = SummaryWriter(folder, purge_step=purge_step)
+        if "wandb" in self.args.report_to:
             import wandb
 
             project = os.environ.get("WANDB_PROJECT", "mca_lite")
-            self._wandb = wandb.init(
-                project=project, name=self.run_name, config=self.config, dir=self.output_dir
-            )
+            about = dict(name=self.args.run_name, config=self.args.to_dict())
+            self._wandb = wandb.init(project=project, dir=self.args.output_dir, **about)
 
     def _open_log(self, resumed_step: int) -> None:
         """Opens the log for appending, with the lines up to `resumed_step` in it: a new run (step
         0) starts empty."""
         kept = []
         if resumed_step and os.path.exists(self.log_path):
-            kept = [
-                record
-                for record in read_log(self.log_path)
-                if record.get("step", 0) <= resumed_step
-            ]
-        temporary = f"{self.log_path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in kept)
-        os.replace(temporary, self.log_path)
+            kept = [line for line in read_log(self.log_path) if line.get("step", 0) <= resumed_step]
+        write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(self.log_path, "a", encoding="utf-8")  # until on_train_end
 
     def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.first_step + 1 and model_fused.is_on():
+            took = self._clock() - self._started
+            self.print(f"the first step took {took:.1f} s: kernels were compiled in it")
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -241,24 +194,14 @@ class Report(TrainerCallback):
 
     def log(self, logs: Mapping) -> None:
         """Writes one record: a line of trainer_log.jsonl (unrounded), of the trackers and of the
-        progress.
-
-        `logs` must hold "step"; numbers may be Python's, numpy's or tensors of one element. Nothing
-        is added to them.
-        """
+        progress. `logs` must hold "step"; numbers may be tensors or numpy's, of one element."""
         if not self.is_main:
             return
-        logs = {
-            key: value.item() if hasattr(value, "item") else value for key, value in logs.items()
-        }
+        logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
         if self._file is not None:
             self._file.write(json.dumps(logs) + "\n")
             self._file.flush()  # whoever follows the file sees each line, and a crash loses none
-        numbers = {
-            key: value
-            for key, value in logs.items()
-            if key != "step" and isinstance(value, (int, float))
-        }
+        numbers = {k: v for k, v in logs.items() if k != "step" and isinstance(v, (int, float))}
         if self._tensorboard is not None:
             for key, value in numbers.items():
                 group = "eval/" if key.startswith("eval_") else "train/"
@@ -292,17 +235,17 @@ class Report(TrainerCallback):
 
     def _write_facts(self, state: str) -> None:
         self._facts["state"] = state
-        write_json(os.path.join(self.output_dir, RUN_SUMMARY_NAME), self._facts, default=str)
+        write_json(os.path.join(self.args.output_dir, RUN_SUMMARY_NAME), self._facts, default=str)
 
     def _draw(self) -> None:
         """Draws training_loss.png and report.html. A run does not end of it that this fails."""
         began = self._clock()
         try:
             if self._folder is None:
-                self._folder = RunFolder(self.output_dir)
+                self._folder = RunFolder(self.args.output_dir)
             run = self._folder.read()
             if self.plots:
-                plot_loss(run.records, os.path.join(self.output_dir, LOSS_PLOT_NAME))
+                plot_loss(run.records, os.path.join(self.args.output_dir, LOSS_PLOT_NAME))
             if self.page_path is not None:
                 write_file(self.page_path, page([run]))
         except Exception as error:  # whatever a full disk or a font leads to
@@ -320,58 +263,29 @@ class Report(TrainerCallback):
         self._file = self._bar = self._tensorboard = self._wandb = None
 
 
-def report_of(args) -> Report:
-    """The Report that TrainingArguments ask for."""
-    from . import parallel
-
-    return Report(
-        is_main=parallel.is_main(),
-        output_dir=args.output_dir,
-        report_to=args.report_to,
-        plot_loss=args.plot_loss,
-        html_report=args.html_report,
-        run_name=args.run_name,
-        disable_tqdm=args.disable_tqdm,
-        config=args.to_dict(),
-    )
-
-
-def _epochs(trainer, plan, unit: str) -> str:
-    if not hasattr(trainer.train_dataset, "__len__"):
-        return "of a stream, which has no epochs"
-    return f"({plan.steps_per_epoch} an epoch of {plan.num_samples} {unit})"
-
-
 def run_summary(trainer, plan) -> dict[str, dict]:
     """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
     itself."""
     # here: they bring torch and megatron, which a refused key need not wait for
     from . import model_te, parallel
 
-    args = trainer.args
+    args, backend = trainer.args, trainer.backend
     config = getattr(trainer.model, "config", None)
-    total, trained = trainer.backend.num_parameters()
-    precision = str(trainer.backend.dtype).removeprefix("torch.")
-    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(precision, "fp32")
+    total, trained = backend.num_parameters()
+    precision = backend.precision
     if args.fp8:
         precision += f", products in fp8 ({args.fp8}, {args.fp8_recipe})"
-    backend = "plain torch DDP"
-    if trainer.backend.name == "megatron":
-        backend = f"megatron-core, {config.transformer_impl} layers"
-    degrees = [
+    kind = "plain torch DDP"
+    if backend.name == "megatron":
+        kind = f"megatron-core, {config.transformer_impl} layers"
+    degrees = (
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.context_parallel_size,
-    ]
-    degrees.append(trainer.backend.dp_size)
-    shared = [
-        text
-        for text, on in (
-            ("sequence parallel", args.sequence_parallel),
-            ("packed rows", args.sequence_packing),
-        )
-        if on
-    ]
+        backend.dp_size,
+    )
+    shared = ["sequence parallel"] if args.sequence_parallel else []
+    shared += ["packed rows"] if args.sequence_packing else []
     sections = {
         "model": {
             "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
@@ -381,12 +295,12 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "precision": precision,
         },
         "layout": {
-            "backend": backend,
+            "backend": kind,
             "world": f"{args.world_size} ranks on {parallel.device().type}",
             "found": model_te.found_here(),
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
-            **_experts(config, args),
-            **balance_summary(trainer.backend, args),
+            **_experts(backend),
+            **balance_summary(backend, args),
             "activations": ", ".join(shared) or "whole on every rank",
             **_connections(args, parallel.device().type),
         },
@@ -401,10 +315,13 @@ def _steps(trainer, plan) -> dict[str, str | int]:
     args, state = trainer.args, trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
     warmup = plan_schedule(args, state.max_steps).warmup
+    epochs = "of a stream, which has no epochs"
+    if hasattr(trainer.train_dataset, "__len__"):
+        epochs = f"({plan.steps_per_epoch} an epoch of {plan.num_samples} {unit})"
     return {
         "global batch": f"{plan.global_batch_size} {unit} = micro-batch {plan.micro_batch_size} x "
         f"accumulation {args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
-        "steps": f"{state.max_steps} {_epochs(trainer, plan, unit)}",
+        "steps": f"{state.max_steps} {epochs}",
         "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, {warmup} steps of "
         "warm-up",
         "from step": state.global_step,
@@ -419,14 +336,12 @@ def _connections(args, device: str) -> dict[str, str]:
     return {name: "not 1: exported so, messages begin before the products that hide them"}
 
 
-def _experts(config, args) -> dict[str, str]:
+def _experts(backend) -> dict[str, str]:
     """How experts are spread, for a model that has them on megatron-core."""
-    if not getattr(config, "num_moe_experts", None) or not hasattr(
-        config, "expert_tensor_parallel_size"
-    ):
+    if backend.name != "megatron" or not backend.config.num_moe_experts:
         return {}
-    ep, etp = args.expert_model_parallel_size, config.expert_tensor_parallel_size
-    experts = config.num_moe_experts
+    config, experts = backend.config, backend.config.num_moe_experts
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     return {"expert x expert tensor": f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"}
 
 

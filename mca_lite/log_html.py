@@ -1,4 +1,5 @@
-"""report.html: one or several runs on a page that needs nothing but itself, no script and no net.
+"""report.html: one or several runs on a page; and what all pages have in common, which need nothing
+but themselves, no script and no net.
 
 Curves are stretched SVGs with texts of HTML round them, so that they can be read at every width.
 """
@@ -10,7 +11,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .log_read import RunFolder, format_duration, format_rate, smooth
@@ -37,7 +38,8 @@ _NO_CHART = (  # shapes that others have already
 _MOST_POINTS, _SMOOTHED_FROM = 300, 60
 _COLORS = 6
 
-_STYLE = """
+# of every page; its words are those of HTML that is XML too
+_COMMON_STYLE = """
 :root { color-scheme: light dark; --back: #f6f7f9; --card: #fff; --text: #1c2430; --soft: #5b6675;
  --line: #dfe3e8; --c0: #1f66d1; --c1: #c2570c; --c2: #0f7b4f; --c3: #a324a8; --c4: #0e7490;
  --c5: #b4232f; }
@@ -50,14 +52,20 @@ h1 { font-size: 1.5rem; margin: 0; }
 h2 { font-size: 1.1rem; margin: 1.75rem 0 .6rem; }
 h3 { font-size: .95rem; margin: 0 0 .3rem; }
 p { margin: .2rem 0 1rem; }
-p, th, .tiles span, .legend, .plot { color: var(--soft); }
-.tiles, .charts { display: grid; gap: .8rem; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(min(10rem, 44%), 1fr)); }
-.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); }
+p, th, dt, .tiles span { color: var(--soft); }
+.tiles { display: grid; gap: .8rem;
+ grid-template-columns: repeat(auto-fit, minmax(min(10rem, 44%), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
  padding: .7rem .9rem; min-width: 0; overflow-x: auto; }
 .tiles b { display: block; font-size: 1.1rem; }
-.tiles span, .legend { font-size: .82rem; }
+.tiles span { font-size: .82rem; }
+""" + "".join(f".c{i} {{ color: var(--c{i}); }}\n" for i in range(_COLORS))
+
+_STYLE = """
+.charts { display: grid; gap: .8rem;
+ grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); }
+.legend, .plot { color: var(--soft); }
+.legend { font-size: .82rem; }
 .legend span { margin-right: .9rem; display: inline-block; }
 .legend i { display: inline-block; width: .8rem; height: .2rem; margin-right: .35rem;
  vertical-align: middle; background: currentColor; }
@@ -84,7 +92,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; fo
 tr > th:first-child { width: 14rem; }
 .charts tr > th:first-child { width: 36%; }
 .right { color: var(--c2); font-weight: 600; }
-""" + "".join(f".c{i} {{ color: var(--c{i}); }}\n" for i in range(_COLORS))
+"""
 
 
 class _Curve(NamedTuple):
@@ -101,13 +109,10 @@ def page(runs: Sequence[RunFolder]) -> str:
         title = f"{len(runs)} runs"
     drawn = time.strftime("%Y-%m-%d %H:%M:%S")
     found = {name: figures(run) for name, run in named.items()}
-    tiles = (
-        f"<div class='card'><span>{_esc(name)}</span><b>{_esc(text)}</b></div>"
-        for name, text in found[next(iter(named))].items()
-    )
-    parts = [f"<h1>{_esc(title)}</h1><p>Drawn on {drawn}.</p>"]
+    parts = [f"<h1>{esc(title)}</h1><p>Drawn on {drawn}.</p>"]
     if len(named) == 1:
-        parts.append(f"<div class='tiles'>{''.join(tiles)}</div>")
+        (figures_of_it,) = found.values()
+        parts.append(tiles((name, esc(text)) for name, text in figures_of_it.items()))
     else:
         parts.append(_section("The runs", _beside(found)))
     parts.append(_cards("Curves", _charts(named)))
@@ -120,7 +125,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     for part in dict.fromkeys(part for sections in facts.values() for part in sections):
         table = _beside({name: sections.get(part, {}) for name, sections in facts.items()})
         if table:
-            tables.append(f"<h3>{_esc(part.capitalize())}</h3>{table}")
+            tables.append(f"<h3>{esc(part.capitalize())}</h3>{table}")
     parts.append(_cards("The run as it began", tables))
     configs = {name: run.config() for name, run in named.items()}
     if len(named) == 1:
@@ -130,10 +135,16 @@ def page(runs: Sequence[RunFolder]) -> str:
     again = ""
     if any(run.state() == "running" for run in runs):
         again = "<meta http-equiv='refresh' content='30'/>"
+    return document(title, _STYLE, parts, again)
+
+
+def document(title: str, style: str, parts: Iterable[str], head: str = "") -> str:
+    """A page that needs nothing besides itself, light or dark as its reader's screen is. style:
+    beside what all pages have; parts: HTML of its body."""
     return (
-        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'/>{again}"
+        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'/>{head}"
         "<meta name='viewport' content='width=device-width, initial-scale=1'/>"
-        f"<title>{_esc(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{esc(title)}</title><style>{_COMMON_STYLE}{style}</style></head>\n"
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
@@ -186,19 +197,27 @@ _FIGURES = (
 )
 
 
-def _esc(text: Any) -> str:
+def esc(text: Any) -> str:
     """Text as HTML; what no page may hold (control characters, halves of pairs) is replaced."""
     plain = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "\ufffd", str(text))
     return html.escape(plain)
 
 
+def tiles(figures: Iterable[tuple[str, str]]) -> str:
+    """Cards of (name, HTML) beside each other."""
+    cards = (
+        f"<div class='card'><span>{esc(name)}</span><b>{body}</b></div>" for name, body in figures
+    )
+    return f"<div class='tiles'>{''.join(cards)}</div>"
+
+
 def _section(title: str, body: str) -> str:
-    return f"<h2>{_esc(title)}</h2><div class='card'>{body}</div>" if body else ""
+    return f"<h2>{esc(title)}</h2><div class='card'>{body}</div>" if body else ""
 
 
 def _cards(title: str, bodies: list[str]) -> str:
     cards = "".join(f"<div class='card'>{body}</div>" for body in bodies)
-    return f"<h2>{_esc(title)}</h2><div class='charts'>{cards}</div>" if bodies else ""
+    return f"<h2>{esc(title)}</h2><div class='charts'>{cards}</div>" if bodies else ""
 
 
 def _beside(columns: dict[str, dict[str, Any]], only_differing: bool = False) -> str:
@@ -213,10 +232,10 @@ def _beside(columns: dict[str, dict[str, Any]], only_differing: bool = False) ->
         tag = "b" if differs else "span"
         # as JSON, so that true is no text and no digit is lost
         texts = (v if isinstance(v, str) else json.dumps(v, default=str) for v in values)
-        cells = "".join(f"<td><{tag}>{_esc(text)}</{tag}></td>" for text in texts)
-        rows.append(f"<tr><th>{_esc(name)}</th>{cells}</tr>")
+        cells = "".join(f"<td><{tag}>{esc(text)}</{tag}></td>" for text in texts)
+        rows.append(f"<tr><th>{esc(name)}</th>{cells}</tr>")
     if rows and len(columns) > 1:
-        heads = "".join(f"<th>{_esc(run)}</th>" for run in columns)
+        heads = "".join(f"<th>{esc(run)}</th>" for run in columns)
         rows.insert(0, f"<tr><th></th>{heads}</tr>")
     return f"<table>{''.join(rows)}</table>" if rows else ""
 
@@ -235,14 +254,14 @@ def _samples(named: dict[str, RunFolder]) -> str:
         return ""
     heads = ["expected", "before", *after.values()]
     heads = [head for head in heads if any(head in row for row in rows.values())]
-    lines = ["<tr>" + "".join(f"<th>{_esc(head)}</th>" for head in ("prompt", *heads)) + "</tr>"]
+    lines = ["<tr>" + "".join(f"<th>{esc(head)}</th>" for head in ("prompt", *heads)) + "</tr>"]
     for prompt, row in rows.items():
-        cells = [f"<td>{_esc(prompt)}</td>"]
+        cells = [f"<td>{esc(prompt)}</td>"]
         for head in heads:
             text, kind = row.get(head, ""), ""
             if head != "expected" and text.strip() == row.get("expected", "").strip() != "":
                 kind = " class='right'"
-            cells.append(f"<td{kind}>{_esc(text)}</td>")
+            cells.append(f"<td{kind}>{esc(text)}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table>{''.join(lines)}</table>"
 
@@ -348,13 +367,13 @@ def _chart(title: str, curves: list[_Curve]) -> str:
         if first <= step <= last and step == int(step):
             texts.append(f"<span class='x' style='left: {x(step) / 10:g}%'>{_short(step)}</span>")
     names = "".join(
-        f"<span class='c{c.color}'><i></i>{_esc(c.name)} <b>{number(c.points[-1][1])}</b></span>"
+        f"<span class='c{c.color}'><i></i>{esc(c.name)} <b>{number(c.points[-1][1])}</b></span>"
         for c in curves
         if c.name
     )
     paths = "".join(_path(curve, x, y) for curve in drawn)
     return (
-        f"<h3>{_esc(title)}</h3><div class='legend'>{names}</div>"
+        f"<h3>{esc(title)}</h3><div class='legend'>{names}</div>"
         "<div class='plot'><svg viewBox='0 0 1000 1000' preserveAspectRatio='none'>"
         f"<g class='grid'>{lines}</g>{paths}{_hits(drawn, x)}</svg>{''.join(texts)}</div>"
     )
@@ -381,7 +400,7 @@ def _hits(curves: list[_Curve], x: Callable) -> str:
     middles = [0.0, *((x(a) + x(b)) / 2 for a, b in zip(steps, steps[1:], strict=False)), 1000.0]
     for i, step in enumerate(steps):
         strips.append(
-            f"<g class='hit'><title>{_esc(chr(10).join(at[step]))}</title>"
+            f"<g class='hit'><title>{esc(chr(10).join(at[step]))}</title>"
             f"<rect x='{middles[i]:.1f}' width='{middles[i + 1] - middles[i]:.1f}' height='1000'/>"
             f"<line x1='{x(step)}' x2='{x(step)}' y1='0' y2='1000'/></g>"
         )

@@ -16,13 +16,14 @@ of a preference loss's reference, where it is not known from before, is work tha
     2 x weights x tokens  +  2 x core x sum of squared lengths
 """
 
+import math
 import re
 import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,7 @@ class Throughput:
     Counts are of the whole step, over all ranks. world_size: number of devices; peak_flops: FLOP/s
     of one device, None where unknown. Nothing here waits for the GPU: a step whose work is still
     queued shifts its time to the next one, and the sums between two lines are right as long as the
-    loop reads a number (loss, grad norm) off each step. total_samples, total_tokens, total_time_s:
-    over all steps since the construction.
+    loop reads a number (loss, grad norm) off each step.
     """
 
     def __init__(
@@ -65,40 +65,35 @@ class Throughput:
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.world_size = world_size
-        self.peak_flops = peak_flops
-        self._clock = clock
-        self._started: float | None = None
-        self.total_samples = 0
-        self.total_tokens = 0
-        self.total_time_s = 0.0
+        self.world_size, self.peak_flops, self._clock = world_size, peak_flops, clock
         self._reset()
 
+    @classmethod
+    def of(cls, args) -> "Throughput":
+        """The meter of a run with these TrainingArguments on this rank's device."""
+        name, dtype = "", torch.float32
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+        if args.bf16 or args.fp16:
+            dtype = torch.bfloat16
+        return cls(args.world_size, peak_flops(name, dtype))
+
     def _reset(self) -> None:
-        self._steps = 0
-        self._tokens = 0
-        self._positions = 0
-        self._time_s = 0.0
-        self._flops = 0.0
+        self._steps = self._tokens = self._positions = 0
+        self._time_s = self._flops = 0.0
 
     def start(self) -> None:
         """A step begins."""
         self._started = self._clock()
 
-    def stop(self, tokens: int, positions: int, samples: int = 0, model_flops: float = 0.0) -> None:
+    def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
         """A step ends. tokens: without padding; positions: all that were computed, padding
         included; model_flops: of the step's model, forward and backward (0 where not counted)."""
-        assert self._started is not None, "Throughput.stop() without start()"
-        time_s = self._clock() - self._started
-        self._started = None
+        self._time_s += self._clock() - self._started
         self._steps += 1
-        self._time_s += time_s
         self._tokens += tokens
         self._positions += positions
         self._flops += model_flops
-        self.total_time_s += time_s
-        self.total_tokens += tokens
-        self.total_samples += samples
 
     def take(self) -> dict[str, float]:
         """Rates over the steps since the last call, and a new start; {} where there was no step.
@@ -128,35 +123,16 @@ class Throughput:
         return rates
 
 
-@dataclass(frozen=True)
-class ModelSizes:
+class ModelSizes(NamedTuple):
     """The sizes of a model that decide what a token costs, of a config of either backend."""
 
+    weights: float  # that a token is multiplied with
+    core: float  # half the sum of query and value channels over all heads and layers
     num_layers: int
     hidden_size: int
     vocab_size: int
-    num_attention_heads: int
-    query_channels: float  # of one head, as keys have them
-    value_channels: float
-    attention_weights: float  # of one layer
     mlp_weights: float  # of one layer, mean over layers; of a mixture those that a token meets
-    expert_share: float = 1.0  # of the experts of a layer, those that a token meets
-    num_prediction_layers: int = 0  # each with a projection of 2 h to h, and the logits again
-
-    @property
-    def weights(self) -> float:
-        """Weights that a token is multiplied with."""
-        ahead = self.num_prediction_layers
-        layers = (self.num_layers + ahead) * (self.attention_weights + self.mlp_weights)
-        heads = (1 + ahead) * self.hidden_size * self.vocab_size
-        return layers + ahead * 2 * self.hidden_size**2 + heads
-
-    @property
-    def core(self) -> float:
-        """Half the sum of query and value channels over all heads and layers."""
-        layers = self.num_layers + self.num_prediction_layers
-        channels = (self.query_channels + self.value_channels) / 2
-        return layers * self.num_attention_heads * channels
+    expert_share: float  # of the experts of a layer, those that a token meets
 
 
 @dataclass(frozen=True)
@@ -207,25 +183,25 @@ def model_sizes(config) -> ModelSizes | None:
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     head = fields.get("kv_channels") or hidden // heads
     groups = fields.get("num_query_groups") or heads
-    query, value = head, head
+    channels = 2 * head  # of a query and a value
     # queries and what attention gives; keys and values
-    weights = hidden * head * (2 * heads + 2 * groups)
+    attention = hidden * head * (2 * heads + 2 * groups)
     if fields.get("kv_lora_rank"):
-        query = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]
-        value = fields["v_head_dim"]
-        weights = _latent_weights(fields)
+        channels = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+        attention = _latent_weights(fields)
+    # layers that predict ahead have a projection of 2 h to h each, and the logits again
+    ahead = fields.get("mtp_num_layers") or 0
+    layers, mlp = fields["num_layers"] + ahead, _mlp_weights(fields)
+    logits = (1 + ahead) * hidden * fields["vocab_size"]
     experts = fields.get("num_moe_experts")
     return ModelSizes(
+        weights=layers * (attention + mlp) + ahead * 2 * hidden**2 + logits,
+        core=layers * heads * channels / 2,
         num_layers=fields["num_layers"],
         hidden_size=hidden,
         vocab_size=fields["vocab_size"],
-        num_attention_heads=heads,
-        query_channels=query,
-        value_channels=value,
-        attention_weights=weights,
-        mlp_weights=_mlp_weights(fields),
+        mlp_weights=mlp,
         expert_share=fields["moe_router_topk"] / experts if experts else 1.0,
-        num_prediction_layers=fields.get("mtp_num_layers") or 0,
     )
 
 
@@ -263,12 +239,11 @@ def _mlp_weights(fields: dict[str, Any]) -> float:
     experts = fields.get("num_moe_experts")
     if not experts:
         return dense
-    columns = fields["moe_router_topk"] * fields["moe_ffn_hidden_size"]
+    shared = fields.get("moe_shared_expert_intermediate_size") or 0
+    columns = fields["moe_router_topk"] * fields["moe_ffn_hidden_size"] + shared
     rows = experts
-    shared = fields.get("moe_shared_expert_intermediate_size")
-    if shared:
-        columns += shared
-        rows += 1 if fields.get("moe_shared_expert_gate") else 0
+    if shared and fields.get("moe_shared_expert_gate"):
+        rows += 1
     mixture = 3 * hidden * columns + hidden * rows
     mixtures = sum(fields["moe_layer_freq"])
     return ((fields["num_layers"] - mixtures) * dense + mixtures * mixture) / fields["num_layers"]
@@ -282,22 +257,17 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
     """
     config = model.config
     is_megatron = hasattr(config, "hf_model_type")
-    tellers, expert_parallel, tensor_parallel = 1, 1, 1
+    tellers, expert_parallel, tensor_parallel, chunks = 1, 1, 1, [model]
     if is_megatron:
         tellers = parallel.world_size() // config.pipeline_model_parallel_size
         expert_parallel = config.expert_model_parallel_size
-        tensor_parallel = config.tensor_model_parallel_size
+        tensor_parallel, chunks = config.tensor_model_parallel_size, model
     adapters, saved = 0.0, 0.0
     for piece in lora.pieces_of(model):
         if "lora_embedding_A" in piece.key:
             continue  # a look-up
-        size = 1
-        for length in piece.full_shape:
-            size *= length
-        if piece.is_expert:
-            size *= expert_share * expert_parallel
-        adapters += size / tellers
-    chunks = model if is_megatron else [model]
+        share = expert_share * expert_parallel if piece.is_expert else 1.0
+        adapters += math.prod(piece.full_shape) * share / tellers
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             is_matrix = parameter.requires_grad and parameter.dim() == 2
@@ -308,8 +278,7 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
     totals = torch.tensor([adapters, saved], dtype=torch.float64, device=parallel.device())
     if is_megatron and parallel.world_size() > 1:
         dist.all_reduce(totals)
-    adapters, saved = totals.tolist()
-    return adapters, saved
+    return tuple(totals.tolist())
 
 
 def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> float | None:

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
-from .args_rules_lora import check_saved, check_single_experts, is_saved, resolve_targets
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from . import parallel
+from .args_rules import check_saved, check_single_experts, is_saved, resolve_targets
 from .args_values import Judge
 from .lora_layers import Adapter, LoraAdapter, LoraExperts, LoraSpec, Piece
-from .lora_sites import Candidate, Weight, host_of
+from .lora_sites import Candidate, host_of
 from .weights_sources import generator_of
 
 # -- which modules ---------------------------------------------------------------------------------
@@ -25,16 +29,9 @@ def candidates(model) -> list[Candidate]:
     return host_of(model).candidates()
 
 
-def saved_weights(model) -> list[Weight]:
-    """The weights of a model with adapters that modules_to_save means."""
-    return _saved(host_of(model), spec_of(model))
-
-
-def _saved(host, spec: LoraSpec) -> list[Weight]:
-    if not spec.modules_to_save:
-        return []
-    weights = host.weights()
-    return [w for w in weights if any(is_saved(module, spec) for module in w.modules)]
+def saved_keys(host, spec: LoraSpec) -> set:
+    """The keys of the weights that modules_to_save means. host: lora_sites.host_of(model)."""
+    return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 
 def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
@@ -72,7 +69,7 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     if not spec.modules:
         spec = plan(model, spec)
     spec = replace(spec, base_model=host.base_model)
-    host.freeze({weight.key for weight in _saved(host, spec)}, dtype)
+    host.freeze(saved_keys(host, spec), dtype)
     chosen = set(spec.modules)
     for site in host.sites():
         names = tuple(of_one if chosen.issuperset(of_one) else () for of_one in site.names)
@@ -150,22 +147,17 @@ def sharded_state(chunk) -> dict[str, Any]:
 
     Adapters are stored under the names of the whole model, and load in any layout.
     """
-    from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
     state = {
         name: tensor
         for name, tensor in chunk.sharded_state_dict().items()
         if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
     }
-    of_dense = mpu.get_data_parallel_rank(with_context_parallel=True)
-    of_experts = mpu.get_expert_data_parallel_rank()
     adapters = [(p, module) for p, module in chunk.named_modules() if isinstance(module, Adapter)]
     for path, adapter in adapters:
-        is_experts, replica = isinstance(adapter, LoraExperts), of_dense
-        offsets = []  # (axis, this rank's place along it, number of places)
-        if is_experts:
-            offsets, replica = [(0, adapter.ep.rank(), adapter.ep.size())], of_experts
+        is_experts, offsets = isinstance(adapter, LoraExperts), []
+        replica = parallel.replica_group(is_experts).rank()
+        if is_experts:  # (axis, this rank's place along it, number of places)
+            offsets = [(0, adapter.ep.rank(), adapter.ep.size())]
         for name, parameter in adapter.named_parameters():
             axis, cuts, copy = adapter.axes[name], [], adapter.rank  # copy: of a whole matrix
             if axis is not None:
@@ -194,9 +186,8 @@ def base_sample(model) -> dict[str, list]:
     for weight in host.weights():
         for module in weight.modules:
             keys.setdefault(module, weight.key)  # a bias comes after its matrix
-    held = [
-        module for module in spec.modules if module in keys
-    ]  # transformers has no single experts
+    # transformers has no single experts
+    held = [module for module in spec.modules if module in keys]
     ends = held[:1] + held[-1:]
     names, sample = {f"{module}.weight" for module in ends}, {}
     for name, weight in host.read({keys[module] for module in ends}):

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from safetensors.torch import save_file
 
 from . import lora, parallel
-from .args_rules_lora import (
+from .args_rules import (
     EMBEDDING_AND_HEAD,
     ONE_SIDED,
     check_adapter_config,
@@ -28,21 +28,19 @@ from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from .files import read_json, write_json
 from .lora_layers import LoraSpec
 from .lora_sites import host_of, module_of
-from .weights_files import file_parts, named_tensors, open_safetensors
+from .weights_files import file_tensors, open_safetensors
 from .weights_sources import SafetensorsSource
 
 PREFIX = "base_model.model."
-_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
-_PARTNERS = {
-    **dict(zip(_SUFFIXES[::2], _SUFFIXES[1::2], strict=True)),
-    **dict(zip(_SUFFIXES[1::2], _SUFFIXES[::2], strict=True)),
-}
+# how the names of a module's two matrices end, each with the other's
+_PARTNERS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
+_PARTNERS |= {b: a for a, b in _PARTNERS.items()}
 _VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 
 # -- in --------------------------------------------------------------------------------------------
 
 
-class AdapterSource:
+class AdapterSource(SafetensorsSource):
     """The tensors of an adapter's folder, by their names without PEFT's prefix."""
 
     def __init__(self, folder: str | os.PathLike):
@@ -52,42 +50,29 @@ class AdapterSource:
                 f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
                 "that PEFT or this package wrote"
             )
-        self.folder, self._file = Path(folder), open_safetensors(path)
+        self.folder, file = Path(folder), open_safetensors(path)
+        self._file_of, self._open = dict.fromkeys(file.keys(), path.name), {path.name: file}
         # PEFT writes the frozen embedding of an adapted one beside it: the base has it
-        keys = (key for key in self._file.keys() if ".base_layer." not in key)
-        self._names = {key.removeprefix(PREFIX): key for key in keys}
-
-    def names(self) -> set[str]:
-        return set(self._names)
+        keys = (key for key in self._file_of if ".base_layer." not in key)
+        self._part_of = {key.removeprefix(PREFIX): (key, ()) for key in keys}
 
     def modules(self) -> list[str]:
         """The adapted modules, sorted."""
-        return sorted({n.removesuffix(s) for n in self._names for s in _SUFFIXES if n.endswith(s)})
+        return sorted({n.removesuffix(s) for n in self.names() for s in _PARTNERS if n.endswith(s)})
 
     def whole_weights(self) -> set[str]:
         """The names of whole weights: modules_to_save, and PEFT's save_embedding_layers."""
-        return {name for name in self._names if not name.endswith(_SUFFIXES)}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(self._names[name]).get_shape())
-
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
-        full = self._file.get_tensor(self._names[name])
-        if rows is not None:
-            return full[rows]
-        return full[:, columns] if columns is not None else full
+        return {name for name in self.names() if not name.endswith(tuple(_PARTNERS))}
 
     def check_pairs(self) -> None:
         """ValueError where a module has one matrix of two."""
-        for name in sorted(self._names):
+        for name in sorted(self.names()):
             for suffix, partner in _PARTNERS.items():
                 if name.endswith(suffix):
                     self._require(name.removesuffix(suffix) + partner)
 
     def _require(self, key: str) -> None:
-        if key not in self._names:
+        if key not in self._part_of:
             raise ValueError(
                 f"{self.folder} lacks {PREFIX}{key}: it is damaged, or not of this model"
             )
@@ -176,16 +161,13 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype: torch.dty
     problem = None
     try:
         lora.fill(model, source)
-        host_of(model).fill(_saved_keys(model), source)
+        host = host_of(model)
+        host.fill(lora.saved_keys(host, spec), source)
     except ValueError as error:
         problem = str(error)
     if first := next(filter(None, parallel.gather(problem)), None):
         raise ValueError(first)
     return model
-
-
-def _saved_keys(model) -> set:
-    return {weight.key for weight in lora.saved_weights(model)}
 
 
 def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
@@ -216,54 +198,35 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
     All ranks must call it. Collectives: gathers over tensor-parallel and expert-tensor-parallel
     groups, sends to rank 0.
     """
-    host, here, out = host_of(model), parallel.rank(), {}
-    held = {piece.key: piece for piece in lora.pieces_of(model)}
-    told = parallel.gather([(p.key, p.full_shape) for p in held.values() if _is_first(p, host)])
-    for holder, theirs in enumerate(told):
-        for key, shape in theirs:
-            full = None
-            if key in held and holder in _ranks_of(held[key].group):
-                full = held[key].whole()
-                if here == holder != 0:
-                    dist.send(full.contiguous(), 0)
-            if parallel.is_main():
-                if holder != 0:
-                    full = torch.empty(shape, device=parallel.device())
-                    dist.recv(full, holder)
-                out[key] = full.to("cpu", copy=True).contiguous()
-    return out
+    host, wholes = host_of(model), {}
+    for piece in lora.pieces_of(model):
+        whole = piece.whole()
+        in_group = piece.group.rank() if piece.group is not None else 0
+        if in_group + host.replica(piece.is_expert) == 0:  # the first rank that holds a part of it
+            wholes[piece.key] = whole.to("cpu", copy=True).contiguous()
+    return {key: next(iter(of.values())) for key, of in parallel.send_to_main(wholes)}
 
 
 def trained_tensors(model) -> dict[str, torch.Tensor]:
     """gather_adapters() with the weights that modules_to_save means. All ranks must call it."""
-    tensors = gather_adapters(model)
-    if keys := _saved_keys(model):
-        tensors.update(host_of(model).read(keys))
+    tensors, host = gather_adapters(model), host_of(model)
+    if keys := lora.saved_keys(host, lora.spec_of(model)):
+        tensors.update(host.read(keys))
     return tensors
-
-
-def _is_first(piece, host) -> bool:
-    """Whether this rank is the first of those that hold the matrix or a part of it."""
-    in_group = piece.group.rank() if piece.group is not None else 0
-    return in_group + host.replica(piece.is_expert) == 0
-
-
-def _ranks_of(group) -> list[int]:
-    return [parallel.rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def save_adapter(model, folder: str | os.PathLike) -> list[str]:
     """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
-    from safetensors.torch import save_file
+    folder, tensors = Path(folder), trained_tensors(model)
+    config = peft_config(lora.spec_of(model), target_modules(model))
 
-    spec, folder, tensors = lora.spec_of(model), Path(folder), trained_tensors(model)
-    if parallel.is_main():
+    def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}
-        save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-        config = peft_config(spec, target_modules(model))
+        named = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}
+        save_file(named, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(folder / ADAPTER_CONFIG_NAME, config, sort_keys=True)
-    parallel.barrier()
+
+    parallel.on_main(write, OSError)
     return [ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME] if parallel.is_main() else []
 
 
@@ -346,23 +309,6 @@ def _merge_with(matrix: Callable[[str], torch.Tensor | None], scale: float):
     return merge
 
 
-class _ModelTensors:
-    """The tensors of a transformers model under their names in files, as SafetensorsSource has
-    them; `held` are views."""
-
-    def __init__(self, model):
-        self.folder, self.held = model.name_or_path, {}
-        for name, tensor in named_tensors(model):
-            parts = file_parts(model.config.model_type, name, tuple(tensor.shape))
-            self.held.update((file_name, tensor[index]) for file_name, index in parts)
-
-    def names(self) -> set[str]:
-        return set(self.held)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.held[name].shape)
-
-
 @torch.no_grad()
 def merge_into(model, folder: str | os.PathLike) -> None:
     """Merge an adapter's files into the weights of a transformers model, in place; the vocabulary
@@ -371,22 +317,22 @@ def merge_into(model, folder: str | os.PathLike) -> None:
     Each weight is computed in float32 and rounded once, as by `convert --merge`. No collectives.
     ValueError for an adapter of another model, or one that cannot be merged.
     """
-    tensors, tied = _ModelTensors(model), model.config.get_text_config().tie_word_embeddings
-    change, vocab_size = file_merger(folder, tensors, tied)
+    tied = model.config.get_text_config().tie_word_embeddings
+    shapes = {name: tuple(tensor[index].shape) for name, tensor, index in file_tensors(model)}
+    change, vocab_size = file_merger(folder, model.name_or_path, shapes, tied)
     if vocab_size and vocab_size > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        tensors = _ModelTensors(model)
-    for name, tensor in tensors.held.items():
-        tensor.copy_(change(name, tensor.cpu()))
+    for name, tensor, index in file_tensors(model):
+        tensor[index].copy_(change(name, tensor[index].cpu()))
 
 
-def file_merger(folder: str | os.PathLike, base: SafetensorsSource | _ModelTensors, tied: bool):
-    """What merges an adapter's files into `base` -> (function, vocabulary size)
+def file_merger(folder: str | os.PathLike, base: str | os.PathLike, shapes: dict, tied: bool):
+    """What merges an adapter's files into its base -> (function, vocabulary size)
 
-    function(name, CPU tensor of the base) gives the merged tensor; modules in modules_to_save
-    replace the base's. The size is the merged model's, None for a base without embedding. tied: the
-    base's embedding is its head. ValueError for an adapter of another model, or one that cannot be
-    merged.
+    base: its name; shapes: of its tensors, by their names in files. function(name, CPU tensor of
+    the base) gives the merged tensor; modules in modules_to_save replace the base's. The size is
+    the merged model's, None for a base without embedding. tied: the base's embedding is its head.
+    ValueError for an adapter of another model, or one that cannot be merged.
     """
     spec, source = read_adapter(folder)
     one_sided = [name for name in source.modules() if name.endswith(EMBEDDING_AND_HEAD)]
@@ -401,32 +347,31 @@ def file_merger(folder: str | os.PathLike, base: SafetensorsSource | _ModelTenso
     if tied and embedding and head and torch.equal(source.read(embedding), source.read(head)):
         whole.remove(head)  # written twice, and one matrix in the base
     needed = whole | {f"{module}.weight" for module in source.modules()}
-    if missing := sorted(needed - base.names()):
+    if missing := sorted(needed - shapes.keys()):
         raise ValueError(
             f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which "
-            f"{base.folder} lacks {len(missing)}, such as {missing[0]}"
+            f"{base} lacks {len(missing)}, such as {missing[0]}"
         )
     for name in sorted(needed):  # all of them, before anything is written
-        _check_shapes(name, source, spec.rank, base.shape(name))
-    merge = _merge_with(lambda key: source.read(key) if key in source.names() else None, spec.scale)
+        _check_shapes(name, source, spec.rank, shapes[name])
+    held = source.names()
+    merge = _merge_with(lambda key: source.read(key) if key in held else None, spec.scale)
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         return source.read(name).to(weight.dtype) if name in whole else merge(name, weight)
 
-    return change, _merged_vocabulary(folder, source, base)
+    return change, _merged_vocabulary(source, shapes)
 
 
-def _merged_vocabulary(
-    folder, source: AdapterSource, base: SafetensorsSource | _ModelTensors
-) -> int | None:
+def _merged_vocabulary(source: AdapterSource, shapes: dict) -> int | None:
     """Rows of the vocabulary once an adapter is merged, None for a base without such matrices."""
-    matrices = {name for name in base.names() if name.endswith(_VOCABULARY_WEIGHTS)}
-    sizes = {name: (source if name in source.names() else base).shape(name)[0] for name in matrices}
+    sizes = {name: shape[0] for name, shape in shapes.items() if name.endswith(_VOCABULARY_WEIGHTS)}
+    sizes |= {name: source.shape(name)[0] for name in sizes.keys() & source.names()}
     if len(set(sizes.values())) > 1:
         words = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items()))
         raise ValueError(
-            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or "
-            "neither"
+            f"{source.folder}: merged, the model would have {words} rows: train the adapter with "
+            "both, or neither"
         )
     return next(iter(sizes.values()), None)
 

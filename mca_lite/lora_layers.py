@@ -30,10 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
+
+from . import parallel
 from .args import FinetuningArguments
 from .args_values import ConfigError, check_keys
 from .lora_product import AdaptedExperts, AdaptedProduct, normed, suit_transformer_engine, with_room
-from .parallel import sum_gradients
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
 Names = tuple[tuple[str, ...], ...]
@@ -81,9 +84,8 @@ class Piece(NamedTuple):
     axis: int | None
     group: dist.ProcessGroup | None  # None: this rank alone
     real: int | None = None
-    is_expert: bool = (
-        False  # its group is the expert-tensor-parallel one; other ranks have other experts
-    )
+    # its group is the expert-tensor-parallel one; other ranks have other experts
+    is_expert: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -107,14 +109,21 @@ class Piece(NamedTuple):
 
     def whole(self) -> torch.Tensor:
         """The whole matrix. Collective: gathers over the group."""
-        if self.group is None or self.group.size() == 1:
-            return self.tensor
-        part = self.tensor.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.group.size())]
-        dist.all_gather(parts, part, group=self.group)
-        if self.axis is None:
-            return parts[0]
-        return torch.cat(parts, self.axis).narrow(self.axis, 0, self.full_shape[self.axis])
+        full = parallel.whole(self.tensor, self.axis, self.group)
+        return full if self.axis is None else full.narrow(self.axis, 0, self.full_shape[self.axis])
+
+
+def _side_by_side(bs, widths, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
+    """B of each projection [..., width, columns], with columns of its own; zeros for None. like:
+    one of the matrices A."""
+    blocks, first = [], 0
+    for b, width in zip(bs, widths, strict=True):
+        if b is None:
+            blocks.append(like.new_zeros(*like.shape[:-2], width, columns))
+        else:
+            blocks.append(F.pad(b, (first, columns - first - b.shape[-1])))
+            first += b.shape[-1]
+    return blocks
 
 
 class Adapter(torch.nn.Module, abc.ABC):
@@ -164,8 +173,6 @@ class Adapter(torch.nn.Module, abc.ABC):
 
     def _summed(self, low: torch.Tensor, scatter: bool) -> torch.Tensor:
         """The sum over the group, or this rank's part of the sequence of it. Collective."""
-        from megatron.core.tensor_parallel import mappings
-
         if scatter:
             return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
@@ -183,8 +190,6 @@ class Adapter(torch.nn.Module, abc.ABC):
             return x
         if is_shared:
             return F.dropout(x, self.spec.dropout)
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         with get_cuda_rng_tracker().fork():
             return F.dropout(x, self.spec.dropout)
 
@@ -230,43 +235,39 @@ class LoraAdapter(Adapter):
             return self._product(x, weight)
         low = self.low(x)
         outs, lows = [], iter(low.split(self.spec.rank, -1))
-        for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
-            if of_projection:
-                outs.append(F.linear(next(lows), getattr(self, f"lora_B_{i}").to(low.dtype)))
-            else:
+        for b, width in zip(self._bs(), self.widths, strict=True):
+            if b is None:
                 outs.append(low.new_zeros(*low.shape[:-1], width))
-        if self.groups is not None:
-            return torch.cat([out.unflatten(-1, (self.groups, -1)) for out in outs], -1).flatten(-2)
-        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+            else:
+                outs.append(F.linear(next(lows), b.to(low.dtype)))
+        return self._joined(outs, low.dim() - 1)
+
+    def _bs(self) -> list[torch.Tensor | None]:
+        """B of each projection."""
+        return [getattr(self, f"lora_B_{i}", None) for i in range(len(self.names))]
+
+    def _joined(self, parts: list[torch.Tensor], axis: int) -> torch.Tensor:
+        """What each projection has along an axis, in the order of the linear's outputs."""
+        if self.groups is None:
+            return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+        parts = [part.unflatten(axis, (self.groups, -1)) for part in parts]
+        return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
     def _product(self, x, weight):
         """W x + scale * B A x; of a linear that is cut along its columns this rank's part of that
         sum, with its own part of A x. Collective: gradients of a whole matrix are summed where
         megatron does not (it does under sequence parallelism)."""
-        a, b, gathers = self.lora_A, self._whole_b(), None
+        a, gathers = self.lora_A, None
+        # B of all projections as one matrix [out, projections * r]
+        b = self._joined(_side_by_side(self._bs(), self.widths, len(a), like=a), 0)
         if self.cut == "column" and self.sequence_parallel:
             gathers = self.group
         elif self.cut == "column" and self.tp > 1:
-            a, x = sum_gradients(a, self.group), sum_gradients(x, self.group)
+            a, x = parallel.sum_gradients(a, self.group), parallel.sum_gradients(x, self.group)
         elif self.cut == "row" and self.tp > 1 and not self.sequence_parallel:
-            b = sum_gradients(b, self.group)
+            b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
         return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
-
-    def _whole_b(self) -> torch.Tensor:
-        """B of all projections as one matrix [out, projections * r], float32, its rows in the order
-        of the linear's outputs."""
-        blocks, first, r, columns = [], 0, self.spec.rank, len(self.lora_A)
-        for i, (of_projection, width) in enumerate(zip(self.names, self.widths, strict=True)):
-            if of_projection:
-                block = F.pad(getattr(self, f"lora_B_{i}"), (first, columns - first - r))
-                first += r
-            else:
-                block = self.lora_A.new_zeros(width, columns)
-            blocks.append(block if self.groups is None else block.unflatten(0, (self.groups, -1)))
-        if self.groups is None:
-            return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        return torch.cat(blocks, 1).flatten(0, 1)
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
         """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the
@@ -283,17 +284,16 @@ class LoraAdapter(Adapter):
             return low
         if self.cut == "row":
             return self._summed(low, scatter=self.sequence_parallel)
-        from megatron.core.tensor_parallel import mappings
-
         if self.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.group
             )
         return mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
 
-    def delta(self) -> torch.Tensor:
-        """scale * B A [out, in] of a single projection that nothing cuts."""
-        return self.spec.scale * self.lora_B_0 @ self.lora_A
+    def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The weight of transformers' router, which nothing cuts, with the adapter in it."""
+        delta = self.spec.scale * self.lora_B_0 @ self.lora_A
+        return {"weight": (router.weight.float() + delta).to(router.weight.dtype)}
 
 
 class LoraEmbedding(Adapter):
@@ -372,22 +372,17 @@ class LoraExperts(Adapter):
         parameter = getattr(self, name)
         if self.tp == 1 or self.axes[name] is not None:
             return parameter
-        return sum_gradients(parameter, self.group)
+        return parallel.sum_gradients(parameter, self.group)
 
     def _factors(self, projections: tuple[str, ...], outputs: int):
         """scale * A [n, c, in] and B [n, outputs, c] of several projections together, float32. c is
         a multiple of 8, since a grouped product in half precision wants whole 16 bytes."""
-        r, adapted = self.spec.rank, [p for p in projections if p in self.adapted]
+        adapted = [p for p in projections if p in self.adapted]
         a = torch.cat([self._matrix(f"{p}_A") for p in adapted], 1)
-        columns, blocks, first = -(-a.shape[1] // 8) * 8, [], 0
-        for projection in projections:
-            if projection in self.adapted:
-                b = self._matrix(f"{projection}_B")
-                blocks.append(F.pad(b, (first, columns - first - r)))
-                first += r
-            else:
-                blocks.append(a.new_zeros(len(a), outputs // len(projections), columns))
-        return F.pad(a, (0, 0, 0, columns - first)) * self.spec.scale, torch.cat(blocks, 1)
+        columns, count = -(-a.shape[1] // 8) * 8, len(projections)
+        bs = [self._matrix(f"{p}_B") if p in adapted else None for p in projections]
+        b = torch.cat(_side_by_side(bs, [outputs // count] * count, columns, like=a), 1)
+        return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
 
     def product(self, projections: tuple[str, ...], x, weight, multiply: Callable) -> torch.Tensor:
         """W x + scale * B A x [T, outputs] in x's dtype, of projections side by side in weight [n,
@@ -402,12 +397,20 @@ class LoraExperts(Adapter):
         low, room = multiply(x, a.to(x.dtype)), with_room(weight, b.shape[-1], self._rooms)
         return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
 
-    def delta(self, projection: str) -> torch.Tensor | float:
-        """scale * B A of each expert [n, outputs, inputs], 0 without an adapter."""
+    def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters of transformers' experts with the adapters in them."""
+        gate_up, down = experts.gate_up_proj, experts.down_proj
+        gate, up = gate_up.float().chunk(2, 1)
+        both = torch.cat([self._with_delta("gate", gate), self._with_delta("up", up)], 1)
+        down_with = self._with_delta("down", down.float()).to(down.dtype)
+        return {"gate_up_proj": both.to(gate_up.dtype), "down_proj": down_with}
+
+    def _with_delta(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
+        """weight + scale * B A of each expert [n, outputs, inputs], float32."""
         if projection not in self.adapted:
-            return 0.0
+            return weight
         a, b = getattr(self, f"{projection}_A"), getattr(self, f"{projection}_B")
-        return self.spec.scale * torch.bmm(b, a)
+        return weight + self.spec.scale * torch.bmm(b, a)
 
 
 # -- how a module gets its adapter -----------------------------------------------------------------
@@ -438,21 +441,17 @@ def attach_beside(module: torch.nn.Module, adapter: Adapter) -> None:
         module._forward_impl = product
 
 
-def attach_merged(
-    module: torch.nn.Module,
-    adapter: Adapter,
-    merged: Callable[[torch.nn.Module, Adapter], dict[str, torch.Tensor]],
-) -> None:
+def attach_merged(module: torch.nn.Module, adapter: Adapter) -> None:
     """Put an adapter on a module that has no linear of its own, transformers' experts and routers.
 
-    Its forward pass runs with the tensors of merged(module, adapter), by name, in place of its
+    Its forward pass runs with the tensors of adapter.merged(module), by name, in place of its
     parameters. That takes their memory once more, and allows no dropout.
     """
     attach(module, adapter)
     own = _OwnForward(module)  # not a submodule: the module would contain itself
 
     def forward(*args, **kwargs):
-        tensors = merged(module, adapter) if adapter.enabled else {}
+        tensors = adapter.merged(module) if adapter.enabled else {}
         tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(own, tensors, args, kwargs)
 
@@ -468,20 +467,6 @@ class _OwnForward(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         return type(self.module).forward(self.module, *args, **kwargs)
-
-
-def merged_experts(experts: torch.nn.Module, adapter: LoraExperts) -> dict[str, torch.Tensor]:
-    """The parameters of transformers' experts with their adapters in them."""
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    gate, up = gate_up.float().chunk(2, 1)
-    both = torch.cat([gate + adapter.delta("gate"), up + adapter.delta("up")], 1)
-    down_with = (down.float() + adapter.delta("down")).to(down.dtype)
-    return {"gate_up_proj": both.to(gate_up.dtype), "down_proj": down_with}
-
-
-def merged_router(router: torch.nn.Module, adapter: LoraAdapter) -> dict[str, torch.Tensor]:
-    """The weight of transformers' router with its adapter in it."""
-    return {"weight": (router.weight.float() + adapter.delta()).to(router.weight.dtype)}
 
 
 def _add_output(module, args, output):

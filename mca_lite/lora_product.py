@@ -4,6 +4,9 @@ Transformer Engine's linears get it."""
 import torch
 import torch.nn.functional as F
 
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core.tensor_parallel import mappings
+
 from .model_fused import rms_norm
 
 
@@ -24,12 +27,6 @@ def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.t() @ right).float()
 
 
-def _mappings():
-    from megatron.core.tensor_parallel import mappings  # not for models in plain torch
-
-    return mappings
-
-
 class AdaptedProduct(torch.autograd.Function):
     """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T, which is
     rounded once.
@@ -44,7 +41,7 @@ class AdaptedProduct(torch.autograd.Function):
         the ranks of which each has a part of the sequence in x, and here gets the whole product;
         A's gradient is that of its own part then. Collective over it, both ways."""
         a, b = a.to(x.dtype), b.to(x.dtype)
-        whole = x if group is None else _mappings()._gather_along_first_dim(x, group)
+        whole = x if group is None else mappings._gather_along_first_dim(x, group)
         flat = whole.reshape(-1, x.shape[-1])
         low = (flat @ a.t()).mul_(scale)
         room[:, x.shape[-1] :].copy_(b)
@@ -60,7 +57,7 @@ class AdaptedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = (d_low @ a).addmm_(grad, weight)
         if ctx.group is not None:
-            to_parts = _mappings()._reduce_scatter_along_first_dim
+            to_parts = mappings._reduce_scatter_along_first_dim
             d_low = to_parts(d_low, ctx.group)
             d_x = d_x if d_x is None else to_parts(d_x, ctx.group)
         d_x = d_x if d_x is None else d_x.view(x.shape)

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core import parallel_state as mpu
+
 from . import parallel
-from .args_rules_lora import check_on_megatron, check_on_torch
+from .args_rules import check_on_megatron, check_on_torch
 from .args_values import Judge
 from .lora_layers import (
     PROJECTIONS,
@@ -27,8 +30,6 @@ from .lora_layers import (
     attach,
     attach_beside,
     attach_merged,
-    merged_experts,
-    merged_router,
 )
 from .model_config import McaModelConfig
 from .model_families import FAMILIES, rows_of
@@ -175,16 +176,10 @@ class MegatronHost:
 
     def replica(self, is_expert: bool) -> int:
         """Which copy of its weights this rank holds, 0 for the first."""
-        from megatron.core import parallel_state as mpu
-
-        if is_expert:
-            return mpu.get_expert_data_parallel_rank()
-        return mpu.get_data_parallel_rank(with_context_parallel=True)
+        return parallel.replica_group(is_expert).rank()
 
     def sites(self) -> Iterator[Site]:
         """The modules of this rank that can have an adapter."""
-        from megatron.core import parallel_state as mpu
-
         group = mpu.get_tensor_model_parallel_group()
         shared = dict(group=group, sequence_parallel=self.config.sequence_parallel)
         for chunk in self.chunks:
@@ -223,13 +218,12 @@ class MegatronHost:
             widths = [config.padded_vocab_size // tp]
             return dict(in_size=config.hidden_size, widths=widths, cut="column", **of_vocabulary)
         out_size, in_size = module.weight.shape
-        cut = {"copy": None, "row": "row"}.get(row.kind, "column")
+        cut, groups = {None: None, 0: "column", 1: "row"}[row.axis], None
+        widths = [out_size // len(row.hf)] * len(row.hf)
         if row.kind == "qkv":
             groups = config.num_query_groups // tp
             widths = [groups * size for size in qkv_sizes(config)]
-            return dict(in_size=in_size, widths=widths, cut=cut, groups=groups)
-        widths = [out_size // len(row.hf)] * len(row.hf)
-        return dict(in_size=in_size, widths=widths, cut=cut)
+        return dict(in_size=in_size, widths=widths, cut=cut, groups=groups)
 
     def _experts(self, module, layer: int) -> Site:
         n, mca = module.fc1.shape[0], f"decoder.layers.{layer}.mlp.experts"
@@ -242,8 +236,7 @@ class MegatronHost:
 
 def _needs_grad(module, args, output):
     # recomputation gives no gradient at all to a unit without an input that needs one, and a frozen
-    # embedding's
-    # output is none (tensor_parallel/random.py, CheckpointFunction)
+    # embedding's output is none (tensor_parallel/random.py, CheckpointFunction)
     return output.requires_grad_(True) if torch.is_grad_enabled() else output
 
 
@@ -351,12 +344,10 @@ class TorchHost:
         _, hidden_size, columns = block.experts.down_proj.shape
         sizes = dict(hidden_size=hidden_size, columns=columns)
         mca, device = f"decoder.layers.{layer}.mlp.experts", block.experts.down_proj.device
-        how = functools.partial(attach_merged, merged=merged_experts)
         names = _expert_names(rows, layer)
-        yield Site(block.experts, mca, names, LoraExperts, sizes, device, how)
+        yield Site(block.experts, mca, names, LoraExperts, sizes, device, attach_merged)
         router = next(row for row in rows if _is_router(row))
         out_size, in_size = block.gate.weight.shape
         sizes, mca = dict(in_size=in_size, widths=[out_size]), module_of(router.mca.format(layer))
-        how = functools.partial(attach_merged, merged=merged_router)
         names = ((module_of(router.hf[0].format(layer)),),)
-        yield Site(block.gate, mca, names, LoraAdapter, sizes, device, how)
+        yield Site(block.gate, mca, names, LoraAdapter, sizes, device, attach_merged)

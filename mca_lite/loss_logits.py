@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
 from .parallel import sum_gradients
 
 
@@ -39,16 +42,6 @@ class Head(NamedTuple):
         column = labels - self.first
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, group):
-        return all_reduce(part.clone(), dist.ReduceOp.SUM, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,11 @@ class Logits:
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of what each has from its columns; same on all. Collective."""
-        return _Sum.apply(part, self.head.group)
+        group = self.head.group
+        if group is None:
+            return part
+        whole = part.clone(memory_format=torch.contiguous_format)  # it is reduced in place
+        return reduce_from_tensor_model_parallel_region(whole, group=group)
 
     def spread(self, whole: torch.Tensor) -> torch.Tensor:
         """`whole`, the same on all ranks, to be used with this rank's columns: its gradient is

@@ -120,7 +120,7 @@ def _add_product(into, left, right):
     """into += left^T right, in float32."""
     if left.dtype == into.dtype:
         into.addmm_(left.t(), right)
-    elif into.is_cuda:
+    elif into.is_cuda and left.itemsize == 2:
         torch.addmm(into, left.t(), right, out_dtype=into.dtype, out=into)
     else:
         # in slices of the vocabulary: a chunk's product is as large as the weight, and never whole
@@ -208,6 +208,8 @@ class _TokenLosses(torch.autograd.Function):
             if gradient is not None and by is not None:
                 gradient = _scaled(gradient, by, tensor.dtype)
             out.append(gradient if gradient is None else gradient.to(tensor.dtype))
+        # the schedule holds the losses, and with them this node, until the next micro-batch's
+        ctx.gradients = None
         return tuple(out)
 
     @staticmethod

@@ -29,17 +29,14 @@ from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
 from .loss_logits import LossOfLogits
 from .loss_tokens import token_losses
 from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
-from .model_dispatch import use_own_dispatcher
 from .model_families import rows_of
 from .model_family_rows import TE_ALIASES
-from .model_layers import block_spec
-from .model_moe import routers_of
-from .model_mtp import prediction_spec
+from .model_layers import block_spec, prediction_spec
+from .model_moe import routers_of, use_own_dispatcher
 from .model_rope import rope_frequencies
 from .packed_rows import Targets
-from .weights_files import file_parts, named_tensors
-from .weights_sources import InitSource, SafetensorsSource, check_loaded
-from .weights_vocabulary import GrownSource, grow_torch
+from .weights_files import file_tensors
+from .weights_sources import GrownSource, InitSource, SafetensorsSource, check_loaded, grow_torch
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
@@ -401,7 +398,7 @@ class AutoModel:
         checkpoint, cut for this rank.
 
         vocab_size: tokens that it shall have, where they are more than it has;
-        weights_vocabulary.py says how their rows begin. config, source: what was read of the
+        weights_sources.py says how their rows begin. config, source: what was read of the
         folder before: its config, with as many tokens as the model shall have, and a source of its
         tensors (weights_sources.py) with as many rows. Each rank reads only the bytes of its
         slices. Collectives: those that start the world. Raises ValueError for a model or layout
@@ -488,9 +485,8 @@ def load_torch_model(
         model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
         source = InitSource(hf.to_dict(), seed)
         with torch.no_grad():
-            for name, tensor in named_tensors(model):
-                for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape)):
-                    tensor[index].copy_(source.read(file_name))
+            for name, tensor, index in file_tensors(model):
+                tensor[index].copy_(source.read(name))
     experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
     if any(size % 8 for stacked in experts for size in stacked.shape[1:]):
         # torch's grouped product wants rows of whole 16 bytes, in bf16 too

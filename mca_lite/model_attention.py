@@ -141,7 +141,6 @@ class CoreAttention(MegatronModule):
         attention_type,
         attention_dropout=None,
         softmax_scale=None,
-        cp_comm_type=None,
         pg_collection=None,
         **unused,
     ):
@@ -232,24 +231,17 @@ class CoreAttention(MegatronModule):
             mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
             parts = [q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]]
             if self.softcap is not None:
-                out.append(
-                    _capped_attention(*parts, mask, self.softcap, self.softmax_scale, dropout)
-                )
+                numbers = self.softcap, self.softmax_scale, dropout
+                out.append(_capped_attention(*parts, mask, *numbers))
                 continue
             if type(mask) is torch.Tensor and q.is_cuda and q.shape[1] != k.shape[1]:
                 # without cuDNN's only the slowest kernel knows both masks and query groups
                 times = q.shape[1] // k.shape[1]
                 parts[1:] = [x.repeat_interleave(times, 1) for x in parts[1:]]
+            more = dict(is_causal=mask is None, scale=self.softmax_scale)
+            more["enable_gqa"] = q.shape[1] != parts[1].shape[1]
             with _kernels(q, mask):
-                attended = F.scaled_dot_product_attention(
-                    *parts,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    dropout_p=dropout,
-                    scale=self.softmax_scale,
-                    enable_gqa=q.shape[1] != parts[1].shape[1],
-                )
-            out.append(attended)
+                out.append(F.scaled_dot_product_attention(*parts, mask, dropout, **more))
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -287,18 +279,8 @@ class CoreAttention(MegatronModule):
         # 2.11 takes fewer heads of keys than of queries unasked
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
         window = (-1 if self.window is None else self.window - 1, 0)
-        out = kernel(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            max_q,
-            max_k,
-            scale=self.softmax_scale,
-            window_size=window,
-            **grouped,
-        )
+        more = dict(scale=self.softmax_scale, window_size=window, **grouped)
+        out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **more)
         return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
 
 
@@ -354,14 +336,11 @@ class LatentAttention(MegatronModule):
     turning channels come first here; the order within a head does not matter to q k^T.
     """
 
-    def __init__(self, config, layer_number, cp_comm_type=None, pg_collection=None):
+    def __init__(self, config, layer_number, pg_collection=None, **unused):
         super().__init__(config=config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        heads, still, turning = (
-            config.num_attention_heads,
-            config.qk_head_dim,
-            config.qk_pos_emb_head_dim,
-        )
+        heads = config.num_attention_heads
+        still, turning = config.qk_head_dim, config.qk_pos_emb_head_dim
         self.num_heads = heads // self.tp_group.size()
         self.query_sizes, self.kv_sizes = [still, turning], [still, config.v_head_dim]
         self.down_sizes = [config.kv_lora_rank, turning]
@@ -387,15 +366,8 @@ class LatentAttention(MegatronModule):
         )
         self.kv_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
         self.linear_kv_up_proj = ColumnParallelLinear(rank, heads * sum(self.kv_sizes), **column)
-        self.core_attention = CoreAttention(
-            config,
-            layer_number,
-            None,
-            "self",
-            softmax_scale=config.softmax_scale,
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
-        )
+        of_core = dict(softmax_scale=config.softmax_scale, pg_collection=pg_collection)
+        self.core_attention = CoreAttention(config, layer_number, None, "self", **of_core)
         self.linear_proj = RowParallelLinear(
             heads * config.v_head_dim,
             config.hidden_size,

@@ -4,6 +4,7 @@ AutoConfig.from_pretrained reads mca_config.json where the folder has one, and o
 Hugging Face's config.json by the family's table.
 """
 
+import copy
 import difflib
 import enum
 import functools
@@ -23,12 +24,12 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from . import model_te
 from .args import TrainingArguments
-from .args_rules import DERIVED_FIELDS, check_virtual_stages
-from .args_rules_model import ModelNumbers, check_hf_config, check_model
+from .args_rules_model import check_hf_config, check_model, numbers_of, read_model_config
+from .args_rules_training import DERIVED_FIELDS, check_virtual_stages
 from .args_values import ConfigError, Judge, Problem, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import describe_error, is_of_mcore_adapter, read_json, why_mcore_adapters, why_no_model
-from .model_families import SAME_AS, get_family
+from .files import describe_error, is_of_mcore_adapter, read_json
+from .model_families import FAMILIES, SAME_AS, get_family
 from .model_rope import rope_frequencies, rope_parameters
 
 ACTIVATIONS = {
@@ -232,32 +233,15 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def validate(self) -> None:
         """Check the layout against the model, without a process group. Raises ConfigError."""
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
-        more, layout = (
-            "m" * (self.mtp_num_layers or 0),
-            vars(self)["pipeline_model_parallel_layout"],
-        )
+        more = "m" * (self.mtp_num_layers or 0)
+        layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's types know no text
         if isinstance(layout, str) and (more or "m" in layout):
             # m is a layer for multi-token prediction in megatron's syntax: before the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
-        family = get_family(self.hf_model_type) if self.hf_model_type else None
-        numbers = ModelNumbers(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            head_channels=self.kv_channels or self.hidden_size // self.num_attention_heads,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
-            norm_over_heads=self.qk_norm_over_heads,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_experts=self.num_moe_experts,
-            expert_columns=self.moe_ffn_hidden_size,
-            shared_columns=self.moe_shared_expert_intermediate_size,
-            has_expert_bias=self.moe_router_enable_expert_bias,
-            has_prediction_layers=None if family is None else family.prediction_layers,
-            embedding_is_head=self.tie_embeddings_and_output_weights,
-            model_type=self.hf_model_type,
-            te_works=model_te.transformer_engine_works(),
-        )
+        numbers = numbers_of(dict(vars(self)))
+        numbers.has_expert_bias = self.moe_router_enable_expert_bias
+        numbers.te_works = model_te.transformer_engine_works()
         judge = Judge(self)
         model_te.check_layers(self, judge)
         check_virtual_stages(self, judge)
@@ -364,26 +348,27 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
     """
     import transformers
 
-    folder, key = Path(model_name_or_path), "model_name_or_path"
-    remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
-    if other := why_mcore_adapters(folder):
-        refuse(key, str(folder), *other)
-    if folder.is_dir() and not (folder / HF_CONFIG_NAME).is_file():
-        refuse(key, str(folder), f"there is no {HF_CONFIG_NAME} in this folder", remedy)
-    if not folder.is_dir() and (missing := why_no_model(model_name_or_path)):
-        refuse(key, model_name_or_path, missing, remedy)
+    folder = Path(model_name_or_path)
+    if values is None or (folder.is_dir() and not (folder / HF_CONFIG_NAME).is_file()):
+        judge = Judge(None)
+        values = read_model_config(model_name_or_path, judge, files=(HF_CONFIG_NAME,))
+        judge.close()
+    kind = str(values.get("model_type"))
+    # transformers reads a file itself that it may take for another type's
+    reads_itself = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
     try:
-        if values is None:
-            values, _ = transformers.PreTrainedConfig.get_config_dict(model_name_or_path)
-        if values.get("model_type") in SAME_AS:
-            kind = SAME_AS[values["model_type"]]
-            return transformers.AutoConfig.for_model(**{**values, "model_type": kind})
+        if kind in SAME_AS or (kind in FAMILIES and not reads_itself):
+            own = {**copy.deepcopy(values), "model_type": SAME_AS.get(kind, kind)}
+            own.pop("_name_or_path", None)  # where it was once
+            return transformers.AutoConfig.for_model(**own, name_or_path=model_name_or_path)
         return transformers.AutoConfig.from_pretrained(
             model_name_or_path, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever a made up file leads to in transformers
         reason = f"its {HF_CONFIG_NAME} cannot be used: {describe_error(error)}"
-        raise ConfigError([Problem(key, model_name_or_path, reason, remedy)]) from error
+        remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
+        problem = Problem("model_name_or_path", model_name_or_path, reason, remedy)
+        raise ConfigError([problem]) from error
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool):

@@ -29,8 +29,8 @@ class Row:
     hf: tuple[str, ...]
     kind: str
     layers: str = "all"  # or those that are "dense", or "moe": a mixture of experts
-    # the config's field that must be set (after "not": must not) for the tensor to be there
-    when: str | None = None
+    # or the config's field that must be set (after "not": must not) for the tensor to be there
+    when: str | bool = True
     expert: int | None = None  # its number in the layer
     fused: bool = False  # the one HF tensor holds all parts
     linear: bool = False  # of kind copy: it is a matrix that others would cut
@@ -43,6 +43,11 @@ class Row:
         return len(self.hf)
 
     @property
+    def axis(self) -> int | None:
+        """The axis that tensor parallelism cuts, None where it cuts none."""
+        return {"copy": None, "row": 1}.get(self.kind, 0)
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is the matrix of a linear or an embedding, which can have an adapter."""
         if not self.mca.endswith(".weight"):
@@ -53,8 +58,8 @@ class Row:
 
     def is_there(self, config) -> bool:
         """Whether a model has the tensor. config: anything with McaModelConfig's fields."""
-        if self.when is None:
-            return True
+        if isinstance(self.when, bool):
+            return self.when
         field = self.when.removeprefix("not ")
         return bool(getattr(config, field, None)) != self.when.startswith("not ")
 
@@ -63,31 +68,35 @@ class Row:
         return self.layers == "all" or (self.layers == "moe") == is_moe_layer
 
 
+_LAYERS, _HF_LAYERS = "decoder.layers.{}.", "model.layers.{}."
+
+
+def _row(ours: str, theirs: str, kind: str, of: str = "weight", **more) -> Row:
+    """A row of a decoder layer: megatron's module, and Hugging Face's modules by spaces."""
+    hf = tuple(f"{_HF_LAYERS}{name}.{of}" for name in theirs.split())
+    return Row(f"{_LAYERS}{ours}.{of}", hf, kind, **more)
+
+
 def attention(bias=False, norm=False, norm_kind="copy", fused=False):
     """bias, norm: True, or the config field that says so. norm_kind: column for all heads."""
-    layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
-    names = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
-    yield Row(
-        layer + "linear_qkv.weight", tuple(f"{hf}{x}.weight" for x in names), "qkv", fused=fused
-    )
+    ours, hf = "self_attention.", "self_attn."
+    qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
+    if fused:
+        qkv = f"{hf}qkv_proj"
+    yield _row(ours + "linear_qkv", qkv, "qkv", fused=fused)
     if bias:
-        when = bias if isinstance(bias, str) else None
-        yield Row(
-            layer + "linear_qkv.bias", tuple(f"{hf}{x}.bias" for x in names), "qkv", when=when
-        )
+        yield _row(ours + "linear_qkv", qkv, "qkv", of="bias", when=bias)
     if norm:
-        when = norm if isinstance(norm, str) else None
-        yield Row(layer + "q_layernorm.weight", (hf + "q_norm.weight",), norm_kind, when=when)
-        yield Row(layer + "k_layernorm.weight", (hf + "k_norm.weight",), norm_kind, when=when)
-    yield Row(layer + "linear_proj.weight", (hf + "o_proj.weight",), "row")
+        yield _row(ours + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
+        yield _row(ours + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
+    yield _row(ours + "linear_proj", hf + "o_proj", "row")
 
 
 def latent_attention():
     """Multi-latent attention; queries have one matrix, or two with a norm between them."""
-    layer, hf = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
 
     def row(ours, theirs, kind, **more):
-        return Row(f"{layer}{ours}.weight", (f"{hf}{theirs}.weight",), kind, **more)
+        return _row(f"self_attention.{ours}", f"self_attn.{theirs}", kind, **more)
 
     yield row("linear_q_proj", "q_proj", "column", when="not q_lora_rank")
     yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, when="q_lora_rank")
@@ -99,42 +108,33 @@ def latent_attention():
     yield row("linear_proj", "o_proj", "row")
 
 
-def mlp_rows(hf="mlp.", layers="all", fused=False):
-    layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
-    gate_up = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
-    yield Row(
-        layer + "linear_fc1.weight",
-        tuple(f"{hf}{x}.weight" for x in gate_up),
-        "gated",
-        layers,
-        fused=fused,
-    )
-    yield Row(layer + "linear_fc2.weight", (hf + "down_proj.weight",), "row", layers)
+def mlp_rows(hf="mlp.", ours="mlp.", fused=False, **more):
+    """more: of a Row, such as the layers that have this MLP."""
+    gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
+    yield _row(ours + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    yield _row(ours + "linear_fc2", hf + "down_proj", "row", **more)
 
 
 def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
     """The router and the experts of a layer, a tensor each, as Hugging Face's files hold them."""
-    layer, hf = "decoder.layers.{}.mlp.", "model.layers.{}." + hf
-    yield Row(layer + "router.weight", (hf + "gate.weight",), "copy", "moe", linear=True)
-    bias = (hf + "gate.e_score_correction_bias",)
-    yield Row(layer + "router.expert_bias", bias, "copy", "moe", "moe_router_enable_expert_bias")
-    gated = tuple(f"{hf}experts.[].{name}.weight" for name in (gate, up))
-    yield Row(layer + "experts.[].linear_fc1.weight", gated, "gated", "moe")
-    yield Row(
-        layer + "experts.[].linear_fc2.weight", (f"{hf}experts.[].{down}.weight",), "row", "moe"
-    )
+    yield _row("mlp.router", hf + "gate", "copy", layers="moe", linear=True)
+    bias = (f"{_HF_LAYERS}{hf}gate.e_score_correction_bias",)
+    when = "moe_router_enable_expert_bias"
+    yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
+    ours, hf = "mlp.experts.[].", hf + "experts.[]."
+    yield _row(ours + "linear_fc1", f"{hf}{gate} {hf}{up}", "gated", layers="moe")
+    yield _row(ours + "linear_fc2", hf + down, "row", layers="moe")
 
 
 def shared_expert_rows(name, gate=None):
-    layer, hf = "decoder.layers.{}.mlp.shared_experts.", f"model.layers.{{}}.mlp.{name}."
-    fc1 = (hf + "gate_proj.weight", hf + "up_proj.weight")
-    when = "moe_shared_expert_intermediate_size"
-    yield Row(layer + "linear_fc1.weight", fc1, "gated", "moe", when)
-    yield Row(layer + "linear_fc2.weight", (hf + "down_proj.weight",), "row", "moe", when)
+    ours, more = (
+        "mlp.shared_experts.",
+        dict(layers="moe", when="moe_shared_expert_intermediate_size"),
+    )
+    yield from mlp_rows(f"mlp.{name}.", ours, **more)
     if gate:
-        yield Row(
-            layer + "gate_weight", (f"model.layers.{{}}.mlp.{gate}.weight",), "copy", "moe", when
-        )
+        hf = (f"{_HF_LAYERS}mlp.{gate}.weight",)
+        yield Row(f"{_LAYERS}{ours}gate_weight", hf, "copy", **more)
 
 
 # HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what
@@ -156,11 +156,9 @@ GLM4_NORMS = (
 
 
 def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
-    layer, hf = "decoder.layers.{}.", "model.layers.{}."
     places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
     of_layer = [
-        name and Row(f"{layer}{place}.weight", (f"{hf}{name}.weight",), "copy")
-        for place, name in zip(places, norms, strict=True)
+        name and _row(place, name, "copy") for place, name in zip(places, norms, strict=True)
     ]
     rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
@@ -175,14 +173,13 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
     return tuple(row for row in rows if row)
 
 
-_LAYERS = "decoder.layers.{}."
 # their numbers go on from the decoder's, as in Hugging Face's files
 PREDICTION_LAYERS = "mtp.layers.{}."
 
 
 def prediction_rows(decoder_rows):
     """Layers for multi-token prediction: one of the decoder's each, and what joins them."""
-    ours, hf = PREDICTION_LAYERS, "model.layers.{}."
+    ours, hf = PREDICTION_LAYERS, _HF_LAYERS
     yield Row(ours + "enorm.weight", (hf + "enorm.weight",), "copy")
     yield Row(ours + "hnorm.weight", (hf + "hnorm.weight",), "copy")
     yield Row(ours + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
@@ -205,9 +202,8 @@ TE_ALIASES = {
 # Patterns of tensors that some checkpoints hold and no model reads. Any other tensor that no row
 # names is refused, since the model may need it; a family that leaves some out on purpose adds them
 # here, and they are carried into every export.
-UNUSED_TENSORS = (
-    r"rotary_emb\.inv_freq$",
-)  # old llama checkpoints: the config gives the frequencies
+# Old llama checkpoints: the config gives the frequencies.
+UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)
 
 
 def is_of_expert(mca: str) -> bool:

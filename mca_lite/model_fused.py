@@ -68,6 +68,11 @@ def compiles(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and _asked is not False and _compiler_works()
 
 
+def is_on() -> bool:
+    """Whether functions run compiled on this rank's device."""
+    return torch.cuda.is_available() and compiles(torch.empty(0, device="cuda"))
+
+
 def compiled(function):
     """The function, which runs compiled where its first argument is on a GPU. It must be given
     tensors and constants.
@@ -106,16 +111,14 @@ def _rms_norm(x, weight, eps: float, zero_centered: bool):
     return weight * _divided_by_rms(x.float(), None, eps).to(x.dtype)
 
 
-_compiled_rms_norm = compiled(_rms_norm)
-
-
+@compiled
 def rms_norm(x, weight, eps: float, zero_centered: bool = False):
     """x / rms(x) * weight over the last dimension, the mean square in float32, in x's dtype.
 
     zero_centered: the weights lie around zero (Gemma's): 1 is added to them, and they multiply
     before the rounding.
     """
-    return _compiled_rms_norm(x, weight, eps, zero_centered)
+    return _rms_norm(x, weight, eps, zero_centered)
 
 
 def _rotate(x, cos, sin, interleaved: bool):
@@ -131,10 +134,6 @@ def _rotate(x, cos, sin, interleaved: bool):
 
 
 @compiled
-def _rotate_both(query, key, cos, sin, interleaved: bool):
-    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
-
-
 def rotate(query, key, cos, sin, interleaved: bool = False):
     """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables [s, 1, 1, rotary] in
     their dtype.
@@ -142,7 +141,7 @@ def rotate(query, key, cos, sin, interleaved: bool = False):
     Channels beyond `rotary` stay. A pair that turns: channels i and i + rotary / 2, or interleaved
     neighbours.
     """
-    return _rotate_both(query, key, cos, sin, interleaved)
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
 
 
 def _split_heads(mixed, bias, groups: int, d: int):
@@ -153,14 +152,12 @@ def _split_heads(mixed, bias, groups: int, d: int):
     return query, mixed[:, :, :, -2].contiguous(), mixed[:, :, :, -1].contiguous()
 
 
-_compiled_split_heads = compiled(_split_heads)
-
-
+@compiled
 def split_heads(mixed, bias, groups: int, d: int):
     """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
     each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is
     added first."""
-    return _compiled_split_heads(mixed, bias, groups, d)
+    return _split_heads(mixed, bias, groups, d)
 
 
 @compiled
@@ -169,9 +166,8 @@ def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved
     weight of keys, eps, zero_centered), or None."""
     query, key, value = _split_heads(mixed, bias, groups, d)
     if norms is not None:
-        query, key = (
-            _rms_norm(x, w, *norms[2:]) for x, w in zip((query, key), norms, strict=False)
-        )
+        of_query, of_key, *constants = norms
+        query, key = _rms_norm(query, of_query, *constants), _rms_norm(key, of_key, *constants)
     return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved), value
 
 

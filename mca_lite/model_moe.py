@@ -1,8 +1,15 @@
-"""A mixture-of-experts layer's own parts: the router and the experts. Shared experts: megatron.
+"""A mixture-of-experts layer's own parts: the router, tokens on their way to experts and back, the
+experts. Shared experts: megatron.
 
-Letters: T tokens, n experts of this rank, f columns of an expert on this rank (1 / etp of them), h
-hidden size. Experts are spread over the expert-parallel ranks, e = n * ep_rank + i, and their
-matrices are cut over the expert-tensor-parallel ranks.
+Letters: T tokens, k experts of a token, E experts, n of them on this rank, f columns of an expert
+on this rank (1 / etp of them), h hidden size. Experts are spread over the expert-parallel ranks,
+e = n * ep_rank + i, and their matrices are cut over the expert-tensor-parallel ranks.
+
+A token goes to k experts, so it has k rows there. `order` [T k] lists the pairs (token, choice) by
+expert, tokens in turn; `places` [T, k] is its inverse: the row of each pair. Both ways, and their
+gradients, are reads at such places, and sums of k rows in float32 that are rounded once. Additions
+to rows, as megatron's own permutation makes them, would meet each other on a GPU. On one
+expert-parallel rank nothing waits for the device.
 """
 
 import functools
@@ -14,8 +21,10 @@ import torch.nn.functional as F
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from .model_fused import compiled, weighted_swiglu
 from .model_routing import (
@@ -71,11 +80,9 @@ class Router(TopKRouter):
         )
         # what recomputation runs without gradients comes a second time, with them
         if self.statistics is not None and self.training and torch.is_grad_enabled():
-            real = (
-                torch.ones_like(logits[..., 0], dtype=torch.bool)
-                if padding_mask is None
-                else ~padding_mask
-            )
+            real = torch.ones_like(logits[..., 0], dtype=torch.bool)
+            if padding_mask is not None:
+                real = ~padding_mask
             choices = choices_of(experts, real.flatten(), self.num_experts)
             self.statistics.count(self.layer_number - 1, choices)
             if self.enable_expert_bias:
@@ -107,6 +114,110 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(weights, loss * self.statistics.loss_weight)
 
 
+# -- to experts and back -----------------------------------------------------------------------
+
+
+@compiled
+def _sums(rows, places):
+    """The sum of the k rows [T k, h] of each token -> [T, h]."""
+    first, *others = places.unbind(1)
+    # read after read: a compiled sum over k spreads k over threads, and takes three times as long
+    total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
+    for places_of_choice in others:
+        total = total + rows[places_of_choice]
+    return total.to(rows.dtype)
+
+
+class _ToExperts(torch.autograd.Function):
+    """x [T, h] and weights [T, k] in the order of experts: [T k, h] and [T k]."""
+
+    @staticmethod
+    def forward(ctx, x, weights, order, places):
+        ctx.save_for_backward(places)
+        return x[order // places.shape[1]], weights.flatten()[order]
+
+    @staticmethod
+    def backward(ctx, grad, grad_of_weights):
+        (places,) = ctx.saved_tensors
+        return _sums(grad, places), grad_of_weights[places], None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """Rows [T k, h] in the order of experts -> their sums for each token [T, h]."""
+
+    @staticmethod
+    def forward(ctx, rows, order, places):
+        ctx.save_for_backward(order, places)
+        return _sums(rows, places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, places = ctx.saved_tensors
+        return grad[order // places.shape[1]], None, None
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron's all-to-all with the permutation above. Takes the router's choices as int64 [T, k]
+    in place of a map, and their weights [T, k]."""
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.tp_size == 1 and self.ep_size == 1
+
+    def dispatch_preprocess(self, hidden_states, experts, weights):
+        """[s, b, h] -> rows in the order of experts [T k, h], and their weights [T k]."""
+        self.hidden_shape, self.probs = hidden_states.shape, weights
+        self.order = experts.flatten().argsort(stable=True)
+        rows = torch.arange(len(self.order), device=experts.device)
+        self.places = torch.empty_like(rows).scatter_(0, self.order, rows).view(experts.shape)
+        chosen = torch.zeros(
+            len(experts), self.num_experts, dtype=torch.bool, device=experts.device
+        ).scatter_(1, experts, True)
+        self.tokens_per_expert = chosen.sum(0)
+        if not self._is_alone:
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+                "before_permutation_1", self.preprocess(chosen)
+            )
+        flat = hidden_states.reshape(-1, self.hidden_shape[-1])
+        return _ToExperts.apply(flat, weights, self.order, self.places)
+
+    def token_dispatch(self, rows, weights):
+        return (rows, weights) if self._is_alone else super().token_dispatch(rows, weights)
+
+    def dispatch_postprocess(self, rows, weights):
+        if not self._is_alone:
+            return super().dispatch_postprocess(rows, weights)
+        return rows, self.tokens_per_expert, weights
+
+    def combine_preprocess(self, rows):
+        return rows if self._is_alone else super().combine_preprocess(rows)
+
+    def token_combine(self, rows):
+        return rows if self._is_alone else super().token_combine(rows)
+
+    def combine_postprocess(self, rows):
+        """Rows in the order of experts [T k, h] -> [s, b, h]."""
+        return _FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
+
+
+def use_own_dispatcher(layer: MoELayer) -> None:
+    """Give a layer the dispatcher above, where its configuration asks for no other one."""
+    config = layer.config
+    others = config.moe_permute_fusion or config.moe_shared_expert_overlap
+    if others or config.moe_token_dispatcher_type != "alltoall":
+        return
+    layer.router.gives_choices = True
+    layer.token_dispatcher = Dispatcher(
+        layer.num_local_experts,
+        layer.local_expert_indices,
+        config=config,
+        pg_collection=get_default_pg_collection(),
+    )
+
+
+# -- experts -----------------------------------------------------------------------------------
+
+
 @compiled
 def _add(into, gradient):
     into += gradient
@@ -130,12 +241,8 @@ class Experts(MegatronModule):
         super().__init__(config=config)
         self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
-        n, h, f = (
-            num_local_experts,
-            config.hidden_size,
-            config.moe_ffn_hidden_size // self.etp_group.size(),
-        )
-        device = torch.cuda.current_device()
+        n, h, device = num_local_experts, config.hidden_size, torch.cuda.current_device()
+        f = config.moe_ffn_hidden_size // self.etp_group.size()
         for name, shape in (("fc1", (n, 2, f, h)), ("fc2", (n, h, f))):
             weight = torch.nn.Parameter(
                 torch.empty(shape, dtype=config.params_dtype, device=device)

@@ -4,7 +4,7 @@ Letters: s sequence of this rank, b batch, d channels of a head.
 """
 
 import torch
-import torch.distributed as dist
+from torch.distributed.nn.functional import all_reduce
 
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state
@@ -37,23 +37,6 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group, whose gradient is the sum of the ranks' gradients: each of them goes on
-    from it by itself."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, x = group, x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 class RMSNormOverHeads(torch.nn.Module):
     """RMS norm of queries or keys over all their heads together.
 
@@ -74,7 +57,8 @@ class RMSNormOverHeads(torch.nn.Module):
         flat = x.flatten(-2).float()
         squares = flat.square().sum(-1, keepdim=True)
         if self.tp_group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.tp_group)
+            # each rank goes on from the sum by itself: gradients are summed too
+            squares = all_reduce(squares, group=self.tp_group)
         normed = flat * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view(x.shape)
 

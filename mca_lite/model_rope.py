@@ -67,9 +67,8 @@ def rotary_tables(
             inv_freq, factor = rope_frequencies(config, layer_type)
             length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
             angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
-            angles = (
-                angles.repeat_interleave(2, 1) if config.rope_interleave else angles.repeat(1, 2)
-            )
+            neighbours = config.rope_interleave
+            angles = angles.repeat_interleave(2, 1) if neighbours else angles.repeat(1, 2)
             whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
         rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
     return rows[key][1:]

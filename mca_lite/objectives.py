@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from .args_values import Judge
-from .constants import GENERATION_METRICS, HF_CONFIG_NAME
+from .constants import HF_CONFIG_NAME
 from .loss_preference import LOSSES, METRICS, REFERENCES
 
 # kinds of records
@@ -23,7 +23,7 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Objective:
     """One row of OBJECTIVES.
 
@@ -46,20 +46,11 @@ class Objective:
     describe: Callable[[Any], str] = lambda keys: ""
     help: str = ""
 
-    @property
-    def has_pairs(self) -> bool:
-        """Whether a sample is a pair of a chosen and a rejected answer."""
-        return self.records == PAIRS
-
-    @property
-    def joins_documents(self) -> bool:
-        """Whether packing joins and cuts documents, rather than putting whole samples in a row."""
-        return self.records == TEXT
-
-    @property
-    def unit(self) -> str:
-        """What a sample is called in reports."""
-        return "pair" if self.has_pairs else "sample"
+    def __post_init__(self) -> None:
+        # whether packing joins and cuts documents, rather than putting whole samples in a row
+        self.joins_documents = self.records == TEXT
+        self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
+        self.unit = "pair" if self.has_pairs else "sample"  # what reports call a sample
 
     def trainer_class(self) -> type:
         """The trainer; imports torch and megatron-core for one of this package."""
@@ -94,20 +85,6 @@ def objective_of(stage: str) -> Objective:
     if stage not in OBJECTIVES:
         raise ValueError(f"stage {stage!r}: expected one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[stage]
-
-
-def check_generation(a: Any, objective: Objective, judge: Judge) -> tuple[str, ...]:
-    """predict_with_generate against the keys of all groups -> the metrics that it adds."""
-    if not a.predict_with_generate:
-        return ()
-    off = "predict_with_generate: false"
-    if objective.records != CONVERSATIONS:
-        reason = f"stage {objective.stage} has no prompts with one answer"
-        judge.refuse("predict_with_generate", reason, off)
-    elif a.train_on_prompt:
-        reason = "an answer begins where trained tokens do, and the prompt is trained too"
-        judge.refuse("predict_with_generate train_on_prompt", reason, "train_on_prompt: false")
-    return GENERATION_METRICS
 
 
 # -- preference training

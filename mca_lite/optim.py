@@ -21,7 +21,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from .args_rules_schedule import SCHEDULES, plan_schedule
+from .args_rules_training import SCHEDULES, plan_schedule
 from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS
 
@@ -103,10 +103,8 @@ class SplitMasterOptimizer(FP32Optimizer):
 
     def __init__(self, part: FP32Optimizer, inner: AdamW):
         super().__init__(inner, part.config, part.init_state_fn)
-        self.grad_stats_parallel_group, self.tp_group = (
-            part.grad_stats_parallel_group,
-            part.tp_group,
-        )
+        self.grad_stats_parallel_group = part.grad_stats_parallel_group
+        self.tp_group = part.tp_group
         # norm and zeros of decoupled_grad, as of Transformer Engine's Adam
         part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 

@@ -159,29 +159,18 @@ class AdamW(torch.optim.Optimizer):
         state["step"] = torch.tensor(float(step))  # on the CPU, where reading it waits for nobody
         m, v, low = state["exp_avg"], state["exp_avg_sq"], state.get("low")
         decay, rate = group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step)
-        root, eps, seed = (
-            (1 - beta2**step) ** 0.5,
-            group["eps"],
-            _wrapped(step * 0x9E3779B9 % 2**32),
-        )
+        root, eps = (1 - beta2**step) ** 0.5, group["eps"]
+        seed = _wrapped(step * 0x9E3779B9 % 2**32)
         by_chance = v.dtype == torch.bfloat16
         if model_fused.compiles(p):
             weight = p if low is None else p.view(torch.int16)
             numbers = (self.factor, decay, beta2, 1 - beta1, 1 - beta2, rate, root, eps)
-            grid = (model_fused.triton.cdiv(p.numel(), _BLOCK),)
-            _adam_kernel[grid](
-                weight,
-                low,
-                grad,
-                m,
-                v,
-                p.numel(),
-                seed,
-                *numbers,
-                low is not None,
-                by_chance,
-                _BLOCK,
+            constants, grid = (
+                (low is not None, by_chance, _BLOCK),
+                (triton.cdiv(p.numel(), _BLOCK),),
             )
+            tensors = weight, low, grad, m, v
+            _adam_kernel[grid](*tensors, p.numel(), seed, *numbers, *constants)
             return
         g, w = grad.float() * self.factor, self.master(p)
         mean = m.float().lerp(g, 1 - beta1)

@@ -35,7 +35,8 @@ def hold(output_dir: str | os.PathLike) -> Iterator[None]:
     """
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:
-        if parallel.on_main(lambda: _take(folder, held), OutputFolderError):
+        is_new = parallel.on_main(lambda: _take(folder, held), OutputFolderError)
+        if is_new and parallel.world_size() > 1:
             _check_shared(folder)
         yield
 
@@ -92,8 +93,6 @@ def _check_shared(folder: Path) -> None:
 
     Without it a run over several nodes would find out at its first checkpoint.
     """
-    if parallel.world_size() == 1:
-        return
     token = folder / parallel.on_main(lambda: _write_token(folder), OutputFolderError)
     # the path of each rank: a relative one depends on the folder that the rank was started in
     answers = parallel.gather((socket.gethostname(), str(folder.absolute()), _sees(token)))

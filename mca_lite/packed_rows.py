@@ -88,19 +88,15 @@ def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -
         start = 0
         for length in _document_lengths(row_mask[:used]).tolist() if used else ():
             padding = -length % document_multiple
-            ids += [row[start : start + length], row.new_full((padding,), pad_token_id)]
-            labels += [
-                row_labels[start : start + length],
-                row_labels.new_full((padding,), IGNORE_INDEX),
-            ]
+            inside = slice(start, start + length)
+            ids += [row[inside], row.new_full((padding,), pad_token_id)]
+            labels += [row_labels[inside], row_labels.new_full((padding,), IGNORE_INDEX)]
             pads.append(torch.arange(length + padding) >= length)
             cu.append(cu[-1] + length + padding)
             start += length
     if not ids:  # nothing but padding: one empty document keeps every rank in step
-        ids, labels = (
-            [torch.full((document_multiple,), pad_token_id)],
-            [torch.full((document_multiple,), IGNORE_INDEX)],
-        )
+        ids = [torch.full((document_multiple,), pad_token_id)]
+        labels = [torch.full((document_multiple,), IGNORE_INDEX)]
         pads = [torch.ones(document_multiple, dtype=torch.bool)]
         cu.append(document_multiple)
     rows = {

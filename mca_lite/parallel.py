@@ -12,10 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import (
-    before_megatron,  # noqa: F401
-    world,
-)
+from . import before_megatron  # noqa: F401  # isort: skip
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from . import world
 from .files import describe_error
 
 _is_alone = False  # inside alone()
@@ -87,14 +88,11 @@ def start_process_group(timeout_s: float = 1800) -> None:
         store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
         if world.is_one_machine():
             # after a restart torchrun's store still holds the addresses of ranks that are dead
-            store = dist.PrefixStore(
-                f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-            )
-        dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"start-{start}", store)
     else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        store, rank_, size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
 
 
 def own_store(prefix: str):
@@ -124,36 +122,21 @@ def initialize(args, use_mca: bool = True) -> None:
 
 
 def _initialize_model_parallel(args) -> None:
-    from megatron.core import parallel_state as mpu
-
-    wanted = dict(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-    )
+    kinds = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
+    degrees = [f"{kind}_parallel" for kind in kinds.split()]
+    wanted = {f"{degree}_size": getattr(args, f"{degree}_size") for degree in degrees}
     if mpu.model_parallel_is_initialized():
-        got = (
-            mpu.get_tensor_model_parallel_world_size(),
-            mpu.get_pipeline_model_parallel_world_size(),
-            mpu.get_virtual_pipeline_model_parallel_world_size(),
-            mpu.get_context_parallel_world_size(),
-            mpu.get_expert_model_parallel_world_size(),
-            mpu.get_expert_tensor_parallel_world_size(),
-        )
-        etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-        asked = (*wanted.values(), etp)
+        got = tuple(getattr(mpu, f"get_{degree}_world_size")() for degree in degrees)
+        *others, etp = wanted.values()
+        asked = (*others, etp or args.tensor_model_parallel_size)
         if got != asked:
             raise RuntimeError(
                 f"this process already runs with (tp, pp, vpp, cp, ep, etp) = {got}, and {asked} "
-                "was asked for: call "
-                "mca_lite.parallel.shutdown() first"
+                "was asked for: call mca_lite.parallel.shutdown() first"
             )
         return
     mpu.initialize_model_parallel(
         **wanted,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.ddp_timeout / 60,  # a timedelta takes fractions
         # the distributed optimizer asks for gloo twins of the data-parallel groups
         create_gloo_process_groups=True,
@@ -169,8 +152,6 @@ def set_seed(seed: int, use_mca: bool = True) -> None:
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
     if use_mca:
-        from megatron.core import tensor_parallel
-
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 1)
 
 
@@ -186,6 +167,32 @@ def gather(value) -> list:
     values = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def cut_group(of_expert: bool):
+    """megatron's ranks over which a tensor of an expert, or another, is cut."""
+    if of_expert:
+        return mpu.get_expert_tensor_parallel_group()
+    return mpu.get_tensor_model_parallel_group()
+
+
+def replica_group(of_expert: bool):
+    """megatron's ranks that hold the same part of a tensor of an expert, or of another."""
+    if of_expert:
+        return mpu.get_expert_data_parallel_group()
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def whole(part: torch.Tensor, axis: int | None, group) -> torch.Tensor:
+    """The tensor of which each rank of a group has a part along an axis; None: all have the whole.
+    Collective over the group where there are parts."""
+    if axis is None or group.size() == 1:
+        return part
+    parts = [
+        torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, axis)
 
 
 def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
@@ -271,8 +278,6 @@ def sum_gradients(x: torch.Tensor, group) -> torch.Tensor:
 def shutdown() -> None:
     """Close what `initialize` opened, on every rank. For a clean end only: after a failure of a
     rank it would wait."""
-    from megatron.core import parallel_state as mpu
-
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,9 +1,10 @@
 """The first step of a run in the configured layout, beside the same step of plain torch.
 
-The oracle is transformers' model in float32 on global rank 0, which runs the micro-batches of all
-ranks one after another. A layout in bf16 is judged by what rounding does: the same model runs once
-more there with bf16 weights, and its distance from the oracle is the noise, of which the layout's
-may be FACTOR times as much. Letters: s tokens of a row, h hidden size, V vocabulary.
+The oracle is transformers' model on global rank 0, which runs the micro-batches of all ranks one
+after another: in float32 for a layout in bf16, in float64 for one in float32. The layout is judged
+by what rounding does: the same model runs once more there in the layout's precision, and its
+distance from the oracle is the noise, of which the layout's may be FACTOR times as much. Letters:
+s tokens of a row, h hidden size, V vocabulary.
 
 What is compared has a name of two words: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's
 or PEFT's name), ("losses", "micro-batch 0").
@@ -30,7 +31,7 @@ from .weights_sources import generator_of
 
 # another order of sums is as far again: tiny models of 24 kinds came to 1.5 times the noise
 FACTOR = 3.0
-EXACT = 1e-4  # relative, in float32: what the order of sums does to a deep model stays below it
+EXACT = 1e-4  # relative: no less is asked of any
 _LOSS = 1e-3  # relative, the least noise of a loss: in a mean errors cancel more or less by chance
 _FLOOR = 1e-2  # of a usual gradient of as many numbers: it measures one that is nearly 0
 _LOGITS = 256  # places of the row whose logits are compared
@@ -75,7 +76,8 @@ def compare(plan: run.Plan) -> list[Row]:
 
     Dropout is off in transformers' models, and has to be in others. Adapters that would begin at 0
     get small values. Memory of rank 0: beside its part of the layout 8 bytes for each parameter of
-    the whole model, and 4 in host memory, where the outputs of all layers for one row are too.
+    the whole model (16 in float32), and 4 in host memory, where the outputs of all layers for one
+    row are too.
     Collective. ValueError, on every rank, for what rank 0 cannot run.
     """
     parallel.initialize(plan.arguments.training, plan.arguments.backend.use_mca)
@@ -263,17 +265,23 @@ def _joined(sent, told: list[_Told]) -> Iterator[tuple[Name, torch.Tensor]]:
 
 
 def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
-    """[the oracle's tensors by name, how far from them the same in bf16 is, and of experts in bf16
-    what one token is of each]; {} in float32"""
+    """[the oracle's tensors by name, how far from them the same is in the layout's precision, and
+    the least that is taken for rounding]"""
     batches = [batch for one in sorted(told, key=lambda one: one.replica) for batch in one.batches]
     places = torch.cat([one.places for one in told if one.replica == 0 and one.losses])
+    bf16 = plan.arguments.training.bf16
+    exact, usual = torch.float64, torch.float32
+    if bf16:
+        exact, usual = torch.float32, torch.bfloat16
     with parallel.alone():
-        oracle = dict(_plain_step(plan, trainer, batches, places, bf16=False))
-        if not plan.arguments.training.bf16:
-            return [oracle, {}, {}]
+        oracle = dict(_plain_step(plan, trainer, batches, places, exact))
         gc.collect()  # the first model goes before the second one comes
-        noise = _errors(_plain_step(plan, trainer, batches, places, bf16=True), oracle)
-    return [oracle, noise, _shares_of_a_token(plan, batches, oracle)]
+        noise = _errors(_plain_step(plan, trainer, batches, places, usual), oracle)
+    least = {}
+    if bf16:
+        least = _shares_of_a_token(plan, batches, oracle)
+        least |= {name: _LOSS for name in oracle if name[0] == "losses"}
+    return [oracle, noise, least]
 
 
 def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
@@ -302,22 +310,27 @@ def _hf_config(plan: run.Plan):
     return config
 
 
-def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, bf16: bool):
+def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: torch.dtype):
     """(name, tensor on the CPU) of what a transformers model on this rank makes of the step."""
     arguments, planned, args = plan.arguments, plan.model, plan.arguments.training
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
+    bf16 = dtype == torch.bfloat16
     values |= dict(bf16=bf16, global_batch_size=None, gradient_accumulation_steps=None)
     keys = dict(training=TrainingArguments(**values), backend=UseMcaArguments(use_mca=False))
     arguments = dataclasses.replace(arguments, **keys)
     planned = dataclasses.replace(planned, config=_hf_config(plan))
     model = run.build_model(dataclasses.replace(plan, arguments=arguments, model=planned))
     _wake_adapters(model, plan)
-    if bf16 and planned.adapters is None:  # not the buffers: rotary frequencies stay exact
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
     other = copy.copy(trainer)  # the same objective
     other.model, other.backend = model, TorchBackend(model, arguments.training)
+    # after the backend tried in float32 whether packed documents see each other; buffers stay as
+    # they are, since rotary frequencies are float32 in every precision
+    if not bf16 or planned.adapters is None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
     other.backend.expect_weighted_losses()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     other.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
@@ -335,7 +348,7 @@ def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
     """[places, V] of the first row, on the CPU."""
     inputs, device = trainer._prepare_train_inputs(iter([batch])), parallel.device()
     ids, positions = inputs["input_ids"][:1], inputs["position_ids"][:1]
-    with trainer.backend._autocast():
+    with trainer.backend.autocast():
         model, mask = trainer.backend.loss_model, inputs["attention_mask"]
         return model(ids, positions, mask, places=places.to(device))[0].cpu()
 
@@ -353,20 +366,18 @@ def _norm(*tensors: torch.Tensor) -> float:
     return float(cpu.l2_norm(tensors))
 
 
-def _rows(oracle: dict, noise: dict, per_token: dict, found: dict) -> list[Row]:
+def _rows(oracle: dict, noise: dict, least: dict, found: dict) -> list[Row]:
     gradients = [tensor for (kind, _), tensor in oracle.items() if kind == "gradients"]
     count = sum(tensor.numel() for tensor in gradients)
     usual = _FLOOR * _norm(*gradients) / math.sqrt(max(count, 1))
     rows, worst = [], {}  # worst: noise of a group, since few numbers may be near by chance
     for name, tensor in oracle.items():
         row = Row(*name, _norm(tensor), 0.0, 0.0, 0.0)
-        scale, least = row.size, per_token.get(name, 0.0)
+        scale = row.size
         if row.kind == "gradients":
             scale = max(scale, usual * math.sqrt(tensor.numel()))
-        if row.kind == "losses" and noise:
-            least = _LOSS
         scale = max(scale, 1e-30)
         distance, moved = found.get(name, math.inf) / scale, noise.get(name, 0.0) / scale
         rows.append(row._replace(distance=distance, noise=moved))
-        worst[row.group] = max(worst.get(row.group, 0.0), moved, least)
+        worst[row.group] = max(worst.get(row.group, 0.0), moved, least.get(name, 0.0))
     return [row._replace(bound=EXACT + FACTOR * worst[row.group]) for row in rows]

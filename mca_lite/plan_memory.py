@@ -12,11 +12,13 @@ Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an ac
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from . import lora, lora_files
 from .args_rules_model import layout_stages
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
 from .model_config import AutoConfig, McaModelConfig
+from .model_family_rows import Row
 from .objectives import OBJECTIVES
 from .optim import splits_masters
 from .optimizers import OPTIMIZERS
@@ -72,36 +74,41 @@ class ModelTensors:
         self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
         self.modules = set(spec.modules) if spec is not None else set()
         self.spec = spec
+        self._counted: tuple[Any, list] = (None, [])  # the last config, and what its stages have
 
     def of_stage(self, config, stage: int) -> tuple[_Parameters, _Parameters, _Parameters]:
         """(weights, those of them that are trained, adapters) of a rank of this pipeline stage."""
-        held, trained, adapters = _Parameters(), _Parameters(), _Parameters()
-        for row, _, names in self._rows(config, stage):
-            held += self._count(config, row, names)
-            if self.spec is None:
-                continue
-            low = [n for n in names if n.removesuffix(".weight") in self.modules]
-            whole = [n for n in names if n.split(".")[-2] in self.spec.modules_to_save]
-            adapters += self._count_adapters(config, row, low)
-            trained += self._count(config, row, whole)
-        return held, held if self.spec is None else trained, adapters
+        if self._counted[0] is not config:
+            self._counted = config, list(self._of_stages(config))
+        return self._counted[1][stage]
+
+    def _of_stages(self, config) -> Iterator[tuple[_Parameters, _Parameters, _Parameters]]:
+        stages = range(config.pipeline_model_parallel_size)
+        held, trained, adapters = ([_Parameters() for _ in stages] for _ in range(3))
+        for row, _, names, stage in self._rows(config):
+            held[stage] += self._count(config, row, names)
+            if self.spec is not None:
+                whole = [n for n in names if n.split(".")[-2] in self.spec.modules_to_save]
+                trained[stage] += self._count(config, row, whole)
+        for row, _, shapes, stage in self._adapters(config):
+            adapters[stage] += self._of_rank(config, row, sum(map(math.prod, shapes.values())))
+        yield from zip(held, held if self.spec is None else trained, adapters, strict=True)
 
     def total(self, config) -> int:
         """Parameters of the whole model, without adapters."""
-        named = {
-            tuple(names): self._numel(config, row, names)
-            for stage in range(config.pipeline_model_parallel_size)
-            for row, _, names in self._rows(config, stage)
-        }
-        return sum(named.values())
+        rows = self._rows(config)
+        return sum(
+            {tuple(names): self._numel(config, row, names) for row, _, names, _ in rows}.values()
+        )
 
     def shapes(self, config, stage: int) -> dict[tuple[str, tuple[int, ...]], list]:
         """{(megatron's name, with {} for the layer and [] for the expert, shape on a rank of this
-        pipeline stage): the layers that have it, None outside of them}, without adapters."""
+        pipeline stage): the layers that have it, None outside of them}. Adapters are PEFT's
+        matrices, by their names in its files."""
         found: dict[tuple[str, tuple[int, ...]], list] = {}
-        for row, layer, names in self._rows(config, stage):
-            if row.expert:
-                continue  # shaped as the first one
+        for row, layer, names, home in self._rows(config):
+            if home != stage or row.expert:  # experts are shaped as the first one
+                continue
             first, *rest = self.source.shape(names[0])
             if row.mca in VOCABULARY:
                 first = config.padded_vocab_size
@@ -114,27 +121,51 @@ class ModelTensors:
                 shape = (first if row.kind == "copy" else first // cut, *rest)
             name = row.mca.replace("experts.0.", "experts.[].")
             found.setdefault((name, shape), []).append(layer)
+        for row, layer, shapes, home in self._adapters(config):
+            for name, shape in shapes.items():
+                if home == stage and not row.expert:
+                    name = name.replace("experts.0.", "experts.[].")
+                    found.setdefault((name, shape), []).append(layer)
         return found
 
-    def _rows(self, config, stage: int) -> Iterator:
-        stage_of, last = stages_of_layers(config), config.pipeline_model_parallel_size - 1
-        for row, layer in in_layer_order(config):
+    def _adapters(self, config) -> Iterator[tuple[Row, int | None, dict, int]]:
+        """(row, layer, {PEFT's name of a matrix, with {} for the layer: its shape on a rank},
+        pipeline stage) of each module with an adapter."""
+        for row, layer, home in _placed(config) if self.modules else ():
+            for name in row.hf:
+                if name.format(layer).removesuffix(".weight") not in self.modules:
+                    continue
+                module, rank = name.removesuffix(".weight"), self.spec.rank
+                cut = degree(row, config)
+                if row.mca in VOCABULARY:
+                    out, into = config.padded_vocab_size, config.hidden_size
+                else:
+                    out, into = self.source.shape(name.format(layer))
+                shapes = {"lora_A.weight": (rank, into), "lora_B.weight": (out // cut, rank)}
+                if row.mca == VOCABULARY[0]:
+                    a, b = (rank, out // cut), (into, rank)
+                    shapes = {"lora_embedding_A": a, "lora_embedding_B": b}
+                elif row.kind == "row":
+                    shapes = {"lora_A.weight": (rank, into // cut), "lora_B.weight": (out, rank)}
+                yield row, layer, {f"{module}.{key}": of for key, of in shapes.items()}, home
+
+    def _rows(self, config) -> Iterator[tuple[Row, int | None, list[str], int]]:
+        """(row, layer, Hugging Face's names, pipeline stage); twice of an embedding that the last
+        stage has too."""
+        last = config.pipeline_model_parallel_size - 1
+        for row, layer, home in _placed(config):
             if row.mca.endswith("expert_bias"):
                 continue  # a buffer of some bytes
             names = [name.format(layer) for name in row.hf]
-            if layer is None:
-                home = 0 if row.mca == VOCABULARY[0] else last
-            else:
-                home = stage_of[layer] if layer < config.num_layers else last
             tied = config.tie_embeddings_and_output_weights
             if row.mca == VOCABULARY[1] and tied:
                 continue
-            if home == stage:
-                yield row, layer, names
-            elif row.mca == VOCABULARY[0] and stage == last and tied:  # a copy, as the head
-                yield replace(row, mca=VOCABULARY[1]), layer, names
-            elif row.mca == VOCABULARY[0] and stage == last and config.mtp_num_layers:
-                yield row, layer, names  # another, for the tokens ahead
+            yield row, layer, names, home
+            if row.mca == VOCABULARY[0] and last > 0:
+                if tied:  # a copy, as the head
+                    yield replace(row, mca=VOCABULARY[1]), layer, names, last
+                elif config.mtp_num_layers:  # another, for the tokens ahead
+                    yield row, layer, names, last
 
     def _numel(self, config, row, names) -> int:
         if row.mca in VOCABULARY and names:
@@ -142,19 +173,9 @@ class ModelTensors:
         return sum(math.prod(self.source.shape(name)) for name in names)
 
     def _count(self, config, row, names) -> _Parameters:
-        """This rank's part of a row's tensors, or of adapters on them."""
-        cut = 1 if row.kind == "copy" else degree(row, config)
-        return self._of_rank(config, row, self._numel(config, row, names) // cut)
-
-    def _count_adapters(self, config, row, names) -> _Parameters:
-        """As _count(), of the adapters on its tensors: one of the two matrices is cut."""
-        cut, total = 1 if row.kind == "copy" else degree(row, config), 0
-        for name in names:
-            out, into = self.source.shape(name)
-            if row.kind == "row":
-                out, into = into, out
-            total += self.spec.rank * (out // cut + into)
-        return self._of_rank(config, row, total)
+        """This rank's part of a row's tensors."""
+        numel = self._numel(config, row, names) // degree(row, config)
+        return self._of_rank(config, row, numel)
 
     @staticmethod
     def _of_rank(config, row, numel: int) -> _Parameters:
@@ -162,6 +183,18 @@ class ModelTensors:
             return _Parameters(dense=numel)
         here = row.expert < config.num_moe_experts // config.expert_model_parallel_size
         return _Parameters(experts=numel if here else 0)
+
+
+def _placed(config) -> Iterator[tuple[Row, int | None, int]]:
+    """(row, layer, pipeline stage) of the whole model in its order."""
+    stage_of, last = stages_of_layers(config), config.pipeline_model_parallel_size - 1
+    for row, layer in in_layer_order(config):
+        home = last
+        if layer is not None and layer < config.num_layers:
+            home = stage_of[layer]
+        elif row.mca == VOCABULARY[0]:
+            home = 0
+        yield row, layer, home
 
 
 def stages_of_layers(config) -> list[int]:
@@ -341,8 +374,7 @@ def _loss(args, config, tokens: float, trains_head: bool, on_gpu: bool) -> float
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     loss = min(chunk, tokens) * columns * w + tokens * h * w
     if trains_head:
-        # float32; that of the micro-batch before goes when the next one is there
-        loss += columns * h * 4 * min(args.gradient_accumulation_steps or 1, 2)
+        loss += columns * h * 4  # float32
     return loss
 
 

@@ -11,7 +11,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from . import (
     plan_advice,
     watchdog,
     weights_convert,
-    weights_vocabulary,
+    weights_sources,
 )
-from .args_rules_lora import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
+from .args_rules import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
 from .args_rules_model import check_torch_experts, check_torch_packing
-from .args_rules_schedule import plan_schedule
+from .args_rules_training import plan_schedule
 from .args_run import RunArguments
 from .args_values import Judge, refuse
 from .ckpt_megatron import DIST_NAME
@@ -52,10 +51,9 @@ from .model_config import load_tokenizer
 from .model_families import FAMILIES
 from .objectives import OBJECTIVES, Objective
 from .trainer_callbacks import StopSignals, TrainerCallback
+from .trainer_evaluation import records_of
 from .trainer_generate import generate, scores
-from .trainer_predict import records_of
-from .weights_sources import SafetensorsSource, check_shapes, resolve_folder
-from .weights_vocabulary import GrownSource
+from .weights_sources import GrownSource, SafetensorsSource, check_shapes, resolve_folder
 
 
 @dataclass
@@ -68,9 +66,8 @@ class PlannedModel:
     old_vocab_size: int  # of the folder
     vocab_size: int  # with new tokens
     from_scratch: bool = False
-    source: SafetensorsSource | GrownSource | None = (
-        None  # None: drawn from a seed, or a checkpoint of ours
-    )
+    # None: drawn from a seed, or a checkpoint of ours
+    source: SafetensorsSource | GrownSource | None = None
     adapters: lora.LoraSpec | None = None  # with the modules that they are on
     adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
 
@@ -84,6 +81,8 @@ class Plan:
     model: PlannedModel
     tokenizer: Any
     data: DatasetBundle
+    steps: int  # of the optimizer
+    steps_per_epoch: int  # 0 for a stream, which has none, and without training data
     second_model: PlannedModel | None = None  # of the objective: a reference
 
 
@@ -95,20 +94,16 @@ def make_plan(arguments: RunArguments) -> Plan:
     them. No collectives: ranks that wait for the token cache poll for it."""
     transformers.utils.logging.disable_progress_bar()
     check_can_write(arguments.training.output_dir, "output_dir")
-    keys, objective = arguments.finetuning, OBJECTIVES[arguments.finetuning.stage]
-    folder = resolve_folder(arguments.model.model_name_or_path, arguments.model.model_revision)
-    from_scratch, values = arguments.model.train_from_scratch, arguments.model_config
-    planned = _plan_model(arguments, folder, from_scratch, values)
+    keys, args, of_epoch = arguments.model, arguments.training, 0
+    objective = OBJECTIVES[arguments.finetuning.stage]
+    folder = resolve_folder(keys.model_name_or_path, keys.model_revision)
+    planned = _plan_model(arguments, folder, keys.train_from_scratch, arguments.model_config)
     _open_source(planned)
-    tokenizer = load_tokenizer(folder, arguments.model.trust_remote_code)
-    judge = Judge(SimpleNamespace(**arguments.to_dict()))
+    tokenizer = load_tokenizer(folder, keys.trust_remote_code)
+    judge = Judge(arguments)
     num_new, report = _plan_new_tokens(arguments, tokenizer, planned, judge)
-    if keys.finetuning_type == "lora":
-        adapters, planned.adapter_source = lora_files.adapter_of_keys(keys)
-        if num_new:
-            saved, is_tied = adapters.modules_to_save, _is_tied(planned.config)
-            check_new_rows(saved, num_new, is_tied, judge)
-        planned.adapters = _plan_adapters(arguments, planned.config, adapters, judge)
+    if arguments.finetuning.finetuning_type == "lora":
+        _plan_adapters(arguments, planned, num_new, judge)
     judge.close()
     second_model = None
     second_folder = objective.trainer_class().second_model_folder(arguments, planned)
@@ -116,28 +111,21 @@ def make_plan(arguments: RunArguments) -> Plan:
         second_model = planned
     elif second_folder is not None:
         second_model = _plan_second_model(arguments, second_folder, planned)
-    seed = arguments.training.data_seed
-    if seed is None:
-        seed = arguments.training.seed
-    data = load_datasets(arguments.data, keys.stage, tokenizer, seed)
+    data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed)
     data.report[:0] = report
-    args = arguments.training
-    if data.train is not None:
-        steps = steps_of_run(args, steps_of_epoch(arguments, data.train))
+    if data.train is not None and not arguments.data.streaming:
+        of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
+    steps = steps_of_run(args, of_epoch)
+    if data.train is not None and args.max_steps <= 0:  # else its rule knew the steps
         plan_schedule(args, steps)  # refuses what leaves nothing to decay
-    return Plan(arguments, objective, planned, tokenizer, data, second_model)
-
-
-def steps_of_epoch(arguments: RunArguments, train) -> int:
-    """Optimizer steps of an epoch; 0 for a stream, which has none, and without training data."""
-    if arguments.data.streaming or train is None:
-        return 0
-    return math.ceil(len(train) / arguments.training.train_global_batch_size)
+    return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
 
 
 def _plan_model(
     arguments: RunArguments, folder: Path, from_scratch=False, values: dict | None = None
 ) -> PlannedModel:
+    """The model of a folder, whose weights nobody has opened. values: what its config.json holds,
+    where it was read before."""
     remote, judge = arguments.model.trust_remote_code, Judge(None)
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
         read_json(folder / HF_GENERATION_CONFIG_NAME)  # exports copy it
@@ -195,9 +183,9 @@ def _plan_new_tokens(
     """
     keys, finetuning = arguments.model, arguments.finetuning
     asked = bool(keys.add_tokens or keys.add_special_tokens)
-    added = weights_vocabulary.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
+    added = weights_sources.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
     old = planned.old_vocab_size
-    size = weights_vocabulary.grown_size(tokenizer, old, keys.resize_vocab or asked, judge)
+    size = weights_sources.grown_size(tokenizer, old, keys.resize_vocab or asked, judge)
     new = max(added, size - old)
     if not new:
         return 0, ["vocabulary: the tokenizer had all of the new tokens"] if asked else []
@@ -210,12 +198,6 @@ def _plan_new_tokens(
         finetuning.modules_to_save = list(EMBEDDING_AND_HEAD)
         line += "; modules_to_save is embed_tokens, lm_head, which trains them"
     return new, [line]
-
-
-def _is_tied(config) -> bool:
-    if isinstance(config, model_config.McaModelConfig):
-        return config.tie_embeddings_and_output_weights
-    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _grow(planned: PlannedModel, size: int) -> None:
@@ -234,24 +216,30 @@ def _grow(planned: PlannedModel, size: int) -> None:
         planned.source = GrownSource(planned.source, names, size)
 
 
-def _plan_adapters(arguments: RunArguments, config, spec: lora.LoraSpec, judge: Judge):
-    """The spec with its modules in the model, by the rules between the finetuning keys and it."""
-    keys, host = arguments.finetuning, config
+def _plan_adapters(
+    arguments: RunArguments, planned: PlannedModel, num_new: int, judge: Judge
+) -> None:
+    """Plan the adapters with their modules, by the rules between the finetuning keys and the
+    model. num_new: new tokens."""
+    keys, host = arguments.finetuning, planned.config
     if not arguments.backend.use_mca:
         with torch.device("meta"):
             host = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=arguments.model.trust_remote_code
+                host, trust_remote_code=arguments.model.trust_remote_code
             )
+    is_tied = host_of(host).is_tied
+    spec, planned.adapter_source = lora_files.adapter_of_keys(keys)
+    if num_new:
+        check_new_rows(spec.modules_to_save, num_new, is_tied, judge)
     if keys.adapter_name_or_path:
         check_other_model(keys.adapter_name_or_path, spec, lora.candidates(host), judge)
         if judge.problems:
-            return spec
-    spec = lora.plan(host, spec, judge)
+            return
+    spec = planned.adapters = lora.plan(host, spec, judge)
     if keys.save_merged_model:
-        check_mergeable(spec, host_of(host).is_tied, judge)
+        check_mergeable(spec, is_tied, judge)
     if arguments.training.predict_with_generate and arguments.backend.use_mca:
-        check_mergeable(spec, host_of(host).is_tied, judge, "predict_with_generate")
-    return spec
+        check_mergeable(spec, is_tied, judge, "predict_with_generate")
 
 
 # -- building and training
@@ -367,27 +355,24 @@ def build_trainer(plan: Plan):
 
 
 def _export(plan: Plan, trainer, result) -> None:
-    arguments, args = plan.arguments, plan.arguments.training
+    args, report, last = plan.arguments.training, trainer.report, trainer.state.max_steps
     if args.save_hf_model:
         trainer.save_model()
-    if arguments.finetuning.save_merged_model and plan.model.adapters is not None:
+    if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
         trainer.save_merged_model()
-    seconds, where = result.metrics["train_runtime"], ""
-    if args.save_hf_model:
-        where = f"; the model is in {args.output_dir}"
-    steps, first = f"{result.global_step} steps", trainer.report.first_step
+    steps, first = f"{result.global_step} steps", report.first_step
     if first:  # resumed: time and loss are those of the steps since
         steps = f"steps {first + 1} to {result.global_step}"
-    done = f"trained {steps} in {seconds:.1f} s, mean loss "
-    done += f"{result.training_loss:.4f}"
-    if trainer.report.first_step >= trainer.state.max_steps:
-        done = (
-            f"nothing was left to train: the run goes to step {trainer.state.max_steps}, and its "
-        )
-        done += f"checkpoint is at step {trainer.report.first_step}"
-    if trainer.report.page_path is not None:
-        where += f"; its report is {trainer.report.page_path}"
-    trainer.report.print(f"{done}{where}")
+    seconds = result.metrics["train_runtime"]
+    done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
+    if first >= last:
+        done = f"nothing was left to train: the run goes to step {last}, and its checkpoint is at "
+        done += f"step {first}"
+    if args.save_hf_model:
+        done += f"; the model is in {args.output_dir}"
+    if report.page_path is not None:
+        done += f"; its report is {report.page_path}"
+    report.print(done)
 
 
 class _SaveConfig(TrainerCallback):

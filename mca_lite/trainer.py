@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import torch
 
-from . import before_megatron, ckpt, ckpt_settings, output_folder, parallel, watchdog
+from . import before_megatron, ckpt, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
 from .data_stream import TokenStream
-from .log import report_of, run_summary
-from .log_speed import model_work
+from .log import Report, run_summary
+from .log_speed import ModelWork, Throughput, model_work
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .packed_rows import (
@@ -33,7 +33,6 @@ from .packed_rows import (
     packed_row,
     pad_packed,
 )
-from .trainer_batches import plan_batches, read_step
 from .trainer_callbacks import (
     StopSignals,
     TrainerCallback,
@@ -41,12 +40,10 @@ from .trainer_callbacks import (
     TrainerState,
     restore_states,
 )
-from .trainer_checkpoints import finish_run
-from .trainer_evaluation import check_metrics, evaluate, run_loop
-from .trainer_events import StepEnd, agree, as_callback, callbacks_of, check_hooks, find_callback
+from .trainer_evaluation import PredictionOutput, check_metrics, evaluate, predict, run_loop
+from .trainer_events import StepEnd, agree, as_callback, callbacks_of, check_hooks, finish_run
 from .trainer_nonfinite import FiniteGuard
-from .trainer_numbers import EvalLoopOutput, Numbers, TrainOutput, advance, throughput_of
-from .trainer_predict import PredictionOutput, predict
+from .trainer_step import EvalLoopOutput, Numbers, RunSums, TrainOutput, plan_batches, read_step
 
 __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
 
@@ -95,7 +92,7 @@ class McaTrainer:
         tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
         self.args, self.model, self.tokenizer = args, model, tokenizer
-        self.settings = ckpt_settings.settings_of(args)
+        self.settings = ckpt.settings_of(args)
         self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
         self._guard.check_weights("before training")
         self.backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
@@ -108,7 +105,7 @@ class McaTrainer:
         self.shuffle, self.extra_summary = shuffle, summary or {}
         self.optimizer = self.lr_scheduler = cast(Any, None)  # until they are made
         self.state, self.control = TrainerState(), TrainerControl()
-        self._signals, self.report = StopSignals(), report_of(args)
+        self._signals, self.report = StopSignals(), Report(args, parallel.is_main())
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         check_metrics(self)
@@ -128,8 +125,7 @@ class McaTrainer:
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
-        second_model: as built.
-        """
+        second_model: as built."""
         return {}
 
     # -- the loop
@@ -146,46 +142,37 @@ class McaTrainer:
         """
         held, quiet = output_folder.hold(self.args.output_dir), before_megatron.quiet()
         with quiet, watchdog.watch(self.args), held, StopSignals() as self._signals:
-            return self._train(resume_from_checkpoint, self._signals)
+            return self._train(resume_from_checkpoint)
 
-    def _train(self, resume_from_checkpoint, signals: StopSignals) -> TrainOutput:
+    def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
-        state, throughput, started = self.state, throughput_of(self.args), time.perf_counter()
-        self._work = model_work(self.model, self._reference_model)
+        started, self._throughput = time.perf_counter(), Throughput.of(self.args)
+        self._work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
+        self._sums = RunSums(self._numbers(), self.state.log_sums)
         epoch_begins, loader = True, None
-        whole_run, window, skips = self._numbers(), self._numbers(), 0
         self._notify("on_train_begin")
         agree(self)
-        while not (state.is_over or self.control.should_training_stop):
-            epoch, step = divmod(state.position, plan.steps_per_epoch)
+        while not (self.state.is_over or self.control.should_training_stop):
+            epoch, step = divmod(self.state.position, plan.steps_per_epoch)
             if loader is None or self.control.should_epoch_stop:
-                loader = self._open_loader(plan, epoch, step)
+                loader = self._train_loader(plan, epoch, step)
+                self._loaders["train_dataloader"], batches = loader, iter(loader)
             self._begin_step(epoch_begins)
-            throughput.start()
-            data, seq_length, numbers = self._get_step_iterator_and_seq_length(loader, plan, step)
+            self._throughput.start()
+            data, seq_length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
             of_step = self.training_step(self.models, data, seq_length)
             _, metrics, skipped, grad_norm, num_zeros = of_step
             metrics, grad_norm = self._guard.after_step(
-                skipped, grad_norm, metrics, plan, data, seq_length
+                skipped, grad_norm, metrics, data, seq_length
             )
             numbers = self._over_ranks(numbers.add_metrics(metrics))
-            window, whole_run, skips = window + numbers, whole_run + numbers, skips + skipped
-            loss, counts = numbers.read()
-            self._guard.note_loss(loss, metrics, plan)
-            advance(self, plan, plan.num_samples_of(step), counts, throughput)
-            extra = {"grad_norm": grad_norm, "skipped_iter": skips}
-            if num_zeros is not None:
-                extra["num_zeros_in_grad"] = num_zeros
-            line = functools.partial(self._line, window, extra, throughput)
-            end = StepEnd(self, line, plan.steps_per_epoch - step - 1)
-            epoch_begins = end.run()
-            if "should_log" in end.done:  # the step closed a line of the log
-                window, skips = self._numbers(), 0
-        return finish_run(self, whole_run, time.perf_counter() - started)
-
-    def _open_loader(self, plan: BatchPlan, epoch: int, step: int) -> Iterator:
-        self._loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
-        return iter(loader)
+            self._sums.add(numbers, skipped, grad_norm, num_zeros)
+            loss, (tokens, squares, positions) = numbers.read()
+            self._guard.note_loss(loss, metrics)
+            self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
+            self._throughput.stop(tokens, positions, self._work.flops(tokens, squares))
+            epoch_begins = StepEnd(self, plan.steps_per_epoch - step - 1).run()
+        return finish_run(self, time.perf_counter() - started)
 
     def _begin_step(self, epoch_begins: bool) -> None:
         control = self.control
@@ -228,15 +215,12 @@ class McaTrainer:
         return model(**inputs), self._guard.mark(self._pre_compute_loss(batch, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches of a step, before they run: the place for what an objective takes from
-        another model.
-        """
+        """The micro-batches of a step before they run, with what another model says of them."""
         return micro_batches
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
         """The loss_func of a micro-batch, on whichever pipeline stage. batch: as it was read;
-        inputs: the model's.
-        """
+        inputs: the model's."""
         return functools.partial(self._post_compute_loss, inputs["labels"])
 
     def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, Any]:
@@ -285,15 +269,13 @@ class McaTrainer:
         """
         ahead = None
         if isinstance(labels, Targets):
-            ahead, labels = labels, labels.labels
+            ahead, labels = labels.next_labels, labels.labels
             more, losses = losses[..., 1:].sum(), losses[..., 0]
         total, count = losses.sum(), (labels != IGNORE_INDEX).sum()
         # megatron divides `total` in place afterwards: the metric is a copy
         metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
         if ahead is not None:
-            metrics["mtp_loss"] = torch.stack(
-                [more.detach().clone(), (ahead.next_labels != IGNORE_INDEX).sum()]
-            )
+            metrics["mtp_loss"] = torch.stack([more.detach(), (ahead != IGNORE_INDEX).sum()])
             total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
@@ -301,9 +283,7 @@ class McaTrainer:
     _micro_batch_weight = 1.0
 
     def _count_of_loss(self, batch: dict) -> int:
-        """The count that _post_compute_loss will give for a whole micro-batch: what its loss is a
-        sum over.
-        """
+        """The count that _post_compute_loss will give for a whole micro-batch."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
     # -- data
@@ -324,8 +304,7 @@ class McaTrainer:
 
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's Numbers with its
-        counts). Collective where the layout wants one length on all ranks.
-        """
+        counts). Collective where the layout wants one length on all ranks."""
         numbers = self._numbers()
         batches, counts = read_step(self, loader, plan, step)
         if self.backend.counts_tokens:
@@ -335,11 +314,6 @@ class McaTrainer:
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
             self._micro_batch_weight = len(batches) * plan.dp_size / filled
         return batches, max(b["input_ids"].shape[1] for b in batches), numbers
-
-    @property
-    def _rows_hold_documents(self) -> bool:
-        """Whether a collated row may hold several documents, which its attention_mask numbers."""
-        return self.args.sequence_packing
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: its rows, or one packed row."""
@@ -378,29 +352,20 @@ class McaTrainer:
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
         self._load_from_checkpoint(resume_from_checkpoint)
-        self._guard.start_run()
+        self._guard.start_run(plan)
         self.report.summary(run_summary(self, plan))
         return plan
 
     def create_optimizer(self):
-        if self._given[0] is None:
-            self.optimizer = self.backend.create_optimizer()
-        else:
-            self.optimizer = self.backend.optimizer = self._given[0]
+        self.optimizer = self._given[0] or self.backend.create_optimizer()
+        self.backend.optimizer = self.optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        optimizer = self.optimizer if optimizer is None else optimizer
-        self.lr_scheduler = self._given[1]
-        if self.lr_scheduler is None:
-            self.lr_scheduler = get_megatron_lr_scheduler(self.args, num_training_steps, optimizer)
+        self.lr_scheduler = self._given[1] or get_megatron_lr_scheduler(
+            self.args, num_training_steps, optimizer or self.optimizer
+        )
         return self.lr_scheduler
-
-    def _line(self, window: Numbers, extra: dict, throughput) -> dict:
-        """The numbers of a line of the log, of the steps since the line before. Collective."""
-        of_router = self.backend.router_statistics()
-        means = window.means(uncounted=None if extra["skipped_iter"] else 0.0)
-        return {**means, **extra, **of_router, **throughput.take()}
 
     def _notify(self, event: str, **kwargs) -> None:
         kwargs.update(
@@ -418,10 +383,12 @@ class McaTrainer:
 
     def pop_callback(self, callback):
         """Remove a callback, or the first of a class, and return it; None where there is none."""
-        found = find_callback(self.callbacks, callback)
-        if found is not None:
-            self.callbacks.remove(found)
-        return found
+        of_kind = callback if isinstance(callback, type) else ()
+        for one in self.callbacks:
+            if one is callback or isinstance(one, of_kind):
+                self.callbacks.remove(one)
+                return one
+        return None
 
     def remove_callback(self, callback) -> None:
         """pop_callback without its answer."""
@@ -450,9 +417,7 @@ class McaTrainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Forward passes over a loader of get_train_dataloader's kind -> metrics and the number of
-        samples.
-        """
+        """Forward passes over a loader of get_train_dataloader's kind -> metrics, samples."""
         return run_loop(self, dataloader, metric_key_prefix)
 
     # -- files
@@ -466,8 +431,7 @@ class McaTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Continue where a checkpoint stopped: weights, optimizer, schedule, random states,
-        position in the data.
-        """
+        position in the data."""
         folder = ckpt.find(self, resume_from_checkpoint)
         if folder is not None:
             ckpt.load(folder, self)
@@ -478,7 +442,7 @@ class McaTrainer:
         ranks must call it.
 
         A model with adapters gives those, in PEFT's format. Hugging Face's format with
-        save_hf_model; else, or without save_only_model on an internal call, a checkpoint.
+        save_hf_model, else a checkpoint of the weights.
         """
         folder = Path(output_dir or self.args.output_dir)
         if self.args.save_hf_model:

@@ -11,17 +11,13 @@ and leaves its ranks behind. It kills them --shutdown-timeout seconds later (30 
 set): set that above the time of a step and a checkpoint.
 """
 
-import json
 import math
-import os
 import signal
 import threading
 from dataclasses import asdict, dataclass, field
 
 from . import parallel
-from .args import TrainingArguments
-from .args_values import ConfigError, check_keys
-from .files import read_json
+from .files import read_json, write_json
 
 # TrainerState's names that Hugging Face's trainer_state.json spells differently.
 _HF_NAMES = {"best_step": "best_global_step"}
@@ -35,6 +31,7 @@ _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are no
     "best_model_checkpoint": (str, type(None)),
     "left_out_steps": (int,),
     "data_position": (dict, type(None)),
+    "log_sums": (dict, type(None)),
     "stateful_callbacks": (dict,),
 }
 
@@ -42,8 +39,7 @@ _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are no
 @dataclass
 class TrainerState:
     """Where a run stands; written to trainer_state.json. Counts are over all ranks, a step is an
-    optimizer step.
-    """
+    optimizer step."""
 
     global_step: int = 0
     epoch: float = 0.0
@@ -57,7 +53,14 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     left_out_steps: int = 0  # of epochs that a callback stopped early
     data_position: dict | None = None  # of a stream: where the next step begins
+    log_sums: dict | None = None  # of the steps since the last line of the log
     stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
+
+    def count_step(self, samples: int, tokens: int, steps_per_epoch: int) -> None:
+        self.global_step += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += tokens
+        self.epoch = self.position / steps_per_epoch
 
     @property
     def position(self) -> int:
@@ -89,15 +92,8 @@ class TrainerState:
         return {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     def save(self, path: str) -> None:
-        """Writes the state as JSON; the file at `path` is the old one or the new one, never half of
-        it.
-        """
-        record = self.to_record()
-        temporary = f"{path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
-        os.replace(temporary, path)
+        """Writes the state as JSON, in one step."""
+        write_json(path, self.to_record())
 
     @classmethod
     def load(cls, path: str) -> "TrainerState":
@@ -158,142 +154,109 @@ def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch
 
 
 class TrainerCallback:
-    """Base of callbacks: each method may read `args` and `state` and set flags of `control`; it
-    returns None, or the control.
+    """Base of callbacks: each method may read `args` (TrainingArguments) and `state` (TrainerState)
+    and set flags of `control` (TrainerControl); it returns None, or the control.
 
     Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
     on_step_end, on_log, on_evaluate, on_save. Each gets as keywords: trainer, model, optimizer,
     lr_scheduler, processing_class, train_dataloader and eval_dataloader (None outside of a loop).
     """
 
-    def on_init_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_init_end(self, args, state, control, **kwargs):
         """At the end of McaTrainer's constructor; there is no optimizer yet."""
 
-    def on_train_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
         """Before the first step; `state.global_step` is not 0 in a resumed run."""
 
-    def on_epoch_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_begin(self, args, state, control, **kwargs):
         """Before the first step of an epoch, or of a run that resumes within one."""
 
-    def on_step_begin(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_begin(self, args, state, control, **kwargs):
         """Before the data of a step is read."""
 
-    def on_substep_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_substep_end(self, args, state, control, **kwargs):
         """Once for each micro-batch but the last, after the schedule has run all of them."""
 
-    def on_pre_optimizer_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Gradients are there, summed over ranks, before they are clipped."""
 
-    def on_optimizer_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_optimizer_step(self, args, state, control, **kwargs):
         """After the update, before the step is counted."""
 
-    def on_step_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         """After each optimizer step, skipped ones included."""
 
-    def on_epoch_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_end(self, args, state, control, **kwargs):
         """After the last step of an epoch, or of the run."""
 
-    def on_log(self, args, state: TrainerState, control: TrainerControl, logs: dict, **kwargs):
+    def on_log(self, args, state, control, logs: dict, **kwargs):
         """`logs` is one line of the log: numbers over all ranks, for the steps since the line
-        before.
-        """
+        before."""
 
-    def on_evaluate(
-        self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
-    ):
+    def on_evaluate(self, args, state, control, metrics: dict, **kwargs):
         """`metrics` are those of one evaluation, their names starting with eval_, or with the
         prefix that evaluate() was given."""
 
-    def on_prediction_step(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_prediction_step(self, args, state, control, **kwargs):
         """After each step of an evaluation or a prediction."""
 
-    def on_predict(
-        self, args, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
-    ):
+    def on_predict(self, args, state, control, metrics: dict, **kwargs):
         """`metrics` are those that predict() returns, their names starting with its prefix."""
 
-    def on_save(
-        self, args, state: TrainerState, control: TrainerControl, path: str, step: int, **kwargs
-    ):
+    def on_save(self, args, state, control, path: str, step: int, **kwargs):
         """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps
-        may have been made.
-        """
+        may have been made."""
 
-    def on_train_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args, state, control, **kwargs):
         """After the last step, before the final export."""
 
 
-def full_metric_name(name: str) -> str:
-    """Returns the key of `name` among the metrics of an evaluation: "loss" and "eval_loss" both
-    mean "eval_loss".
-    """
+def _deciding_metric(args) -> str:
+    """The metric of an evaluation that metric_for_best_model names, the loss without it."""
+    name = args.metric_for_best_model or "loss"
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
-def greater_is_better_by_name(name: str) -> bool:
-    """Returns False for losses and perplexities, True for every other metric."""
-    return not name.endswith(("loss", "ppl", "perplexity"))
+def _value_of(args, metrics: dict) -> float | None:
+    """The deciding metric's; None for an evaluation of another kind than the loop's, which has a
+    prefix of its own."""
+    if not any(name.startswith("eval_") for name in metrics):
+        return None
+    metric = _deciding_metric(args)
+    if metric not in metrics:
+        raise ValueError(
+            f"the evaluation gave no {metric}, only {', '.join(sorted(metrics))}: set "
+            "metric_for_best_model to one of them"
+        )
+    return float(metrics[metric])
 
 
-class _MetricWatcher(TrainerCallback):
-    """Knows which metric of an evaluation decides, and which of two values is the better one."""
-
-    def __init__(self, metric: str | None, greater_is_better: bool | None):
-        self.metric = metric
-        self.greater_is_better = greater_is_better
-
-    def _settle(self, args) -> None:
-        """What the constructor left open comes from the training arguments, then from the metric's
-        name.
-        """
-        if self.metric is None:
-            self.metric = getattr(args, "metric_for_best_model", None) or "loss"
-        self.metric = full_metric_name(self.metric)
-        if self.greater_is_better is None:
-            self.greater_is_better = getattr(args, "greater_is_better", None)
-        if self.greater_is_better is None:
-            self.greater_is_better = greater_is_better_by_name(self.metric)
-
-    def _decides(self, metrics: dict) -> bool:
-        """Whether these are of an evaluation of the loop's kind: others have a prefix of theirs."""
-        return any(name.startswith("eval_") for name in metrics)
-
-    def _value(self, metrics: dict) -> float:
-        if self.metric not in metrics:
-            raise ValueError(
-                f"the evaluation gave no {self.metric}, only "
-                f"{', '.join(sorted(metrics)) or 'nothing'}: set metric_for_best_model to one of "
-                "them"
-            )
-        return float(metrics[self.metric])
-
-    def _improves(self, value: float, best: float | None, threshold: float = 0.0) -> bool:
-        if math.isnan(value):
-            return False  # a diverged model is never the best, not even the first time
-        if best is None:
-            return True
-        return (value - best if self.greater_is_better else best - value) > threshold
+def _is_better(args, value: float, best: float | None, threshold: float = 0.0) -> bool:
+    """Whether a value of the deciding metric is better than the best one by more than `threshold`.
+    Losses and perplexities fall, other metrics rise, where greater_is_better does not say."""
+    if math.isnan(value):
+        return False  # a diverged model is never the best, not even the first time
+    if best is None:
+        return True
+    rises = args.greater_is_better
+    if rises is None:
+        rises = not _deciding_metric(args).endswith(("loss", "ppl", "perplexity"))
+    return (value - best if rises else best - value) > threshold
 
 
-class BestModel(_MetricWatcher):
+class BestModel(TrainerCallback):
     """Keeps state.best_metric, best_step and best_model_checkpoint; the trainer reloads from there
     at the end.
 
-    `metric` and `greater_is_better` default to the training arguments' metric_for_best_model and
-    greater_is_better. The checkpoint counts for the best step when it is saved at that very step,
-    before or after the evaluation.
+    The checkpoint counts for the best step when it is saved at that very step, before or after the
+    evaluation.
     """
 
-    def __init__(self, metric: str | None = None, greater_is_better: bool | None = None):
-        super().__init__(metric, greater_is_better)
-        self._last_saved: tuple[int, str] | None = None
+    _last_saved: tuple[int, str] | None = None
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        if not self._decides(metrics):
-            return
-        self._settle(args)
-        value = self._value(metrics)
-        if not self._improves(value, state.best_metric):
+        value = _value_of(args, metrics)
+        if value is None or not _is_better(args, value, state.best_metric):
             return
         state.best_metric, state.best_step = value, state.global_step
         if self._last_saved is not None and self._last_saved[0] == state.global_step:
@@ -301,56 +264,41 @@ class BestModel(_MetricWatcher):
         elif args.load_best_model_at_end:
             control.should_save = True
 
-    def on_save(self, args, state, control, path, step=None, **kwargs):
-        step = state.global_step if step is None else step
+    def on_save(self, args, state, control, path, step, **kwargs):
         self._last_saved = (step, path)
         if state.best_step == step:
             state.best_model_checkpoint = path
 
 
-class EarlyStopping(_MetricWatcher):
-    """Asks the loop to stop after `patience` evaluations in a row that are not better by more than
-    `threshold`.
+class EarlyStopping(TrainerCallback):
+    """Asks the loop to stop after early_stopping_patience evaluations in a row that are not better
+    by more than early_stopping_threshold.
 
     A resumed run goes on counting where it was: the count is read off state.log_history, which the
-    checkpoint holds. Raises ValueError where patience is not at least 1 or threshold is negative.
+    checkpoint holds.
     """
 
-    def __init__(
-        self,
-        patience: int,
-        threshold: float = 0.0,
-        metric: str | None = None,
-        greater_is_better: bool | None = None,
-    ):
-        keys = dict(early_stopping_patience=patience, early_stopping_threshold=threshold)
-        if problems := check_keys(TrainingArguments, **keys):
-            raise ConfigError(problems)
-        super().__init__(metric, greater_is_better)
-        self.patience = patience
-        self.threshold = threshold
-        self.evaluations_without_gain = 0
-        self._best: float | None = None
+    evaluations_without_gain = 0
+    _best: float | None = None
 
-    def _count(self, value: float) -> None:
-        if self._improves(value, self._best, self.threshold):
+    def _count(self, args, value: float) -> None:
+        self.evaluations_without_gain += 1
+        if _is_better(args, value, self._best, args.early_stopping_threshold):
             self._best, self.evaluations_without_gain = value, 0
-        else:
-            self.evaluations_without_gain += 1
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._settle(args)
         self._best, self.evaluations_without_gain = None, 0
+        metric = _deciding_metric(args)
         for record in state.log_history:
-            if self.metric in record:
-                self._count(float(record[self.metric]))
+            if metric in record:
+                self._count(args, float(record[metric]))
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        if not self._decides(metrics):
+        value = _value_of(args, metrics)
+        if value is None:
             return
-        self._settle(args)
-        self._count(self._value(metrics))
-        if self.evaluations_without_gain >= self.patience:
+        self._count(args, value)
+        if self.evaluations_without_gain >= args.early_stopping_patience:
             control.should_training_stop = True
 
 
@@ -398,8 +346,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 class Interrupted(SystemExit):
     """The run has saved and stops. `signal` is the one that asked for it; the process ends with
-    EXIT_CODE.
-    """
+    EXIT_CODE."""
 
     def __init__(self, number: int, step: int):
         super().__init__(EXIT_CODE)

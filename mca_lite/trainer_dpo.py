@@ -12,38 +12,106 @@ micro-batch, s positions.
 import contextlib
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from . import lora, loss_preference, parallel
+from .args import FinetuningArguments
 from .args_run import check_together
 from .args_values import Judge, refuse
 from .ckpt_folder import CheckpointError
 from .data_batches import documents_of, split_documents
-from .data_cache import default_cache_dir
+from .data_cache import cache_folder
 from .data_files import SIDES
-from .data_packs import Packs, WithReference
+from .data_packs import Packs, WithReference, samples_of
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
 from .objectives import OBJECTIVES
 from .packed_rows import pack_batch
 from .trainer import McaTrainer
-from .trainer_dpo_config import DPOConfig, choose_reference
-from .trainer_predict import own_lengths, sum_documents
-from .trainer_reference import is_same_model, reference_of, score
+from .trainer_evaluation import by_sample, collecting, sum_documents
+from .trainer_reference import is_same_model, reference_of
 from .weights_sources import resolve_folder
 
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
+# DPOConfig's fields -> the configuration keys that mean the same
+_KEYS = {
+    "pref_loss": "pref_loss",
+    "beta": "pref_beta",
+    "label_smoothing": "dpo_label_smoothing",
+    "ftx": "pref_ftx",
+}
 
 
-class Documents(NamedTuple):
-    """Where a micro-batch's responses are. lengths: this rank's tokens of each document of a packed
-    row, None where each row is one. real float32 [P]: 0 for a pair that only fills the batch."""
+@dataclass(kw_only=True)
+class DPOConfig:
+    """The objective. ValueError for what does not fit together.
 
-    lengths: list[int] | None
-    real: torch.Tensor
+    pref_loss: sigmoid (DPO) or orpo. beta: how strongly the reference holds, or the weight of the
+    odds ratio. label_smoothing: the share of pairs thought to be swapped. ftx: weight of the sft
+    term, the mean loss of a token of the chosen response. use_ref_model: whether there is a
+    reference (None: where the loss has one). reference: cached, adapter or model (None: a model
+    that is given, else the model without its adapters, else cached). cache_dir: where
+    log-probabilities of a cached reference are kept (None: nowhere). model_source: what tells the
+    start model from others of its folder.
+    """
+
+    beta: float = 0.1
+    pref_loss: str = "sigmoid"
+    label_smoothing: float = 0.0
+    use_ref_model: bool | None = None
+    ftx: float = 0.0
+    reference: str | None = None
+    cache_dir: str | None = None
+    model_source: str = ""
+
+    def __post_init__(self):
+        keys = self.check_with()
+        for name, key in _KEYS.items():  # as their types say
+            setattr(self, name, getattr(keys, key))
+        judge, needs = Judge(self), LOSSES[self.pref_loss].has_reference
+        if self.reference not in (None, *REFERENCES):
+            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
+        if self.use_ref_model not in (None, needs):
+            reason = f"pref_loss {self.pref_loss} has {'a' if needs else 'no'} reference model"
+            judge.refuse("use_ref_model", reason, "use_ref_model left out")
+        judge.close()
+        self.use_ref_model = needs
+
+    def as_keys(self) -> dict[str, Any]:
+        """The configuration keys that mean the same."""
+        keys = {key: getattr(self, name) for name, key in _KEYS.items()}
+        return {**keys, "ref_model": self.reference}
+
+    def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
+        """The keys for such adapters. ConfigError by their rules."""
+        modules = list(modules_to_save)
+        return FinetuningArguments(
+            stage="dpo", finetuning_type=kind, modules_to_save=modules, **self.as_keys()
+        )
+
+
+def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
+    """The kind of reference, None for a loss without one. ConfigError for one that cannot be."""
+    if not config.use_ref_model:
+        if ref_model is not None:
+            reason = f"pref_loss {config.pref_loss} has no reference model"
+            refuse("ref_model", "a model", reason, "leave ref_model out")
+        return None
+    spec = lora.spec_of(model)
+    by_default = "adapter" if spec is not None and not spec.modules_to_save else "cached"
+    kind = config.reference or ("model" if ref_model is not None else by_default)
+    if (kind == "model") != (ref_model is not None):
+        reason = f"expected {'a' if kind == 'model' else 'no'} ref_model"
+        refuse("reference", kind, reason, "reference: model, with a ref_model, or neither")
+    if spec is None:
+        config.check_with("full")
+    else:
+        config.check_with("lora", spec.modules_to_save)
+    return kind
 
 
 class DPOTrainer(McaTrainer):
@@ -64,7 +132,7 @@ class DPOTrainer(McaTrainer):
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
     ):
         self.train_config = config = train_config or DPOConfig()
-        self.reference = choose_reference(config, model, ref_model)
+        self.reference = _choose_reference(config, model, ref_model)
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
         check_together(args, stage="dpo", mtp_num_layers=mtp)
         evaluated = kwargs.get("eval_dataset")
@@ -74,20 +142,15 @@ class DPOTrainer(McaTrainer):
             if dataset is not None and len(dataset):
                 _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
-        self.settings |= {
-            "pref_loss": config.pref_loss,
-            "pref_beta": config.beta,
-            "pref_ftx": config.ftx,
-            "dpo_label_smoothing": config.label_smoothing,
-            "ref_model": self.reference,
-        }
+        self.settings |= {**config.as_keys(), "ref_model": self.reference}
         self.backend.expect_weighted_losses()
+        self.ref_chunks = None
         if ref_model is not None:
             self._guard.check_weights("the reference model", ref_model)
-        self.ref_chunks = self.backend.wrap_reference(ref_model) if ref_model is not None else None
-        if self.train_config.use_ref_model and self.reference != "cached":
+            self.ref_chunks = self.backend.wrap_reference(ref_model)
+        if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model
-        self._was_trained = self._start_is_checked = False
+        self._was_trained = False
 
     # -- a run of the command line
 
@@ -119,12 +182,9 @@ class DPOTrainer(McaTrainer):
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
         config = DPOConfig(
-            beta=keys.pref_beta,
-            pref_loss=keys.pref_loss,
-            label_smoothing=keys.dpo_label_smoothing,
-            ftx=keys.pref_ftx,
+            **{name: getattr(keys, key) for name, key in _KEYS.items()},
             reference=keys.ref_model if second_model is None else "model",
-            cache_dir=str(Path(arguments.data.cache_dir or default_cache_dir()).expanduser()),
+            cache_dir=str(cache_folder(arguments.data)),
             model_source=source,
         )
         return {"train_config": config, "ref_model": second_model}
@@ -145,8 +205,7 @@ class DPOTrainer(McaTrainer):
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of
-        chosen, then rejected.
-        """
+        chosen, then rejected."""
         return loss_preference.odds_ratio_loss(
             chosen_logps, rejected_logps, *response_lens.chunk(2), beta=self.train_config.beta
         )
@@ -170,35 +229,25 @@ class DPOTrainer(McaTrainer):
         )
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
-        device, known = parallel.device(), batch.get("reference")
-        chosen, rejected = (
-            (None, None) if known is None else parallel.to_device(known, device).unbind(-1)
-        )
-        documents = self._documents(batch)
-        return functools.partial(
-            self._post_compute_loss, inputs["labels"], documents, chosen, rejected
-        )
+        known, of_reference = batch.get("reference"), (None, None)
+        if known is not None:
+            of_reference = parallel.to_device(known, parallel.device()).unbind(-1)
+        return functools.partial(self._post_compute_loss, inputs["labels"], batch, *of_reference)
 
-    def _documents(self, batch: dict) -> Documents:
-        lengths = own_lengths(self.backend, batch)
-        return Documents(lengths, parallel.to_device(batch["real"], parallel.device()))
-
-    def _response_logps(self, labels, documents: Documents, losses):
+    def _response_logps(self, labels, batch: dict, losses):
         """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and
-        rejected in turn.
+        rejected in turn. Collective under context parallelism: one sum over its group."""
+        sums = sum_documents(self.backend, batch, labels, losses)
+        return sums[:, : 2 * len(batch["real"])]
 
-        Collective under context parallelism: one sum over its group."""
-        sums = sum_documents(self.backend, documents.lengths, labels, losses)
-        return sums[:, : 2 * len(documents.real)]
-
-    def _post_compute_loss(self, labels, documents, ref_chosen_logps, ref_rejected_logps, losses):
+    def _post_compute_loss(self, labels, batch, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
 
-        labels [b, s]; documents says where the responses are; ref_*_logps float32 [P], None for a
-        loss without reference.
+        labels [b, s]; batch: the micro-batch as it was read, whose "real" float32 [P] is 0 for a
+        pair that only fills it; ref_*_logps float32 [P], None for a loss without reference.
         """
-        logps, lens = self._response_logps(labels, documents, losses)
-        real, config = documents.real, self.train_config
+        logps, lens = self._response_logps(labels, batch, losses)
+        real, config = parallel.to_device(batch["real"], parallel.device()), self.train_config
         responses = Responses(
             logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
         )
@@ -230,8 +279,6 @@ class DPOTrainer(McaTrainer):
         return int(batch["real"].sum())
 
     # -- micro-batches
-
-    _rows_hold_documents = True
 
     def _arrange(self, batch: dict) -> dict:
         if "attention_mask" not in batch:
@@ -267,28 +314,22 @@ class DPOTrainer(McaTrainer):
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches with the reference's log-probabilities, where the loss takes them and
-        the data does not.
-        """
-        if not self.train_config.use_ref_model or self.reference == "cached":
-            if self.reference == "cached" and any(
-                "reference" not in batch for batch in micro_batches
-            ):
+        the data does not."""
+        if not self.train_config.use_ref_model:
+            return micro_batches
+        if self.reference == "cached":
+            if any("reference" not in batch for batch in micro_batches):
                 raise ValueError(
                     'the data collator dropped "reference", the '
                     "log-probabilities [b, documents] that the samples bring: hand them on, or use "
                     "ref_model: model"
                 )
             return micro_batches
-        chunks = self.models if self.ref_chunks is None else self.ref_chunks
-        found = self.compute_reference_log_probs(chunks, micro_batches, seq_length)
-        if found is None:  # a pipeline stage before the last, where no loss is taken
+        found = self._reference_logps(self.ref_chunks or self.models, micro_batches, seq_length)
+        if not found:  # a pipeline stage before the last, where no loss is taken
             return micro_batches
-        known = (
-            torch.stack([of["reference_chosen_logps"], of["reference_rejected_logps"]], -1)
-            for of in found
-        )
         return [
-            {**batch, "reference": logps} for batch, logps in zip(micro_batches, known, strict=True)
+            {**batch, "reference": logps} for batch, logps in zip(micro_batches, found, strict=True)
         ]
 
     # -- the reference
@@ -303,29 +344,32 @@ class DPOTrainer(McaTrainer):
 
         Collectives: those of the schedule, forward only.
         """
-        own = models is self.models
-        was_training = self.models[0].training
+        own, was_training = models is self.models, self.models[0].training
+
+        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+            logps, _ = self._response_logps(inputs["labels"], batch, losses)
+            return {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
+
         if own:
             self.backend.train_mode(False)
         with lora.without_adapters(self.model) if own else contextlib.nullcontext():
             found = self.backend.forward_backward(
-                self._reference_step, data_list, seq_length, forward_only=True, chunks=models
+                collecting(self, collect), data_list, seq_length, forward_only=True, chunks=models
             )
         if own:
             self.backend.train_mode(was_training)
         return found or None
 
-    def _reference_step(self, data_iterator, model):
-        batch = next(data_iterator)
-        inputs = self._prepare_train_inputs(iter([batch]))
-        documents = self._documents(batch)
+    def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
+        """What compute_reference_log_probs gives, as one tensor [P, 2] of each micro-batch."""
+        found = self.compute_reference_log_probs(models, batches, seq_length) or ()
+        return [torch.stack(list(of_batch.values()), -1) for of_batch in found]
 
-        def collect(losses):
-            logps, _ = self._response_logps(inputs["labels"], documents, losses)
-            found = {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
-            return losses.sum(), documents.real.sum().int(), found
-
-        return model(**inputs), collect
+    def _score(self, pairs) -> np.ndarray:
+        """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them
+        now. Collective."""
+        run = functools.partial(self._reference_logps, self.models)
+        return by_sample(self, pairs, run, (len(SIDES),)).astype(np.float32)
 
     def _with_reference(self, dataset):
         """The dataset, its pairs with the log-probabilities of a cached reference. Collective."""
@@ -333,7 +377,7 @@ class DPOTrainer(McaTrainer):
             return dataset
         if isinstance(dataset, dict):
             return {name: self._with_reference(part) for name, part in dataset.items()}
-        view = dataset.dataset if isinstance(dataset, Packs) else dataset
+        view = samples_of(dataset)
         if isinstance(view, WithReference):
             return dataset
         if self._was_trained:
@@ -344,22 +388,13 @@ class DPOTrainer(McaTrainer):
         referenced = WithReference(view, reference_of(self, view))
         return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
 
-    def _score(self, pairs) -> np.ndarray:
-        """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them
-        now. Collective.
-        """
-        return score(self, pairs)
-
     # -- around the loop
 
     def _prepare_train_loop(self, resume_from_checkpoint):
         # before a checkpoint is loaded: the reference is the model that the run started from
-        self._prepare_datasets()
-        return super()._prepare_train_loop(resume_from_checkpoint)
-
-    def _prepare_datasets(self) -> None:
         self.train_dataset = self._with_reference(self.train_dataset)
         self.eval_dataset = self._with_reference(self.eval_dataset)
+        return super()._prepare_train_loop(resume_from_checkpoint)
 
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         if eval_dataset is None:
@@ -368,47 +403,34 @@ class DPOTrainer(McaTrainer):
 
     def training_step(self, models, data_iterator, seq_length: int):
         """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's
-        pairs.
-        """
+        pairs."""
         answer = super().training_step(models, data_iterator, seq_length)
-        if (
-            not self._start_is_checked
-            and not answer[2]  # a skipped step: its numbers may not be finite
-            and self.train_config.use_ref_model
-            and self.state.global_step == 0
-        ):
-            self._check_start(self._over_ranks(self._numbers(answer[1])).means())
-        self._was_trained = self._start_is_checked = True
+        _, metrics, is_skipped, *_ = answer  # a skipped step's numbers may not be finite
+        is_first = not self._was_trained and self.state.global_step == 0
+        if is_first and not is_skipped and self.train_config.use_ref_model:
+            self._check_start(self._over_ranks(self._numbers(metrics)).means())
+        self._was_trained = True
         return answer
 
     def _check_start(self, means: dict[str, float]) -> None:
         """At the first step policy and reference are one model: D = 0, and the loss is ln 2 with
-        any label smoothing.
-        """
+        any label smoothing."""
         loss = means["loss"] - self.train_config.ftx * means["sft_loss"]
         share = 5e-2 if self.args.bf16 or self.args.fp16 else 1e-3
         if abs(loss - math.log(2)) <= share * max(1.0, self.train_config.beta / 0.1):
             return
-        causes = [
-            "the reference is not the model that training starts from (ref_model, an adapter that "
-            "was trained before)"
-        ]
-        causes += [
-            "dropout is on in the policy and off in the reference (attention_dropout, "
-            "hidden_dropout, lora_dropout)"
-        ]
         self.report.print(
             f"warning: the first preference loss is {loss:.4f}, and it is ln 2 = 0.6931 where "
-            f"policy and reference are the same: {'; or '.join(causes)}; or the model's numbers "
-            "are not reproducible"
+            "policy and reference are the same: the reference is not the model that training "
+            "starts from (ref_model, an adapter that was trained before); or dropout is on in the "
+            "policy and off in the reference (attention_dropout, hidden_dropout, lora_dropout); or "
+            "the model's numbers are not reproducible"
         )
 
     def objective_facts(self) -> dict:
         """The reference's log-probabilities of the first pairs: a run goes on with the reference
-        that it began with.
-        """
-        packed = isinstance(self.train_dataset, Packs)
-        view = self.train_dataset.dataset if packed else self.train_dataset
+        that it began with."""
+        view = samples_of(self.train_dataset)
         return {"reference": view.logps[:4].tolist()} if isinstance(view, WithReference) else {}
 
     def check_objective(self, facts: dict, folder: Path) -> None:

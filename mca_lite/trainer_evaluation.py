@@ -1,14 +1,27 @@
-"""Evaluation: forward passes over a data set, or several, and what is reported of them."""
+"""Forward passes over a data set: evaluation, the log-probabilities of its samples, and what a
+user's compute_metrics makes of the model's logits.
 
+A sample is a document, or a pair of them. In what is found of samples, packs are taken apart, so
+that each sample comes once, under its number in the data set, in whichever layout and order it was
+computed.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 
+from . import parallel
 from .args_rules import check_metric
 from .args_values import Judge
-from .constants import GENERATION_METRICS
-from .data_batches import make_loader
+from .constants import GENERATION_METRICS, IGNORE_INDEX
+from .data_batches import FILLER, BatchPlan, make_loader
+from .data_files import SIDES
+from .data_packs import samples_of
+from .packed_rows import Targets
 from .trainer_generate import check_room, generate, scores
-from .trainer_numbers import EvalLoopOutput, Numbers
-from .trainer_predict import user_metrics
+from .trainer_step import EvalLoopOutput, Numbers
 
 
 def check_metrics(trainer) -> None:
@@ -36,7 +49,6 @@ def check_metrics(trainer) -> None:
 
 
 def _check_generation(trainer) -> None:
-    """ValueError where the model's own answers cannot be asked for, or compared."""
     if trainer.compute_metrics is not None:
         reason = "compute_metrics is given logits, and generate's tokens go into exact_match and "
         raise ValueError(f"predict_with_generate: {reason}rouge_l: one of the two")
@@ -72,12 +84,10 @@ def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
 
 def _measure(trainer, dataset, prefix: str) -> tuple[EvalLoopOutput, list[dict]]:
     """(the numbers of a set, the answers that were generated for it)"""
-    plan = trainer._plan(dataset, training=False)
-    loader = make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
+    loader, answers = _loader_of(trainer, dataset), []
     found = trainer.evaluation_loop(loader, "evaluation", metric_key_prefix=prefix)
     if trainer.compute_metrics is not None:
         found.metrics.update(user_metrics(trainer, dataset, prefix))
-    answers = []
     if trainer.args.predict_with_generate:
         answers = generate(trainer, dataset)
         found.metrics.update(scores(answers, prefix))
@@ -91,26 +101,267 @@ def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
 @torch.no_grad()
 def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
     """Forward passes over a loader of make_loader's kind. Collective."""
-    plan, batches = getattr(dataloader.batch_sampler, "plan", None), iter(dataloader)
+    plan, whole = getattr(dataloader.batch_sampler, "plan", None), trainer._numbers()
     if plan is None:
         raise ValueError(
             "evaluation_loop takes a loader of batches.make_loader; for a dataset call "
             "evaluate(dataset)"
         )
-    weight, trainer._micro_batch_weight = trainer._micro_batch_weight, 1.0
-    trainer.backend.train_mode(False)
-    trainer._loaders["eval_dataloader"] = dataloader
-    whole = trainer._numbers()
-    for step in range(plan.steps_per_epoch):
-        data, seq_length, numbers = trainer._get_step_iterator_and_seq_length(batches, plan, step)
+    for _, data, seq_length, numbers in _steps(trainer, dataloader, plan):
         data = trainer._prepare_micro_batches(data, seq_length)
-        metrics = trainer.backend.forward_backward(
-            trainer.forward_step, data, seq_length, forward_only=True
-        )
+        metrics = _forward(trainer, trainer.forward_step)(data, seq_length)
         whole = whole + numbers.add_metrics(metrics)
-        trainer._notify("on_prediction_step")
-    trainer._loaders["eval_dataloader"] = None
-    trainer.backend.train_mode(True)
-    trainer._micro_batch_weight = weight
     whole = trainer._over_ranks(whole)
     return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
+
+
+# -- passes over a data set
+
+
+def _loader_of(trainer, dataset):
+    plan = trainer._plan(dataset, training=False)
+    return make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
+
+
+def _steps(trainer, loader, plan: BatchPlan) -> Iterator[tuple[int, list[dict], int, Numbers]]:
+    """(number, micro-batches, length, counts) of each step, while the model is in evaluation."""
+    trainer._loaders["eval_dataloader"], batches = loader, iter(loader)
+    trainer.backend.train_mode(False)
+    for step in range(plan.steps_per_epoch):
+        yield step, *trainer._get_step_iterator_and_seq_length(batches, plan, step)
+    trainer._loaders["eval_dataloader"] = None
+    trainer.backend.train_mode(True)
+
+
+def _forward(trainer, step: Callable) -> Callable[[list[dict], int], list]:
+    """run(micro-batches, length) -> what the forward_step `step` says of each."""
+
+    def run(data: list[dict], seq_length: int) -> list:
+        found = trainer.backend.forward_backward(step, data, seq_length, forward_only=True)
+        trainer._notify("on_prediction_step")
+        return found
+
+    return run
+
+
+def passes(trainer, dataset, run: Callable[[list[dict], int], list]) -> Iterator[list[tuple]]:
+    """[(numbers of the samples, what run(micro-batches, length) found)] of the micro-batches of
+    each step, on this rank; [] on pipeline stages before the last. Collective."""
+    loader, per_sample = _loader_of(trainer, dataset), trainer.documents_per_sample
+    plan = loader.batch_sampler.plan
+    for step, data, seq_length, _ in _steps(trainer, loader, plan):
+        chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]
+        for numbers, batch in zip(chosen, data, strict=False):  # empty ones follow
+            _check_documents(batch, numbers, per_sample)
+        yield list(zip(chosen, run(data, seq_length), strict=False))
+
+
+def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
+    """ValueError for a packed row of more or fewer documents than its samples have."""
+    if "cu_seqlens" not in batch:
+        return
+    found = sum(end > start for _, start, end in _borders(batch))
+    if found != len(numbers) * per_sample:
+        raise ValueError(
+            f"samples {numbers} have {found} documents with tokens: expected {per_sample} each, so "
+            "that what is found of a document is known to be its sample's"
+        )
+
+
+def by_sample(trainer, dataset, run, shape: tuple[int, ...]) -> np.ndarray:
+    """float64 [samples, *shape], on every rank: of each sample what run(micro-batches, length)
+    finds, one tensor [samples or more, *shape] a micro-batch. Collective."""
+    backend = trainer.backend
+    values = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
+    for step in passes(trainer, dataset, run):
+        for numbers, found in step:
+            if backend.context_parallel[1] == 0:  # all of its ranks have found the same
+                values[numbers] = found[: len(numbers)].to(values.dtype)
+    return backend.reduce(values.flatten()).view(values.shape).cpu().numpy()
+
+
+# -- log-probabilities
+
+
+class PredictionOutput(NamedTuple):
+    """What predict() returns, under transformers' names.
+
+    predictions: float64 [samples, 2], the sum of the log-probabilities of a sample's trained tokens
+    and their number; of pairs [samples, 2, 2], chosen and rejected. label_ids: None, as no tokens
+    are gathered. metrics: names with the prefix -> numbers over the whole set.
+    """
+
+    predictions: np.ndarray
+    label_ids: None
+    metrics: dict[str, float]
+
+
+def predict(trainer, dataset, prefix: str) -> PredictionOutput:
+    """McaTrainer.predict."""
+    trainer._plan(dataset, training=False)  # refuses several sets, and a stream
+    found = log_probabilities(trainer, dataset)
+    if trainer.documents_per_sample == 1:
+        total, count = found.sum(axis=(0, 1))
+        metrics = {f"{prefix}_loss": float(-total / max(count, 1))}
+    else:
+        means = found[..., 0].mean(axis=0)
+        names = [f"{prefix}_logps/{side}" for side in SIDES]
+        metrics = dict(zip(names, means.tolist(), strict=True))
+    if trainer.compute_metrics is not None:
+        metrics |= user_metrics(trainer, dataset, prefix)
+    trainer._notify("on_predict", metrics=metrics)
+    return PredictionOutput(found.squeeze(1) if found.shape[1] == 1 else found, None, metrics)
+
+
+def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Each sample as a line of predictions.jsonl: its index, and tokens, logp and mean_logp, or
+    those of chosen and rejected."""
+    for index, found in enumerate(predictions.tolist()):
+        if predictions.ndim == 2:
+            yield {"index": index, **_numbers(*found)}
+        else:
+            sides = zip(SIDES, found, strict=True)
+            yield {"index": index, **{side: _numbers(*numbers) for side, numbers in sides}}
+
+
+def _numbers(logp: float, count: float) -> dict[str, Any]:
+    mean = logp / count if count else None
+    return {"tokens": int(count), "logp": logp, "mean_logp": mean}
+
+
+def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
+    """float32 [2, documents]: the log-probabilities of each document's labels, and their number;
+    without "cu_seqlens" in the batch, which a packed row has, each row is a document.
+
+    labels, losses [rows, s] of this rank, or with multi-token prediction Targets and [rows, s,
+    more], of which the next token counts. Collective under context parallelism: one sum over its
+    group.
+    """
+    if isinstance(labels, Targets):
+        labels, losses = labels.labels, losses[..., 0]
+    both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
+    if "cu_seqlens" in batch:
+        cu, cp = batch["cu_seqlens"], backend.context_parallel[0]
+        lengths = [(end - start) // cp for start, end in zip(cu, cu[1:], strict=False)]
+        sums = torch.stack([part.sum(-1) for part in both[:, 0].split(lengths, -1)], -1)
+    else:
+        sums = both.sum(-1)
+    return backend.sum_over_context_parallel(sums)
+
+
+@torch.no_grad()
+def log_probabilities(trainer, dataset) -> np.ndarray:
+    """float64 [samples, documents of a sample, 2], on every rank: the sum of the log-probabilities
+    of each document's trained tokens, and their number. Collective."""
+    count = trainer.documents_per_sample
+
+    def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
+        sums = sum_documents(trainer.backend, batch, inputs["labels"], losses)
+        whole = sums.shape[1] // count * count  # what pads a packed row is no pair
+        return sums[:, :whole].t().reshape(-1, count, 2)
+
+    trainer.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
+    try:
+        run = _forward(trainer, collecting(trainer, collect))
+        return by_sample(trainer, samples_of(dataset), run, (count, 2))
+    finally:
+        trainer.backend.use_loss(trainer._loss_of_logits)
+
+
+def collecting(trainer, collect: Callable, with_labels: bool = True) -> Callable:
+    """A forward_step of the trained model that says collect(inputs, batch, output) of each."""
+
+    def step(data_iterator, model):
+        batch = next(data_iterator)
+        inputs = trainer._prepare_train_inputs(iter([batch]))
+        given = inputs if with_labels else {**inputs, "labels": None}
+
+        def finish(output):  # megatron's contract: a loss, a count, and what is collected
+            nothing = output.new_zeros((), dtype=torch.float32)
+            return nothing, nothing.int(), collect(inputs, batch, output)
+
+        return model(**given), finish
+
+    return step
+
+
+# -- a user's metrics
+
+
+@torch.no_grad()
+def user_metrics(trainer, dataset, prefix: str) -> dict[str, float]:
+    """What compute_metrics makes of what preprocess_logits_for_metrics returns of each sample, the
+    names with the prefix; on every rank the main rank's. A second pass over the data. Collective.
+
+    As in transformers, position t of label_ids holds the label that position t - 1 predicts, and
+    samples are padded with IGNORE_INDEX. Held at once: the logits of a micro-batch, and on the main
+    rank what was returned.
+    """
+    dataset, backend = samples_of(dataset), trainer.backend
+
+    def collect(inputs: dict, batch: dict, logits: torch.Tensor) -> list[tuple]:
+        logits = backend.whole_logits(logits, inputs)
+        if not backend.counts_tokens:
+            return []
+        borders = _borders(batch)
+        return [
+            _processed(trainer, logits[row, start:end], batch["labels"][row, start:end])
+            for row, start, end in borders
+        ]
+
+    rows: dict[int, tuple] = {}  # on the main rank
+    run = _forward(trainer, collecting(trainer, collect, with_labels=False))
+    for step in passes(trainer, dataset, run):
+        own = [pair for numbers, found in step for pair in zip(numbers, found, strict=False)]
+        for theirs in parallel.gather(own):
+            rows.update(theirs if parallel.is_main() else ())
+
+    def compute() -> dict[str, float]:
+        from transformers import EvalPrediction
+
+        predictions, label_ids = zip(*(rows[n] for n in range(len(dataset))), strict=True)
+        parts = [_stacked(part) for part in zip(*predictions, strict=True)]
+        whole = parts[0] if len(parts) == 1 else tuple(parts)
+        return trainer.compute_metrics(EvalPrediction(whole, _stacked(label_ids)))
+
+    found = parallel.on_main(compute, ValueError)
+    named = {key.removeprefix(f"{prefix}_"): value for key, value in found.items()}
+    return {f"{prefix}_{key}": float(value) for key, value in named.items()}
+
+
+def _borders(batch: dict) -> list[tuple[int, int, int]]:
+    """(row, start, end) of each document of a batch, without its padding."""
+    if "cu_seqlens" not in batch:
+        lengths = (batch["attention_mask"] > 0).sum(1).tolist()
+        return [(row, 0, length) for row, length in enumerate(lengths)]
+    cu, real = batch["cu_seqlens"], ~batch["padding_mask"][0]
+    return [
+        (0, start, start + int(real[start:end].sum()))
+        for start, end in zip(cu, cu[1:], strict=False)
+    ]
+
+
+def _processed(trainer, logits: torch.Tensor, labels: torch.Tensor) -> tuple:
+    """((arrays that preprocess_logits_for_metrics returned,), label_ids) of a document, as
+    transformers has it: one place more, since its labels are not shifted."""
+    labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
+    logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
+    found = trainer.preprocess_logits_for_metrics(logits, labels)
+    parts = found if isinstance(found, tuple) else (found,)
+    return tuple(_array(part) for part in parts), _array(labels)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+
+
+def _stacked(rows) -> np.ndarray:
+    """Arrays [1, n, ...] of unequal n as one, padded with IGNORE_INDEX."""
+    if rows[0].ndim < 2:
+        return np.concatenate([np.atleast_1d(row) for row in rows])
+    shape = (len(rows), max(row.shape[1] for row in rows), *rows[0].shape[2:])
+    whole = np.full(shape, IGNORE_INDEX, dtype=rows[0].dtype)
+    for place, row in zip(whole, rows, strict=True):
+        place[: row.shape[1]] = row[0]
+    return whole

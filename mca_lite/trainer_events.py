@@ -6,14 +6,25 @@ all-reduce after each step, and after each log line, evaluation and checkpoint.
 """
 
 import inspect
+import os
 from collections.abc import Callable
 
-from . import parallel, watchdog
-from .args_rules_schedule import parse_steps
+from . import ckpt, ckpt_folder, parallel, watchdog
+from .args_rules_training import parse_steps
+from .ckpt_folder import CheckpointError
+from .constants import TRAINER_STATE_NAME
 from .log_speed import peak_memory_gib
-from .trainer_callbacks import FLAGS, BestModel, EarlyStopping, TrainerCallback, raise_flags
-from .trainer_checkpoints import answer_signals, finish_checkpoint, save_checkpoint
+from .trainer_callbacks import (
+    FLAGS,
+    BestModel,
+    EarlyStopping,
+    Interrupted,
+    TrainerCallback,
+    export_states,
+    raise_flags,
+)
 from .trainer_profile import Profiler
+from .trainer_step import TrainOutput
 
 # Methods of transformers' and mcore_adapter's trainers that this loop does not call -> ours.
 _OTHER_HOOKS = {
@@ -57,16 +68,10 @@ def callbacks_of(args) -> list[TrainerCallback]:
     if args.eval_strategy != "no":
         found.append(BestModel())
     if args.early_stopping_patience is not None:
-        found.append(EarlyStopping(args.early_stopping_patience, args.early_stopping_threshold))
+        found.append(EarlyStopping())
     if args.profile_steps:
         found.append(Profiler(*parse_steps(args.profile_steps)))
     return found
-
-
-def find_callback(callbacks: list, wanted):
-    """`wanted` in the list, or the first one of a class; None where there is none."""
-    of_kind = wanted if isinstance(wanted, type) else ()
-    return next((one for one in callbacks if one is wanted or isinstance(one, of_kind)), None)
 
 
 def check_hooks(trainer, base: type) -> None:
@@ -111,11 +116,10 @@ def agree(trainer) -> list[int]:
 
 
 class StepEnd:
-    """What is due after a step that has been counted. line() -> the numbers of a line of the log;
-    steps_left: of this epoch."""
+    """What is due after a step that has been counted. steps_left: of this epoch."""
 
-    def __init__(self, trainer, line: Callable[[], dict], steps_left: int):
-        self.trainer, self.line, self.steps_left = trainer, line, steps_left
+    def __init__(self, trainer, steps_left: int):
+        self.trainer, self.steps_left = trainer, steps_left
         self.done: set[str] = set()
 
     def run(self) -> bool:
@@ -140,7 +144,7 @@ class StepEnd:
         self._agree()
         if control.should_log:
             self._lower("should_log")
-            log_line(trainer, self.line())
+            log_line(trainer)
             self._agree()
         if control.should_evaluate and trainer.eval_dataset is not None:
             self._lower("should_evaluate")
@@ -170,13 +174,16 @@ class StepEnd:
         self.done.add(flag)
 
 
-def log_line(trainer, numbers: dict) -> None:
-    """Add a line to the log, and tell the callbacks."""
-    state = trainer.state
+def log_line(trainer) -> None:
+    """Add a line to the log, with the numbers of the steps since the line before, and tell the
+    callbacks. Collective."""
+    state, of_routers = trainer.state, trainer.backend.router_statistics()
     logs = {
         "step": state.global_step,
         "epoch": state.epoch,
-        **numbers,
+        **trainer._sums.take(),
+        **of_routers,
+        **trainer._throughput.take(),
         "learning_rate": trainer.lr_scheduler.get_last_lr()[0],
         "consumed_samples": state.consumed_samples,
         "consumed_tokens": state.consumed_tokens,
@@ -184,3 +191,91 @@ def log_line(trainer, numbers: dict) -> None:
     }
     state.log_history.append({k: v for k, v in logs.items() if not isinstance(v, list)})
     trainer._notify("on_log", logs=logs)
+
+
+# -- checkpoints, and the end of a run
+
+
+def save_checkpoint(trainer) -> None:
+    """Save this step. Collective.
+
+    With async_save it gets its name after the first step by whose end all ranks have written, and
+    before the next one begins: dying costs at most one interval and the steps that were made during
+    a write.
+    """
+    finish_checkpoint(trainer)
+    watchdog.note(watchdog.SAVING)
+    trainer._guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
+    _complete_state(trainer)
+    trainer._writer.begin()
+    if not trainer.args.async_save:
+        finish_checkpoint(trainer)
+
+
+def finish_checkpoint(trainer) -> None:
+    """Wait for all ranks to have written a checkpoint that is on its way, and give it its name.
+    Collective.
+
+    Older ones are pruned for it after the next good step: its weights may be finite, and lost.
+    """
+    if not trainer._writer.is_busy:
+        return
+    watchdog.note(watchdog.SAVING)
+    folder, step = trainer._writer.finish()
+    trainer._notify("on_save", path=str(folder), step=step)
+    if trainer._guard.is_on:
+        trainer._guard.unproven = folder
+    else:
+        prune(trainer, folder)
+
+
+def prune(trainer, folder) -> None:
+    """Delete the oldest checkpoints beyond save_total_limit; `folder` is the newest. Collective."""
+    best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
+    parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
+
+
+def answer_signals(trainer, signal: int) -> None:
+    """Save the run and raise Interrupted, after a signal to any rank. Collective."""
+    if trainer._writer.written_step != trainer.state.global_step:
+        save_checkpoint(trainer)
+        finish_checkpoint(trainer)
+    store_state(trainer)
+    trainer.report.end("interrupted")
+    stop = Interrupted(signal, trainer.state.global_step)
+    trainer.report.print(
+        f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on "
+        "from here"
+    )
+    raise stop
+
+
+def _complete_state(trainer) -> None:
+    """Put into the state what is kept elsewhere while steps are made."""
+    trainer.state.stateful_callbacks = export_states(trainer.callbacks)
+    trainer.state.log_sums = trainer._sums.to_record()
+
+
+def store_state(trainer) -> None:
+    """Write trainer_state.json to output_dir, on the main rank."""
+    _complete_state(trainer)
+    if parallel.is_main():
+        os.makedirs(trainer.args.output_dir, exist_ok=True)
+        trainer.state.save(os.path.join(trainer.args.output_dir, TRAINER_STATE_NAME))
+
+
+def finish_run(trainer, seconds: float) -> TrainOutput:
+    """What is left after the last step: the checkpoint on its way, the best one, the state's file.
+    Collective."""
+    finish_checkpoint(trainer)
+    watchdog.note(watchdog.ENDING)
+    trainer._guard.end_run()
+    best = trainer.state.best_model_checkpoint
+    if trainer.args.load_best_model_at_end and best:
+        ckpt.load_model(best, trainer.backend)
+        trainer.report.print(f"loaded the best checkpoint {best}")
+    store_state(trainer)
+    trainer._notify("on_train_end")
+    loss = trainer._sums.whole_run.means()["loss"]
+    metrics = {"train_loss": loss, "train_runtime": seconds}
+    return TrainOutput(trainer.state.global_step, loss, metrics)

@@ -18,9 +18,9 @@ import torch
 from . import lora, parallel, watchdog
 from .constants import GENERATION_METRICS
 from .data_batches import documents_of
+from .data_packs import samples_of
 from .generation import GREEDY, continuations, last_turn, stop_ids, until_stop
 from .model import load_torch_model
-from .trainer_predict import samples_of
 
 # words of letters and digits; Chinese and Japanese characters are words of their own
 _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
@@ -93,9 +93,8 @@ def _whole_model(trainer):
     check_room(trainer)
     folder = Path(args.output_dir) / ".generate"
     try:
-        export = backend.export_hf
-        if lora.spec_of(trainer.model) is not None:
-            export = backend.export_merged
+        has_adapters = lora.spec_of(trainer.model) is not None
+        export = backend.export_merged if has_adapters else backend.export_hf
         export(folder, args.max_shard_size)
         model = load_torch_model(str(folder), dtype=backend.dtype).eval()
         parallel.barrier()
@@ -121,17 +120,15 @@ def generate(trainer, dataset) -> list[dict]:
     trainer.backend.train_mode(False)
     model, found = _whole_model(trainer), []
     decoding, stop = GREEDY._replace(max_new_tokens=args.max_new_tokens), stop_ids(model, tokenizer)
-    dtype, device = trainer.backend.dtype, parallel.device().type
     for start in range(0, len(own), size):
         watchdog.alive()
         batch = own[start : start + size]
         prompts = [prompt for _, prompt, _ in batch]
-        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+        with trainer.backend.autocast():
             written = continuations(model, prompts, stop, decoding, size)
         for (index, prompt, known), ids in zip(batch, written, strict=True):
-            texts = (ids, until_stop(known, stop))
-            both = (tokenizer.decode(text, skip_special_tokens=True) for text in texts)
-            answer, expected = (text.strip() for text in both)
+            texts = tokenizer.batch_decode([ids, until_stop(known, stop)], skip_special_tokens=True)
+            answer, expected = (text.strip() for text in texts)
             line = {"index": index, "prompt": tokenizer.decode(prompt), "answer": answer}
             found.append({**line, "expected": expected, "exact_match": answer == expected})
     del model

@@ -8,12 +8,15 @@ tell each other what they saw, the micro-batches run forward once more to find t
 run ends with NotFiniteError, which the command line answers with NOT_FINITE_EXIT_CODE.
 """
 
+import contextlib
+import functools
 import io
+import itertools
 import math
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +27,7 @@ from .data_batches import FILLER, BatchPlan
 from .data_packs import Packs
 from .files import write_file
 from .model import VirtualModels
-from .trainer_checkpoints import finish_checkpoint, prune
+from .trainer_events import finish_checkpoint, prune
 
 NOT_FINITE_EXIT_CODE = 86  # of a run that numbers which are not finite have stopped
 _SHOWN = 3  # micro-batches that a message names
@@ -49,23 +52,12 @@ class BadLoss(NamedTuple):
     samples: list[int]
 
     def __str__(self) -> str:
+        samples, more = self.samples[:20], len(self.samples) - 20
         return (
             f"loss {self.loss:.4g} on rank {self.rank} (data parallel replica {self.replica}), "
-            f"micro-batch {self.micro_batch}, samples {_listed(self.samples)}"
+            f"micro-batch {self.micro_batch}, samples {', '.join(map(str, samples))}"
+            + (f" and {more} more" if more > 0 else "")
         )
-
-
-def _listed(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
-    return ", ".join(map(str, numbers[:20])) + more
-
-
-def _one_of_each(found: Iterable[BadLoss]) -> list[BadLoss]:
-    """The first that is found of each micro-batch, which several ranks may hold, in order."""
-    first: dict[tuple[int, int], BadLoss] = {}
-    for bad in found:
-        first.setdefault((bad.replica, bad.micro_batch), bad)
-    return sorted(first.values())
 
 
 class FiniteGuard:
@@ -74,24 +66,28 @@ class FiniteGuard:
     def __init__(self, trainer):
         self.trainer, self.args = trainer, trainer.args
         self.is_on = trainer.args.check_for_nan_in_loss_and_grad
+        self._start()
+
+    def _start(self) -> None:
         self.steps = self.skipped = self.dropped = 0
         # named, and not pruned for: no step has been made from its weights yet
         self.unproven: Path | None = None
         self._losses: list[torch.Tensor] = []  # of this step's micro-batches, on the device
         self.is_spike = False
         self._usual: deque[float] = deque(maxlen=_SPIKE_STEPS)
-        self._last_step: tuple = ()  # loss, metrics of its micro-batches, their plan, its number
+        self._last_loss: tuple = ()  # of a step, and the metrics of its micro-batches
 
     # -- the fast path
 
-    def start_run(self) -> None:
-        self.steps = self.skipped = self.dropped = 0
-        self.unproven, self.is_spike = None, False
-        self._usual.clear()
+    def start_run(self, plan: BatchPlan) -> None:
+        """Begin anew, before the first step of a run in whose steps `plan` places the samples."""
+        self._start()
+        self.plan = plan
         self.check_weights("before the first step")
 
     def start_step(self) -> None:
-        self._losses = []
+        state = self.trainer.state
+        self._losses, self.step, self.position = [], state.global_step + 1, state.position
 
     def mark(self, loss_func: Callable) -> Callable:
         """A loss_func that gives the same numbers; where its loss is not finite, the gradient is
@@ -108,7 +104,7 @@ class FiniteGuard:
 
         return marked
 
-    def after_step(self, skipped, grad_norm, metrics, plan, micro_batches, seq_length):
+    def after_step(self, skipped, grad_norm, metrics, micro_batches, seq_length):
         """What the step's numbers count -> (metrics, gradient norm), without those that are not
         finite where nan_policy: skip leaves the update out.
 
@@ -120,28 +116,27 @@ class FiniteGuard:
             self.prune_if_proven()
         if not skipped or not self.is_on:
             return metrics, grad_norm
-        found = self._bad_losses(plan)
+        found = self._bad_losses()
         if not found and math.isfinite(grad_norm):
             return metrics, grad_norm
         self.dropped += 1
-        what = _describe(found, grad_norm)
-        args, step = self.args, self.trainer.state.global_step + 1
+        what, args = f"step {self.step}: {_describe(found, grad_norm)}", self.args
         if args.nan_policy == "skip" and self.dropped <= args.nan_skip_limit:
             self.trainer.report.print(
-                f"warning: step {step}: {what}: its update is left out ({self.dropped} of at most "
+                f"warning: {what}: its update is left out ({self.dropped} of at most "
                 f"{args.nan_skip_limit}, nan_skip_limit)"
             )
             losses = zip(metrics, self._losses, strict=False)
             return [of for of, loss in losses if math.isfinite(loss)], 0.0
-        self._stop_before_update(step, what, found, plan, micro_batches, seq_length)
+        self._stop_before_update(what, found, micro_batches, seq_length)
 
-    def note_loss(self, loss: float | None, metrics: list[dict], plan: BatchPlan) -> None:
+    def note_loss(self, loss: float | None, metrics: list[dict]) -> None:
         """Compare a step's mean loss over all ranks with those before it: `is_spike` says what came
-        of it. Before the step is counted."""
+        of it."""
         self.is_spike = False
         if loss is None or not math.isfinite(loss):
             return
-        self._last_step = loss, metrics, plan, self.trainer.state.global_step
+        self._last_loss = loss, metrics
         if len(self._usual) >= _SPIKE_AFTER:
             mean, deviation = statistics.fmean(self._usual), statistics.pstdev(self._usual)
             # losses that hardly differ have no deviation to measure by
@@ -151,20 +146,15 @@ class FiniteGuard:
     def name_spike(self) -> None:
         """Warn of the last step's loss, with the samples of the micro-batches that had the highest.
         Collective."""
-        loss, metrics, plan, step = self._last_step
-        own = []
-        for number, of_batch in enumerate(metrics):
-            total, count = of_batch["loss"].tolist()
-            samples = self._samples(plan, number, step)
-            place = self.trainer.backend.dp_rank, number, parallel.rank()
-            own.append(BadLoss(*place, total / max(count, 1), samples))
-        first = _one_of_each(bad for of_rank in parallel.gather(own) for bad in of_rank)
-        highest = sorted(first, key=lambda bad: -bad.loss)[:_SHOWN]
+        loss, metrics = self._last_loss
+        pairs = enumerate(of_batch["loss"].tolist() for of_batch in metrics)
+        found = self._of_all_ranks({n: total / max(count, 1) for n, (total, count) in pairs})
+        highest = sorted(found, key=lambda bad: -bad.loss)[:_SHOWN]
         before = list(self._usual)[:-1]
+        usual = f"{statistics.fmean(before):.4g} +- {statistics.pstdev(before):.2g}"
         self.trainer.report.print(
-            f"warning: step {step + 1}: loss {loss:.4g} is a spike: {statistics.fmean(before):.4g} "
-            f"+- {statistics.pstdev(before):.2g} in the {len(before)} steps before; the highest of "
-            f"its micro-batches: {'; '.join(map(str, highest))}"
+            f"warning: step {self.step}: loss {loss:.4g} is a spike: {usual} in the {len(before)} "
+            f"steps before; the highest of its micro-batches: {'; '.join(map(str, highest))}"
         )
 
     def prune_if_proven(self) -> None:
@@ -179,7 +169,9 @@ class FiniteGuard:
         """NotFiniteError where a weight is not finite, with its name. One reduction a tensor."""
         if not self.is_on:
             return
-        own = _first_bad(_parameters(self.trainer.model if model is None else model))
+        own = _first_bad(
+            _tensors(self.trainer.model if model is None else model, torch.Tensor.detach)
+        )
         found = [(*bad, rank) for rank, bad in enumerate(parallel.gather(own)) if bad is not None]
         if found:
             chunk, name, rank = min(found, key=lambda bad: (bad[0], bad[2]))
@@ -207,8 +199,7 @@ class FiniteGuard:
 
     def stop(self, text: str) -> None:
         """End the run with NotFiniteError; a checkpoint that is being written is finished first."""
-        if self.trainer._writer.is_busy:
-            finish_checkpoint(self.trainer)
+        finish_checkpoint(self.trainer)
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
         newest = f"; the newest checkpoint is {there[-1]}" if there else ""
         if self.unproven is not None and len(there) > 1:
@@ -217,23 +208,30 @@ class FiniteGuard:
 
     # -- what is not finite, and where
 
-    def _bad_losses(self, plan: BatchPlan) -> list[BadLoss]:
+    def _bad_losses(self) -> list[BadLoss]:
         """Those of all ranks, one for each micro-batch. Collective."""
-        own, losses = [], []
+        losses = {}
         if self._losses:  # stages of a pipeline before the last have none
-            losses = torch.stack(self._losses).tolist()
-        for number, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                replica, samples = self.trainer.backend.dp_rank, self._samples(plan, number)
-                own.append(BadLoss(replica, number, parallel.rank(), loss, samples))
-        return _one_of_each(bad for of_rank in parallel.gather(own) for bad in of_rank)
+            losses = dict(enumerate(torch.stack(self._losses).tolist()))
+        bad = {number: loss for number, loss in losses.items() if not math.isfinite(loss)}
+        return self._of_all_ranks(bad)
 
-    def _samples(self, plan: BatchPlan, number: int, step: int | None = None) -> list[int]:
-        """Numbers in the dataset of the samples in a micro-batch of this rank's step, after `step`
-        others (None: the one that is being made)."""
+    def _of_all_ranks(self, losses: dict[int, float]) -> list[BadLoss]:
+        """These micro-batches of this rank with those of the others, in order; one that several
+        ranks hold comes once. Collective."""
+        replica, rank = self.trainer.backend.dp_rank, parallel.rank()
+        own: list[BadLoss] = []
+        first: dict[tuple[int, int], BadLoss] = {}
+        for number, loss in losses.items():
+            own.append(BadLoss(replica, number, rank, loss, self._samples(number)))
+        for bad in itertools.chain.from_iterable(parallel.gather(own)):
+            first.setdefault((bad.replica, bad.micro_batch), bad)
+        return sorted(first.values())
+
+    def _samples(self, number: int) -> list[int]:
+        """Numbers in the dataset of the samples in a micro-batch of this rank's step."""
         dataset = self.trainer.train_dataset
-        step = self.trainer.state.global_step if step is None else step
-        chosen = plan.step(*divmod(step, plan.steps_per_epoch))
+        chosen = self.plan.step(*divmod(self.position, self.plan.steps_per_epoch))
         if number >= len(chosen):  # an empty micro-batch, which the schedule asked for
             return []
         rows = [row for row in chosen[number] if row != FILLER]
@@ -241,83 +239,78 @@ class FiniteGuard:
             return rows
         return [int(sample) for row in rows for sample in dataset.packs[row]]
 
-    def _stop_before_update(self, step, what, found, plan, micro_batches, seq_length) -> None:
+    def _stop_before_update(self, what, found, micro_batches, seq_length) -> None:
         where = self._first_cause(found, micro_batches, seq_length)
-        written = self._write_batches(step, found, plan, micro_batches)
+        written = self._write_batches(found, micro_batches)
         advice = "look at these samples, lower learning_rate, or set nan_policy: skip"
         if self.args.nan_policy == "skip":
             advice = f"{self.dropped - 1} updates were left out before (nan_skip_limit)"
         self.stop(
-            f"step {step}: {what}. The first that is not finite: {where}. Its update is not made; "
+            f"{what}. The first that is not finite: {where}. Its update is not made; "
             f"the batch is in {', '.join(written)}: {advice}"
         )
 
     def _first_cause(self, found: list[BadLoss], micro_batches: list, seq_length: int) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
-        trainer = self.trainer
-        weight = _first_bad(_parameters(trainer.model))
-        outputs = self._bad_outputs(micro_batches, seq_length)
-        # the backward pass goes from the last parameter to the first
-        gradient = _first_bad(reversed(list(_gradients(trainer.model))))
-        seen = list(enumerate(parallel.gather((weight, outputs, gradient))))
-        # ranks of later pipeline stages have higher numbers
-        weights = sorted((*bad, rank) for rank, (bad, _, _) in seen if bad is not None)
-        if weights:
-            return f"the weight {weights[0][1]}"
-        wanted = {(bad.replica, bad.micro_batch) for bad in found[:1]}
-        layers = sorted(
-            (number, chunk, rank, name)
-            for rank, (_, outputs, _) in seen
-            for replica, number, chunk, name in outputs
-            if not wanted or (replica, number) in wanted
+        model = self.trainer.model
+        own = (
+            self.trainer.backend.dp_rank,
+            _first_bad(_tensors(model, torch.Tensor.detach)),
+            self._bad_outputs(micro_batches, seq_length),
+            # the backward pass goes from the last parameter to the first
+            _first_bad(reversed(list(_tensors(model, _gradient_of)))),
         )
+        weights, layers, gradients = [], [], []
+        # ranks of later pipeline stages have higher numbers
+        for rank, (replica, weight, outputs, gradient) in enumerate(parallel.gather(own)):
+            if weight is not None:
+                weights.append((*weight, rank))
+            if gradient is not None:
+                gradients.append((gradient[0], rank, gradient[1]))
+            for (number, chunk), name in outputs.items():
+                if not found or (replica, number) == found[0][:2]:
+                    layers.append((number, chunk, rank, name))
+        if weights:
+            return f"the weight {min(weights)[1]}"
         if layers:
-            return f"the output of {layers[0][3] or 'the model'}"
+            return f"the output of {min(layers)[3] or 'the model'}"
         if found:
             return "the loss itself"
-        gradients = sorted((*bad, rank) for rank, (_, _, bad) in seen if bad is not None)
         if gradients:
-            last = max(gradients, key=lambda bad: (bad[0], bad[2]))
-            return f"the gradient of {last[1]}"
+            return f"the gradient of {max(gradients)[2]}"
         return "the gradient's norm, a sum of finite numbers"
 
     @torch.no_grad()
-    def _bad_outputs(self, micro_batches, seq_length) -> list[tuple[int, int, int, str]]:
-        """(replica, micro-batch, chunk, module) of the first module of each chunk on this rank
-        whose output is not finite, found by another forward pass. Collective."""
+    def _bad_outputs(self, micro_batches, seq_length) -> dict[tuple[int, int], str]:
+        """(micro-batch, chunk) -> the first module there, on this rank, whose output is not finite,
+        found by another forward pass. Collective."""
         trainer, first, calls = self.trainer, {}, Counter()
-        now = {"chunk": 0}
 
-        def forward_step(iterator, model):
-            now["chunk"] = next(i for i, chunk in enumerate(trainer.models) if chunk is model)
-            calls[now["chunk"]] += 1
-            return trainer.forward_step(iterator, model)
+        def count(chunk: int, *_) -> None:
+            calls[chunk] += 1
 
-        def hook_of(name):
-            def look(module, inputs, output):
-                place = calls[now["chunk"]] - 1, now["chunk"]
-                if place not in first and not _is_finite(output):
-                    first[place] = name
+        def look(chunk: int, name: str, module, inputs, output) -> None:
+            place = calls[chunk] - 1, chunk
+            if place not in first and not _is_finite(output):
+                first[place] = name
 
-            return look
-
-        handles = []
-        for chunk in _chunks(trainer.model):
-            for name, module in chunk.named_modules():
-                name = _name_in_whole_model(chunk, name)
-                handles.append(module.register_forward_hook(hook_of(name)))
         trainer.backend.train_mode(False)
-        try:
-            batches = trainer._prepare_micro_batches(micro_batches, seq_length)
-            trainer.backend.forward_backward(forward_step, batches, seq_length, forward_only=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [(trainer.backend.dp_rank, *place, name) for place, name in first.items()]
+        batches = trainer._prepare_micro_batches(micro_batches, seq_length)
+        with contextlib.ExitStack() as hooks:
+            for number, chunk in enumerate(_chunks(trainer.model)):
+                begin = functools.partial(count, number)
+                hooks.enter_context(trainer.models[number].register_forward_pre_hook(begin))
+                for name, module in chunk.named_modules():
+                    hook = functools.partial(look, number, _name_in_whole_model(chunk, name))
+                    hooks.enter_context(module.register_forward_hook(hook))
+            step = trainer.forward_step
+            trainer.backend.forward_backward(step, batches, seq_length, forward_only=True)
+        return first
 
-    def _write_batches(self, step, found, plan, micro_batches) -> list[str]:
+    def _write_batches(self, found, micro_batches) -> list[str]:
         """Write the micro-batches that are not finite, all of the step's where only the gradient
-        is, to output_dir: a file of one rank of each replica -> their paths. Collective."""
+        is, to output_dir: a file of one rank of each replica -> their paths, or why nothing could
+        be written: the run stops for another reason. Collective."""
         rank, replica = parallel.rank(), self.trainer.backend.dp_rank
         numbers = [bad.micro_batch for bad in found if bad.rank == rank]
         if not found and parallel.gather(replica).index(replica) == rank:
@@ -325,25 +318,20 @@ class FiniteGuard:
         written = None
         if numbers:
             batches = [
-                {"number": n, "samples": self._samples(plan, n), "batch": micro_batches[n]}
+                {"number": n, "samples": self._samples(n), "batch": micro_batches[n]}
                 for n in numbers
             ]
-            record = {"step": step, "rank": rank, "replica": replica, "micro_batches": batches}
-            folder = Path(self.args.output_dir)
-            written = _write(folder / f"nonfinite-step-{step}-rank-{rank}.pt", record)
+            record = {"step": self.step, "rank": rank, "replica": replica, "micro_batches": batches}
+            data, path = io.BytesIO(), Path(self.args.output_dir)
+            path /= f"nonfinite-step-{self.step}-rank-{rank}.pt"
+            torch.save(record, data)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, data.getvalue())
+                written = str(path)
+            except OSError as error:
+                written = f"no file ({path}: {error.strerror})"
         return [path for path in parallel.gather(written) if path is not None]
-
-
-def _write(path: Path, record: dict) -> str:
-    """The path, or why nothing could be written: the run stops for another reason."""
-    data = io.BytesIO()
-    torch.save(record, data)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, data.getvalue())
-    except OSError as error:
-        return f"no file ({path}: {error.strerror})"
-    return str(path)
 
 
 def _describe(found: list[BadLoss], grad_norm: float) -> str:
@@ -369,18 +357,17 @@ def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
     return f"{match[1]}.{number - 1}{name[match.end() :]}"
 
 
-def _parameters(model) -> Iterator[tuple[int, str, torch.Tensor]]:
+def _tensors(model, take: Callable) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """(chunk, name, take(parameter)) of the parameters for which that is not None."""
     for number, chunk in enumerate(_chunks(model)):
         for name, parameter in chunk.named_parameters():
-            yield number, _name_in_whole_model(chunk, name), parameter.detach()
+            tensor = take(parameter)
+            if tensor is not None:
+                yield number, _name_in_whole_model(chunk, name), tensor
 
 
-def _gradients(model) -> Iterator[tuple[int, str, torch.Tensor]]:
-    for number, chunk in enumerate(_chunks(model)):
-        for name, parameter in chunk.named_parameters():
-            gradient = getattr(parameter, "main_grad", parameter.grad)  # megatron's, or torch's
-            if gradient is not None:
-                yield number, _name_in_whole_model(chunk, name), gradient
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    return getattr(parameter, "main_grad", parameter.grad)  # megatron's, or torch's
 
 
 def _first_bad(tensors: Iterator[tuple[int, str, torch.Tensor]]) -> tuple[int, str] | None:

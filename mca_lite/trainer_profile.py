@@ -48,23 +48,18 @@ class Profiler(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.running is None and self.first <= state.global_step + 1 <= self.last:
-            kinds = torch.profiler.ProfilerActivity
-            seen = [kinds.CPU]
-            if torch.cuda.is_available():
-                seen.append(kinds.CUDA)
-            self.running = torch.profiler.profile(activities=seen)
+            self.running = torch.profiler.profile(acc_events=True)  # False warns
             self.running.start()
             self.began, self.since = time.perf_counter(), state.global_step
 
     def on_step_end(self, args, state, control, trainer, **kwargs):
-        if self.running is not None and state.global_step >= self.last:
-            self._end(Path(args.output_dir) / FOLDER, state.global_step, trainer.report)
+        if state.global_step >= self.last:
+            self.on_train_end(args, state, control, trainer)
 
     def on_train_end(self, args, state, control, trainer, **kwargs):
-        if self.running is not None:
-            self._end(Path(args.output_dir) / FOLDER, state.global_step, trainer.report)
-
-    def _end(self, folder: Path, step: int, report) -> None:
+        if self.running is None:
+            return
+        folder = Path(args.output_dir) / FOLDER
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds, profile, self.running = time.perf_counter() - self.began, self.running, None
@@ -72,22 +67,21 @@ class Profiler(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
         dump_memory(folder)
-        if torch.cuda.is_available():
-            torch.cuda.memory._record_memory_history(None)
         if parallel.is_main():
-            first = f"profile of steps {self.since + 1} to {step}, rank 0, {seconds:.2f} s; traces "
-            report.print(f"{first}of all ranks are in {folder}")
-            report.print("\n".join(table(profile.key_averages(), seconds)))
+            steps = f"profile of steps {self.since + 1} to {state.global_step}, rank 0"
+            head = f"{steps}, {seconds:.2f} s; traces of all ranks are in {folder}"
+            trainer.report.print("\n".join([head, *table(profile.key_averages(), seconds)]))
 
 
 def dump_memory(folder: Path) -> Path | None:
-    """Write what this rank's GPU memory holds, with its history where that is recorded -> the file,
-    which pytorch.org/memory_viz shows; None without a GPU."""
+    """Write what this rank's GPU memory holds, with its history where that is recorded, which ends
+    here -> the file, which pytorch.org/memory_viz shows; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"memory_rank{parallel.rank()}.pickle"
     torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(None)  # a process that ends while it goes on crashes
     return path
 
 

@@ -21,16 +21,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch.utils.data import Subset
 
 from . import ckpt_folder, parallel
 from .ckpt_folder import CheckpointError, measure
 from .constants import HF_CONFIG_NAME
-from .data_files import SIDES
 from .files import describe_error, read_json, write_file, write_json
 from .trainer_callbacks import Interrupted
-from .trainer_predict import by_sample
 
 FORMAT = 2
 META_NAME = "meta.json"
@@ -107,8 +104,7 @@ class ReferenceStore:
 
 def reference_of(trainer, pairs) -> np.ndarray:
     """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now.
-    Collective.
-    """
+    Collective."""
     args, num, done = trainer.args, len(pairs), np.zeros((0, 2), np.float32)
     store = _store_of(trainer, pairs)
     if store is not None:
@@ -136,18 +132,6 @@ def reference_of(trainer, pairs) -> np.ndarray:
     return done
 
 
-def score(trainer, pairs) -> np.ndarray:
-    """float32 [pairs, 2]: the log-probabilities that the trainer's model, without adapters, gives
-    to them now. Collective.
-    """
-
-    def run(batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        found = trainer.compute_reference_log_probs(trainer.models, batches, seq_length)
-        return [torch.stack(list(of_batch.values()), -1) for of_batch in found or ()]
-
-    return by_sample(trainer, pairs, run, (len(SIDES),)).astype(np.float32)
-
-
 def is_same_model(args, ours: np.ndarray, theirs: np.ndarray) -> bool:
     """Whether two passes over the same pairs differ by rounding only."""
     share = 3e-2 if args.bf16 or args.fp16 else 1e-3
@@ -156,8 +140,7 @@ def is_same_model(args, ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 def _check_kept(trainer, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
     """CheckpointError where the model gives other log-probabilities to the first pairs than what
-    was kept says.
-    """
+    was kept says."""
     count = min(len(kept), trainer.args.per_device_eval_batch_size * trainer.backend.dp_size)
     now = trainer._score(Subset(pairs, range(count)))
     if not is_same_model(trainer.args, now, kept[:count]):
@@ -170,8 +153,7 @@ def _check_kept(trainer, pairs, kept: np.ndarray, store: ReferenceStore) -> None
 
 def _stop_if_asked(trainer, store: ReferenceStore | None) -> None:
     """Interrupted between two parts of the pass, which may take longer than a scheduler waits.
-    Collective.
-    """
+    Collective."""
     [number] = parallel.largest(trainer._signals.received)
     if not number:
         return
@@ -185,21 +167,17 @@ def _stop_if_asked(trainer, store: ReferenceStore | None) -> None:
 
 def _store_of(trainer, pairs) -> ReferenceStore | None:
     """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times
-    of files may differ.
-    """
-    config, args = trainer.train_config, trainer.args
+    of files may differ."""
+    config = trainer.train_config
     fingerprint = getattr(pairs, "fingerprint", None)  # other people's datasets have none
     if config.cache_dir is None or fingerprint is None:
         return None
     name = getattr(getattr(trainer.model, "config", None), "name_or_path", None) or None
-    precision = "fp32"
-    if args.bf16 or args.fp16:
-        precision = "bf16" if args.bf16 else "fp16"
     model = [name, config.model_source, ckpt_folder.model_identity(trainer.backend.hf_config)]
     identity = {
         "model": model,
         "files": files_of_model(name),
-        "precision": precision,
+        "precision": trainer.backend.precision,
         "data": fingerprint,
     }
     return ReferenceStore(config.cache_dir, identity, len(pairs))

@@ -194,8 +194,8 @@ class Watchdog:
         if number > self._answered:
             self._answered = number
             stack, is_waiting = stack_of(self._thread_id)
-            answer = {"count": self.count, "step": self.step, "phase": self.phase}
-            answer |= {"waited": self.waited, "stack": stack, "is_waiting": is_waiting}
+            answer = dict(count=self.count, step=self.step, phase=self.phase, waited=self.waited)
+            answer |= dict(stack=stack, is_waiting=is_waiting)
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(answer))
 
     # -- who is behind: one rank asks and prints
@@ -218,17 +218,15 @@ class Watchdog:
         found = [self._read(key) for key in keys]
         answers = {rank: json.loads(text) for rank, text in enumerate(found) if text is not None}
         self._behind = who_is_behind(answers, self.size)
-        hosts = [self._read(f"host/{rank}") or "" for rank in range(self.size)]
-        text = describe(self._behind, answers, hosts)
+        text = describe(self._behind, answers, [self._name(rank) for rank in range(self.size)])
         leaving = ""
-        if self._behind:
-            leaving = f"\nall ranks leave in {max(0, self.ddp_timeout - self.waited):.0f} s "
-            leaving += "(ddp_timeout) unless it goes on"
-        waited = f"rank {self.rank} has waited {self.waited:.0f} s"
-        self._say(f"warning: {waited} after step {self.step}, {self.phase}; {text}{leaving}")
         summary = "no rank was behind the others when they were asked: see above"
         if self._behind:
+            left = max(0, self.ddp_timeout - self.waited)
+            leaving = f"\nall ranks leave in {left:.0f} s (ddp_timeout) unless it goes on"
             summary = f"{self._names(self._behind)} hung: see above"
+        waited = f"rank {self.rank} has waited {self.waited:.0f} s"
+        self._say(f"warning: {waited} after step {self.step}, {self.phase}; {text}{leaving}")
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
@@ -239,10 +237,12 @@ class Watchdog:
             self.store.delete_key("asks")
         self._asked = self._behind = None
 
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} {self._read(f'host/{rank}') or ''}"
+
     def _names(self, ranks: list[int]) -> str:
-        names = [f"rank {rank} {self._read(f'host/{rank}') or ''}" for rank in ranks[:_SHOWN]]
         more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-        return ", ".join(names) + more
+        return ", ".join(map(self._name, ranks[:_SHOWN])) + more
 
     # -- the end of all ranks
 
@@ -268,28 +268,27 @@ class Watchdog:
     def tell(self, error: Exception) -> RankFailed | None:
         """Tell the ranks that this one ends of an error; where it is one that only says that
         another rank is gone -> what to raise in its place, None where that rank said nothing."""
-        found: list[RankFailed | None] = [None]
+        found: list[RankFailed | None] = []
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):  # a store that is gone as well
-                found[0] = self._tell(error)
+                found.append(self._tell(error))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(_ANSWER_S)
         if asking.is_alive() and lost_a_rank(error):
-            found[0] = RankFailed(
+            return RankFailed(
                 "the store of the ranks does not answer: the process that holds it (rank 0, or "
                 "torchrun on the first machine) is stopped or cannot be reached",
                 HANG_EXIT_CODE,
             )
-        return found[0]
+        return found[0] if found else None
 
     def _tell(self, error: Exception) -> RankFailed | None:
         if not lost_a_rank(error):
-            kind = type(error).__name__
-            words = f"{kind}: {error}".strip().splitlines()[0]
-            self._judge(f"{self._names([self.rank])} failed: {words}", code=1)
+            words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            self._judge(f"{self._name(self.rank)} failed: {words}", code=1)
             return None
         verdict, report = self._read("verdict"), self._read("report")
         if verdict is not None:
@@ -317,21 +316,20 @@ def who_is_behind(answers: dict[int, dict], size: int) -> list[int]:
     return found if len(found) < size else []
 
 
-def describe(behind: list[int], answers: dict[int, dict], hosts: list[str]) -> str:
+def describe(behind: list[int], answers: dict[int, dict], names: list[str]) -> str:
     """The ranks behind with phase, host and stack, and what the others do, in lines."""
-    lines = [f"{len(behind)} of {len(hosts)} ranks behind:"]
+    lines = [f"{len(behind)} of {len(names)} ranks behind:"]
     if not behind:
-        lines = [f"none of {len(hosts)} ranks is behind the others:"]
+        lines = [f"none of {len(names)} ranks is behind the others:"]
     for rank in (behind or sorted(answers))[:_SHOWN]:
-        name = f"rank {rank} {hosts[rank]}"
-        if rank not in answers:
+        if rank in answers:
+            place, waited = _place(answers[rank]), answers[rank]["waited"]
+            lines += [f"{names[rank]}: {place} for {waited:.0f} s", answers[rank]["stack"].rstrip()]
+        else:
             lines.append(
-                f"{name} does not answer: its process is stopped or gone, or lets no Python run; "
-                "it cannot show its stack"
+                f"{names[rank]} does not answer: its process is stopped or gone, or lets no Python "
+                "run; it cannot show its stack"
             )
-            continue
-        lines.append(f"{name}: {_place(answers[rank])} for {answers[rank]['waited']:.0f} s")
-        lines.append(answers[rank]["stack"].rstrip())
     others: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         if rank not in behind:

@@ -10,14 +10,12 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core import parallel_state as mpu
 
 from . import parallel
 from .args_values import parse_size
@@ -37,63 +35,39 @@ from .weights_sources import (
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-class _Parts:
-    """The parts of a tensor, stacked along its rows, as a source of tensors named 0, 1, ..."""
-
-    def __init__(self, source, name: str, sizes: list[int]):
-        self.source, self.name, self.sizes = source, name, sizes
-
-    def shape(self, part: int) -> tuple[int, ...]:
-        return (self.sizes[part], *self.source.shape(self.name)[1:])
-
-    def read(self, part: int, rows: slice) -> torch.Tensor:
-        start = sum(self.sizes[:part])
-        return self.source.read(self.name, rows=slice(start + rows.start, start + rows.stop))
-
-
 # -- in --------------------------------------------------------------------------------------------
 
 
 def fill(models, source: SafetensorsSource | InitSource) -> None:
-    """Fill every parameter of this rank from `source`, each exactly once.
+    """Fill every parameter of this rank from `source`.
 
     models: VirtualModels. No collectives. ValueError, on every rank, if the source lacks a tensor
     of the model or holds one that the model does not use; ValueError for a tensor of another shape,
     or a parameter without a row.
     """
     config = models.config
-    rows = _rows_by_name(config)
+    rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
+    if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
+        rows[VOCABULARY[1]] = replace(rows[VOCABULARY[0]], mca=VOCABULARY[1])
     check_names(config, source.names())
-    filled = set()
     with torch.no_grad():
-        for chunk in models:
-            for name, layer, parameter in chunk.global_parameter_names():
-                row = rows.get(TE_ALIASES.get(name, name))
-                if row is None:
-                    raise ValueError(
-                        f"parameter {name} of {config.hf_model_type}, shape "
-                        f"{tuple(parameter.shape)}: no row of the family's table fills it "
-                        "(model_families.py)"
-                    )
-                place = (id(chunk), name, layer)
-                assert place not in filled, f"{name} of layer {layer} would be filled twice"
-                filled.add(place)
-                copy_in(row, layer, parameter, source, config)
+        for name, layer, parameter in _own_names(models):
+            if name not in rows:
+                raise ValueError(
+                    f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: "
+                    "no row of the family's table fills it (model_families.py)"
+                )
+            copy_in(rows[name], layer, parameter, source, config)
 
 
 def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
     """Fill a parameter of this rank with the tensors of its row. ValueError for other shapes."""
     _check_shapes(row, layer, parameter, source, config)
-    value = _merge(row, layer, source, config)
+    # of a tensor that nothing cuts each rank has the whole
+    rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
+    value = read_part(row, layer, source, config, rank)
     assert value.shape == parameter.shape, f"{row} gives {value.shape} for {parameter.shape}"
     parameter.copy_(value)
-
-
-def _rows_by_name(config) -> dict[str, Row]:
-    rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
-    if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
-        rows[VOCABULARY[1]] = Row(VOCABULARY[1], rows[VOCABULARY[0]].hf, "column")
-    return rows
 
 
 def check_names(config, names: set[str]) -> None:
@@ -132,16 +106,12 @@ def check_names(config, names: set[str]) -> None:
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:
     """ValueError if the row's HF tensors are not those of which this rank's parameter is a part."""
-    (rows, *rest), tp = parameter.shape, degree(row, config)
-    expected = {
-        "copy": [(rows, *rest)],
-        "row": [(rows, *(size * tp for size in rest))],
-        "column": [(config.vocab_size if row.mca in VOCABULARY else rows * tp, *rest)],
-        "gated": [(rows * tp // row.num_parts, *rest)] * row.num_parts,
-        "qkv": [(config.num_query_groups * size, *rest) for size in qkv_sizes(config)],
-    }[row.kind]
+    total, *rest = _whole_shape(row, parameter.shape, config)
+    if row.mca in VOCABULARY:
+        total = config.vocab_size
+    expected = [(rows, *rest) for rows in _rows_of_parts(row, total, config)]
     if row.fused:
-        expected = [(sum(part[0] for part in expected), *rest)]
+        expected = [(total, *rest)]
     for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
         if (got := source.shape(name)) != wanted:
             hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
@@ -154,47 +124,19 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
 
 def degree(row: Row, config) -> int:
     """The number of ranks over which the tensor is cut."""
+    if row.axis is None:
+        return 1
     if row.expert is None:
         return config.tensor_model_parallel_size
     return config.expert_tensor_parallel_size
 
 
-def _cut_group(row: Row):
-    """The ranks over which the tensor is cut."""
-    if row.expert is None:
-        return mpu.get_tensor_model_parallel_group()
-    return mpu.get_expert_tensor_parallel_group()
-
-
-def _merge(row: Row, layer, source, config) -> torch.Tensor:
-    """This rank's part of the megatron tensor of a row, in the source's dtype."""
-    names: Sequence = [hf.format(layer) for hf in row.hf]
-    tp, rank = degree(row, config), _cut_group(row).rank()
-    if row.fused:
-        sizes = [source.shape(names[0])[0] // row.num_parts] * row.num_parts
-        if row.kind == "qkv":
-            sizes = [config.num_query_groups * size for size in qkv_sizes(config)]
-        source, names = _Parts(source, names[0], sizes), range(row.num_parts)
-    if row.kind == "copy":
-        return source.read(names[0])
-    if row.kind == "row":
-        return source.read(names[0], columns=_part(source.shape(names[0])[1], rank, tp))
-    if row.kind == "gated":
-        return torch.cat([source.read(n, rows=_part(source.shape(n)[0], rank, tp)) for n in names])
-    if row.kind == "qkv":
-        return _read_qkv(names, source, config, rank, tp)
-    real = source.shape(names[0])[0]
-    padded = config.padded_vocab_size if row.mca in VOCABULARY else real
-    part = _part(padded, rank, tp)
-    value = source.read(names[0], rows=slice(min(part.start, real), min(part.stop, real)))
-    missing = part.stop - part.start - value.shape[0]  # rows that only pad the vocabulary
-    return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
-
-
-def _part(size: int, rank: int, parts: int) -> slice:
-    if size % parts:
-        raise ValueError(f"a dimension of {size} cannot be cut for {parts} tensor parallel ranks")
-    return slice(rank * size // parts, (rank + 1) * size // parts)
+def _whole_shape(row: Row, shape: Sequence[int], config) -> list[int]:
+    """The shape of the megatron tensor of which a rank's part has this one."""
+    whole = list(shape)
+    if row.axis is not None:
+        whole[row.axis] *= degree(row, config)
+    return whole
 
 
 def qkv_sizes(config) -> tuple[int, int, int]:
@@ -203,19 +145,50 @@ def qkv_sizes(config) -> tuple[int, int, int]:
     return config.num_attention_heads // config.num_query_groups * d, d, d
 
 
-def _read_qkv(names, source, config, rank, tp) -> torch.Tensor:
-    """Rows [queries, key, value] group by group; reads only the groups that this rank touches."""
-    sizes = qkv_sizes(config)
-    per_group = sum(sizes)
-    part = _part(config.num_query_groups * per_group, rank, tp)
-    first, last = part.start // per_group, -(-part.stop // per_group)
-    pieces = [
-        source.read(name, rows=slice(first * size, last * size)).unflatten(0, (last - first, size))
-        for name, size in zip(names, sizes, strict=True)
-    ]
-    return torch.cat(pieces, dim=1).flatten(0, 1)[
-        part.start - first * per_group : part.stop - first * per_group
-    ]
+def _rows_of_parts(row: Row, total: int, config) -> list[int]:
+    """The rows of each tensor that a megatron tensor of `total` rows is made of."""
+    if row.kind == "qkv":
+        return [config.num_query_groups * size for size in qkv_sizes(config)]
+    return [total // row.num_parts] * row.num_parts
+
+
+def _num_groups(row: Row, config) -> int:
+    """Groups along the rows of a megatron tensor: in each lies a share of every part, one part
+    after the other."""
+    if row.kind == "qkv":
+        return config.num_query_groups
+    return degree(row, config) if row.axis == 0 else 1
+
+
+def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
+    """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
+    of rows that this rank touches."""
+    names, tp = [hf.format(layer) for hf in row.hf], degree(row, config)
+    if row.axis == 1:
+        return source.read(names[0], columns=_part(source.shape(names[0])[1], rank, tp))
+    held = [source.shape(name)[0] for name in names]
+    total = config.padded_vocab_size if row.mca in VOCABULARY else sum(held)
+    groups, starts = _num_groups(row, config), [0] * row.num_parts
+    sizes = [rows // groups for rows in _rows_of_parts(row, total, config)]
+    if row.fused:
+        names, held = names * len(sizes), held * len(sizes)
+        starts = [groups * sum(sizes[:i]) for i in range(len(sizes))]
+    part, in_group = _part(total, rank, tp), sum(sizes)
+    first, last = part.start // in_group, -(-part.stop // in_group)
+    pieces = []
+    for name, start, size, stored in zip(names, starts, sizes, held, strict=True):
+        rows = slice(min(start + first * size, stored), min(start + last * size, stored))
+        piece = source.read(name, rows=rows)
+        missing = (last - first) * size - piece.shape[0]  # rows that only pad the vocabulary
+        if missing:
+            piece = torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])])
+        pieces.append(piece.unflatten(0, (last - first, size)))
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    return joined.flatten(0, 1)[part.start - first * in_group : part.stop - first * in_group]
+
+
+def _part(size: int, rank: int, parts: int) -> slice:
+    return slice(rank * size // parts, (rank + 1) * size // parts)
 
 
 # -- out -------------------------------------------------------------------------------------------
@@ -229,33 +202,16 @@ def vocabulary_names(config) -> set[str]:
 
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, tensor) of the parts that a whole megatron tensor consists of."""
-    names = [hf.format(layer) for hf in row.hf]
-    if row.kind == "qkv":
-        groups = full.unflatten(0, (config.num_query_groups, -1)).split(qkv_sizes(config), dim=1)
-        parts = [part.flatten(0, 1) for part in groups]
-        if row.fused:
-            parts = [torch.cat(parts)]
-    elif row.kind == "gated" and not row.fused:
-        parts = full.chunk(len(names))
-    elif row.mca in VOCABULARY:
+    names, groups = [hf.format(layer) for hf in row.hf], _num_groups(row, config)
+    sizes = [rows // groups for rows in _rows_of_parts(row, full.shape[0], config)]
+    parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(sizes, dim=1)]
+    if row.fused:
+        parts = [torch.cat(parts)]
+    if row.mca in VOCABULARY:
         names += copies_of(row, config)
         parts = [full[: config.vocab_size]] * len(names)
-    else:
-        parts = [full]
     for name, part in zip(names, parts, strict=True):
         yield name, part.contiguous()
-
-
-def _join(row: Row, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The whole megatron tensor from the parts of all tensor-parallel ranks."""
-    if row.kind == "copy":
-        return parts[0]
-    if row.kind == "row":
-        return torch.cat(parts, dim=1)
-    if row.kind == "gated":
-        halves = [p.chunk(row.num_parts) for p in parts]
-        return torch.cat([half[i] for i in range(row.num_parts) for half in halves])
-    return torch.cat(parts)
 
 
 def iter_hf_tensors(
@@ -296,15 +252,15 @@ def _written_here(
             continue
         holders, shape, dtype = located[key]
         holder, writer = (holders[0], 0) if writers is None else (writers[key], writers[key])
-        group, full = _cut_group(row), None
+        group, full = parallel.cut_group(row.expert is not None), None
         if holder in dist.get_process_group_ranks(group):
-            full = _whole(row, mine[key], group)
+            full = parallel.whole(mine[key].detach(), row.axis, group)
             if here == holder != writer:
                 dist.send(full.contiguous(), writer)
         if here != writer:
             continue
         if here != holder:
-            size = _whole_shape(row, shape, group.size())
+            size = _whole_shape(row, shape, config)
             full = torch.empty(size, dtype=dtype, device=parallel.device())
             dist.recv(full, holder)
         for name, tensor in _split(row, layer, full, config):
@@ -325,10 +281,16 @@ def _share_out(config, located: dict) -> dict:
     }
 
 
+def _own_names(models) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
+    """(megatron name with {}, layer, parameter) of this rank's."""
+    for chunk in models:
+        for name, layer, parameter in chunk.global_parameter_names():
+            yield TE_ALIASES.get(name, name), layer, parameter
+
+
 def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
-    named = (item for chunk in models for item in chunk.global_parameter_names())
-    return {(TE_ALIASES.get(name, name), layer): parameter for name, layer, parameter in named}
+    return {(name, layer): parameter for name, layer, parameter in _own_names(models)}
 
 
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
@@ -339,41 +301,19 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
             yield row, layer
 
 
-def _whole(row: Row, parameter: torch.nn.Parameter, tp_group) -> torch.Tensor:
-    """The whole megatron tensor of a parameter that tensor parallelism may cut. Collective over its
-    group."""
-    part = parameter.detach()
-    if tp_group.size() == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(tp_group.size())]
-    dist.all_gather(parts, part.contiguous(), group=tp_group)
-    return _join(row, parts)
-
-
-def _whole_shape(row: Row, shape: tuple[int, ...], parts: int) -> list[int]:
-    whole = list(shape)
-    if row.kind != "copy":
-        whole[1 if row.kind == "row" else 0] *= parts
-    return whole
-
-
 def _locate(mine: dict) -> dict:
     """{(megatron name, layer): _Location} of the whole model, on every rank. Collective over all
     ranks.
 
     A tied embedding lies on two pipeline stages: the first one counts as its holder.
     """
-    cuts = mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
-    replicas = (
-        mpu.get_data_parallel_group(with_context_parallel=True),
-        mpu.get_expert_data_parallel_group(),
-    )
     told = []
     located: dict[tuple[str, int | None], _Location] = {}
     for key, parameter in mine.items():
         of_expert = is_of_expert(key[0])
-        if cuts[of_expert].rank() == replicas[of_expert].rank() == 0:
-            holders = tuple(dist.get_process_group_ranks(replicas[of_expert]))
+        replicas = parallel.replica_group(of_expert)
+        if parallel.cut_group(of_expert).rank() == replicas.rank() == 0:
+            holders = tuple(dist.get_process_group_ranks(replicas))
             told.append((key, _Location(holders, tuple(parameter.shape), parameter.dtype)))
     for theirs in parallel.gather(told):
         for key, location in theirs:
@@ -415,24 +355,43 @@ def export_hf(
     call it. Collectives: those of iter_hf_tensors. OSError, on every rank, if any rank cannot
     write.
     """
-    folder, config, mine = Path(save_directory), models.config, own_parameters(models)
-    source = config.name_or_path
+    config, mine = models.config, own_parameters(models)
     located, writers = _locate(mine), None
     if change is None and _needs_many_writers(config, located, max_shard_size):
         writers = _share_out(config, located)
-    own = tensors = _written_here(config, mine, located, writers)
+    tensors = _written_here(config, mine, located, writers)
+    facts = (config.hf_config, config.name_or_path, config.params_dtype, config.mtp_num_layers)
+    return write_model(tensors, save_directory, max_shard_size, *facts, change=change)
+
+
+def write_model(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    save_directory: str | os.PathLike,
+    max_shard_size: str | int,
+    hf_config: dict,
+    source: str | None,
+    dtype: torch.dtype,
+    num_trained: int | None = 0,
+    change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> list[str]:
+    """Write the (HF name, CPU tensor) of all ranks, each its own, as export_hf() does -> the file
+    names, on global rank 0.
+
+    source: the model that this one was. num_trained: of its layers for multi-token prediction.
+    Collective over all ranks. OSError, on every rank, if any rank cannot write.
+    """
+    folder, written = Path(save_directory), tensors
     if change is not None:
-        tensors = ((name, change(name, tensor)) for name, tensor in own)
+        written = ((name, change(name, tensor)) for name, tensor in tensors)
     if parallel.is_main():
-        carried = carried_tensors(source, config.hf_config, config.mtp_num_layers)
-        tensors = itertools.chain(tensors, carried)
+        written = itertools.chain(written, carried_tensors(source, hf_config, num_trained))
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
     shards, problem = [], None
     try:
-        shards = write_shards(tensors, folder, max_shard_size, tag=str(parallel.rank()))
+        shards = write_shards(written, folder, max_shard_size, tag=str(parallel.rank()))
     except Exception as error:  # safetensors has its own
         problem = describe_error(error)
-        for _ in own:  # other ranks of this rank's groups still gather and send
+        for _ in tensors:  # other ranks of this rank's groups still gather and send
             pass
     answers = parallel.gather((shards, problem))
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
@@ -441,11 +400,11 @@ def export_hf(
         raise OSError(f"{folder} could not be written: {'; '.join(failed)}")
 
     def finish() -> list[str]:
-        written = name_shards(folder, [shard for theirs, _ in answers for shard in theirs])
-        return written + write_hf_config(config.hf_config, source, folder, config.params_dtype)
+        names = name_shards(folder, [shard for theirs, _ in answers for shard in theirs])
+        return names + write_hf_config(hf_config, source, folder, dtype)
 
-    written = parallel.on_main(finish, OSError)
-    return written if parallel.is_main() else []
+    names = parallel.on_main(finish, OSError)
+    return names if parallel.is_main() else []
 
 
 def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
@@ -453,7 +412,7 @@ def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
     total = 0
     for row, layer in _exported(config):
         _, shape, dtype = located[row.mca, layer]
-        total += math.prod(_whole_shape(row, shape, degree(row, config))) * dtype.itemsize
+        total += math.prod(_whole_shape(row, shape, config)) * dtype.itemsize
     many_ranks = parallel.world_size() > config.tensor_model_parallel_size
     return many_ranks and total > parse_size(max_shard_size)
 

@@ -5,7 +5,6 @@ transformers 5 holds the experts of a layer as one tensor of three dimensions; s
 writes a tensor for each projection of each expert, under names that differ between families.
 """
 
-import functools
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from .args_values import parse_size
 from .constants import (
@@ -37,8 +38,6 @@ class Shard(NamedTuple):
 def open_safetensors(path: Path):
     """A safetensors file, open for reading by tensors. ValueError with its name where it is damaged
     or cut: its header and its size must fit."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
@@ -56,8 +55,6 @@ def write_shards(
     A shard is written as soon as the next tensor would not fit: host memory is one shard. tag:
     tells writers of one folder apart. Where it fails, none of its files is left.
     """
-    from safetensors.torch import save_file
-
     limit, size = parse_size(max_shard_size), 0
     shards: list[Shard] = []
     shard: dict[str, torch.Tensor] = {}
@@ -156,59 +153,45 @@ def write_hf_config(
 # -- the names of experts --------------------------------------------------------------------------
 
 
-class _ExpertNames(NamedTuple):
-    """What the files of a family call a layer's block of experts, and an expert's projections."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
+_OF_LAYER = "model.layers.{}."
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transformers' modules
 _IN_BLOCK = re.compile(r"(.*\.layers\.\d+\.)mlp\.(.*)")
-_IN_ROW = re.compile(r"model\.layers\.\{\}\.(.+)\.experts\.\[\]\.(.+)\.weight")
-
-
-@functools.cache
-def _expert_names(model_type: str) -> _ExpertNames | None:
-    """The names in a family's files, from its rows; None for a family without experts."""
-    rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca]
-    names = [name for row in rows for name in row.hf]
-    if not names:
-        return None
-    matches = [match for name in names if (match := _IN_ROW.fullmatch(name))]
-    assert len(matches) == len(names) == 3, f"{model_type}: rows of experts are {rows}"
-    return _ExpertNames(matches[0][1], *(match[2] for match in matches))
 
 
 def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple]]:
     """(name in a file, index into the tensor) of each tensor that the files hold for a module's
     tensor.
 
-    name, shape: of the module's tensor. Experts have several parts, any other tensor has one. A
-    model type that is not in the table of families keeps the names of its modules. ValueError for
-    fused experts of a family in the table whose rows do not say how its files name them.
+    name, shape: of the module's tensor. Experts have several parts, each with an index of its
+    expert and rows; any other tensor has one, with the index (). A model type that is not in the
+    table of families keeps the names of its modules. ValueError for fused experts of a family in
+    the table whose rows do not say how its files name them.
     """
     if model_type not in FAMILIES:
         return [(name, ())]
-    names, experts = _expert_names(model_type), _FUSED.fullmatch(name)
-    if ".experts." in name and len(shape) == 3 and (names is None or experts is None):
+    rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca]
+    experts = _FUSED.fullmatch(name)
+    if ".experts." in name and len(shape) == 3 and not (rows and experts):
         raise ValueError(
             f"{name} of {model_type} holds the experts of a layer {shape}, and the family's table "
             "does not say how files name them: add moe_rows() to its rows (model_families.py)"
         )
-    if names is None:
+    if not rows:
         return [(name, ())]
     if experts is None:
         renamed = _IN_BLOCK.fullmatch(name)
-        return [(f"{renamed[1]}{names.block}.{renamed[2]}" if renamed else name, ())]
-    prefix, half = f"{experts[1]}{names.block}.experts", shape[1] // 2
-    if experts[2] == "down_proj":
-        return [(f"{prefix}.{e}.{names.down}.weight", (e,)) for e in range(shape[0])]
-    halves = (names.gate, slice(0, half)), (names.up, slice(half, 2 * half))
+        block = rows[0].hf[0].removeprefix(_OF_LAYER).partition(".experts.")[0]
+        return [(f"{renamed[1]}{block}.{renamed[2]}" if renamed else name, ())]
+    kind = "row" if experts[2] == "down_proj" else "gated"
+    [parts] = [row.hf for row in rows if row.kind == kind]
+    size = shape[1] // len(parts)
     return [
-        (f"{prefix}.{e}.{part}.weight", (e, rows)) for e in range(shape[0]) for part, rows in halves
+        (
+            experts[1] + part.removeprefix(_OF_LAYER).replace("[]", str(e)),
+            (e, slice(i * size, (i + 1) * size)),
+        )
+        for e in range(shape[0])
+        for i, part in enumerate(parts)
     ]
 
 
@@ -217,8 +200,17 @@ def holds_fused_experts(names: Iterable[str]) -> bool:
     return any(_FUSED.fullmatch(name) for name in names)
 
 
-def named_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) that a model saves: parameters, tied once, and persistent buffers."""
-    yield from model.named_parameters()
+def named_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) that a model saves: parameters, tied once or twice, and persistent buffers."""
+    yield from model.named_parameters(remove_duplicate=not tied_twice)
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor, tuple]]:
+    """(name in a file, tensor of the model, index of the file's part of it) of what a transformers
+    model saves without its adapters."""
+    for name, tensor in named_tensors(model, tied_twice):
+        if ".lora." not in name:
+            for file_name, index in file_parts(model.config.model_type, name, tuple(tensor.shape)):
+                yield file_name, tensor, index

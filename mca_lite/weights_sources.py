@@ -1,5 +1,5 @@
-"""Where Hugging Face tensors come from: safetensors files read by slices, or fresh values drawn by
-name.
+"""Where Hugging Face tensors come from: safetensors files read by slices, fresh values drawn by
+name, and rows for new tokens.
 
 A source has names(), shape(name) and read(name, rows=, columns=).
 """
@@ -9,17 +9,26 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .args_values import Judge
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .files import describe_error, read_json, why_no_model
 from .model_families import FAMILIES
 from .model_family_rows import UNUSED_TENSORS
-from .weights_files import file_parts, holds_fused_experts, named_tensors, open_safetensors
+from .weights_files import file_parts, file_tensors, holds_fused_experts, open_safetensors
+
+
+def cut(tensor, rows: slice | None, columns: slice | None) -> torch.Tensor:
+    """The rows or the columns of a tensor, or of a file's slice of one; without either all of
+    it."""
+    if columns is not None:
+        return tensor[:, columns]
+    return tensor[rows if rows is not None else slice(None)]
 
 
 class SafetensorsSource:
@@ -33,43 +42,44 @@ class SafetensorsSource:
         self.folder = resolve_folder(model_name_or_path)
         # tensor -> file, file -> handle
         self._file_of, self._open = _read_index(self.folder)
-        self._part_of: dict[str, tuple[str, tuple]] = {}  # name -> (stored tensor, index into it)
+        # name -> (stored tensor, index into it)
+        self._part_of: dict[str, tuple[str, tuple]] = {name: (name, ()) for name in self._file_of}
         if model_type is not None and holds_fused_experts(self._file_of):
-            for stored in self._file_of:
-                for name, index in file_parts(model_type, stored, self._shape(stored)):
-                    self._part_of[name] = stored, index
+            self._part_of = {
+                name: (stored, index)
+                for stored in self._file_of
+                for name, index in file_parts(model_type, stored, self._shape(stored))
+            }
 
     def names(self) -> set[str]:
-        return set(self._part_of or self._file_of)
+        return set(self._part_of)
 
     def in_file_order(self) -> list[str]:
         """The names, file by file."""
-        stored = {name: self._part_of.get(name, (name, ()))[0] for name in self.names()}
-        return sorted(stored, key=lambda name: (self._file_of[stored[name]], name))
+        return sorted(self._part_of, key=lambda n: (self._file_of[self._part_of[n][0]], n))
 
-    def _slice(self, name: str):
-        return self._open[self._file_of[name]].get_slice(name)
+    def _slice(self, stored: str):
+        return self._open[self._file_of[stored]].get_slice(stored)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+    def _shape(self, stored: str) -> tuple[int, ...]:
+        return tuple(self._slice(stored).get_shape())
 
     def read(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> torch.Tensor:
         """The tensor, or the part of it in these rows or columns; other bytes are not read."""
-        stored, index = self._part_of.get(name, (name, ()))
-        part = self._slice(stored)
+        stored, index = self._part_of[name]
         if not index:
-            if rows is not None:
-                return part[rows]
-            return part[:, columns] if columns is not None else part[:]
-        expert, own = index if len(index) == 2 else (*index, slice(0, self._shape(stored)[1]))
+            return cut(self._slice(stored), rows, columns)
+        expert, own = index
         rows = slice(own.start + rows.start, own.start + rows.stop) if rows is not None else own
-        return part[expert : expert + 1, rows, columns if columns is not None else slice(None)][0]
+        columns = columns if columns is not None else slice(None)
+        return self._slice(stored)[expert : expert + 1, rows, columns][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored, index = self._part_of.get(name, (name, ()))
-        return tuple(torch.empty(self._shape(stored), device="meta")[index].shape)
+        stored, index = self._part_of[name]
+        shape = self._shape(stored)
+        return (index[1].stop - index[1].start, *shape[2:]) if index else shape
 
 
 def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -123,13 +133,9 @@ def shapes_of(hf_config: dict) -> tuple[Any, dict[str, tuple[int, ...]]]:
     except Exception as error:  # whatever a made up config leads to in transformers
         words = f"transformers makes no model of this config.json: {describe_error(error)}"
         raise ValueError(words) from error
-    # named_tensors has a tied head only once, and a source has both of its names
-    tensors = (*model.named_parameters(remove_duplicate=False), *named_tensors(model))
-    return hf, {
-        file_name: tuple(tensor[index].shape)
-        for name, tensor in tensors
-        for file_name, index in file_parts(hf.model_type, name, tuple(tensor.shape))
-    }
+    # a source has both names of a tied head
+    parts = file_tensors(model, tied_twice=True)
+    return hf, {name: tuple(tensor[index].shape) for name, tensor, index in parts}
 
 
 def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
@@ -202,9 +208,7 @@ class InitSource:
         else:
             full = torch.empty(shape, device="cpu")
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
-        if rows is not None:
-            return full[rows]
-        return full[:, columns] if columns is not None else full
+        return cut(full, rows, columns)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -224,14 +228,101 @@ def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path
     if missing := why_no_model(model_name_or_path):
         raise ValueError(f"model {model_name_or_path}: {missing}")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     try:
         found = snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision)
     except OSError as error:  # a network's and a hub's errors are such
-        words = f"no folder {model_name_or_path} is here, and the hub gives no model of this name"
-        raise ValueError(f"{words}: {describe_error(error)}") from error
+        words = f"model {model_name_or_path}: expected a folder, or a model of the hub; no such "
+        words += f"folder is here (seen from {Path.cwd()}), and "
+        if isinstance(error, LocalEntryNotFoundError):
+            words += "the hub does not answer, nor has its cache such a model"
+        elif isinstance(error, RepositoryNotFoundError):
+            words += "the hub has none of this name, or one that wants HF_TOKEN"
+        else:
+            words += f"the hub says: {describe_error(error).strip().splitlines()[0]}"
+        raise ValueError(f"{words}. A folder can be named as ./{model_name_or_path}") from error
     return Path(found)
+
+
+# -- new tokens ------------------------------------------------------------------------------------
+
+# A new row of embedding and head begins as the mean of the rows that the model has, in that matrix,
+# summed in float64 in the order of the file: the same in every layout and on both backends,
+# whatever else is drawn at random.
+MEAN_ROWS = 4096  # of the matrix are in memory at a time
+
+
+def add_tokens(tokenizer, tokens: list[str] | None, special_tokens: list[str] | None) -> int:
+    """Teach the tokenizer these tokens -> how many of them it did not know."""
+    known = len(tokenizer)  # add_tokens() counts those too that it knew
+    tokenizer.add_tokens(tokens or [])
+    tokenizer.add_tokens(special_tokens or [], special_tokens=True)
+    return len(tokenizer) - known
+
+
+def grown_size(tokenizer, vocab_size: int, resize: bool, judge: Judge) -> int:
+    """The model's vocab_size after growing it for the tokenizer, which is refused if not resize."""
+    if len(tokenizer) > vocab_size and not resize:
+        reason = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is "
+        reason += f"{vocab_size}: they do not belong together, or new tokens were added without "
+        reason += "growing the embedding"
+        judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it", False)
+    return max(len(tokenizer), vocab_size)
+
+
+def mean_row(read: Callable[[slice], torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mean of the rows of a matrix, [h], rounded once. read(rows): these rows of it."""
+    parts = (read(slice(i, min(i + MEAN_ROWS, rows))) for i in range(0, rows, MEAN_ROWS))
+    return (sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows).to(dtype)
+
+
+class GrownSource:
+    """A source whose matrices of the vocabulary have `vocab_size` rows."""
+
+    def __init__(self, source, names: set[str], vocab_size: int):
+        self._source, self._vocabulary, self._vocab_size = source, names, vocab_size
+        self._means: dict[str, torch.Tensor] = {}
+
+    def names(self) -> set[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._source.shape(name)
+        return (self._vocab_size, *shape[1:]) if name in self._vocabulary else shape
+
+    def read(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        if name not in self._vocabulary:
+            return self._source.read(name, rows=rows, columns=columns)
+        assert columns is None, f"{name}: tensor parallelism cuts the rows of the vocabulary"
+        start, stop, _ = (rows or slice(None)).indices(self._vocab_size)
+        old = self._source.shape(name)[0]
+        value = self._source.read(name, rows=slice(min(start, old), min(stop, old)))
+        new = max(stop - max(start, old), 0)
+        if new == 0:
+            return value
+        return torch.cat([value, self._mean(name, old, value.dtype).expand(new, -1)])
+
+    def _mean(self, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        if name not in self._means:
+            source = self._source
+            self._means[name] = mean_row(lambda part: source.read(name, rows=part), rows, dtype)
+        return self._means[name]
+
+
+def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
+    """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
+    old = model.get_input_embeddings().weight.shape[0]
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    means = [mean_row(module.weight.detach().__getitem__, old, dtype) for module in both]
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    both = (model.get_input_embeddings(), model.get_output_embeddings())  # new modules
+    with torch.no_grad():
+        for module, mean in zip(both, means, strict=True):
+            module.weight[old:] = mean.to(module.weight)
 
 
 # -- what no model reads ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The parser, the arguments' own rules, and the layouts it proposes."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -107,6 +108,8 @@ def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, b
     assert args.bf16 is True
     assert args.save_total_limit is None
     assert args.eval_strategy == "no"
+    assert (run.max_steps, run.stage, run.use_mca) == (2, "sft", True)  # of all groups
+    assert copy.deepcopy(run).max_steps == 2 and not hasattr(run, "max_step")
 
 
 def test_text_on_the_command_line_stays_text_for_a_text_field(base):
@@ -760,3 +763,14 @@ def test_a_warm_up_that_the_schedule_does_not_have_is_said():
         )
     ]
     assert said == [True, True, False, False]
+
+
+@pytest.mark.parametrize("asks", ["4", None])
+def test_a_degree_that_fits_neither_the_world_nor_the_model_is_told_of_both(base, world, asks):
+    if asks is not None:
+        world(asks)
+    with pytest.raises(ConfigError) as caught:
+        parse_args([*base, "tensor_model_parallel_size=3"])
+    first, second = caught.value.problems
+    assert first.key == second.key == "tensor_model_parallel_size"
+    assert "number of processes" in first.reason and "attention heads" in second.reason

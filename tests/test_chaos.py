@@ -29,7 +29,7 @@ def test_a_checkpoint_that_is_damaged_or_missing_after_a_kill_is_noticed(tmp_pat
     campaign = chaos.Campaign(tmp_path, tmp_path / "run", "pp2")
     folder = ckpt_folder.checkpoint_folder(campaign.out, 2)
     folder.mkdir(parents=True)
-    ckpt_folder.write_synced(folder / "weights", b"whole")
+    (folder / "weights").write_bytes(b"whole")
     facts = {"backend": "megatron", "step": 2, "with_optimizer": True, "model": {}}
     ckpt_folder.write_manifest(folder, facts, {"weights": ckpt_folder.measure(folder / "weights")})
     log = campaign.out / "trainer_log.jsonl"

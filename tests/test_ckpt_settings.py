@@ -178,7 +178,7 @@ def test_the_settings_of_pairs_are_kept_by_their_keys(folder, tmp_path):
 
 
 def test_a_checkpoint_without_settings_is_compared_with_the_config_beside_it(tmp_path):
-    from mca_lite.ckpt_settings import say_changes, settings_before
+    from mca_lite.ckpt import say_changes, settings_before
 
     folder = tmp_path / "checkpoint-2"
     now = {"bf16": False, "learning_rate": 0.01, "max_steps": 4, "report_to": ["wandb"]}

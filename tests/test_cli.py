@@ -1,23 +1,28 @@
-"""train.py as a user runs it: one real torchrun, a process without it, the same on test ranks, and
-its errors.
+"""train.py as a user runs it: one real torchrun, the same on test ranks, one of them without a
+launcher, and its errors.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-from tests.shared.commands import ROOT, SHORT, run, run_process
+from mca_lite import cli
+from tests.shared import world
+from tests.shared.commands import ROOT, SHORT, alone, run, run_train, run_under_torchrun
 from tests.shared.training import read_log
 
 
-def test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch(tmp_path):
+# the ranks of torchrun's own agent are forked in test_chaos, and a real torchrun starts them in
+# test_cli_errors
+@pytest.mark.parametrize(
+    "start", [run, pytest.param(run_under_torchrun, marks=pytest.mark.full)], ids=["", "torchrun"]
+)
+def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(start, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layout = "tensor_model_parallel_size=2 sequence_parallel=true"
-    shown = run_process(
+    shown = start(
         f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2
     )
     run(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
@@ -100,28 +105,19 @@ def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp
 
 
 def test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run(tmp_path):
-    run_process(
-        f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true "
-        f"output_dir={tmp_path / 'one'}",
-        tmp_path,
+    words = (
+        f"configs/sft.yaml {SHORT} max_steps=1 apply_rope_fusion=true cache_dir={tmp_path}/cache"
     )
+    words = [*words.split(), f"output_dir={tmp_path / 'one'}"]
+    [(code, out, error)] = world.run(alone, 1, run_train, *words)
+    assert code == 0, out + error
     assert len(read_log(tmp_path / "one")) == 1
 
 
-def test_help_lists_the_keys(tmp_path):
-    assert "tensor_model_parallel_size" in run_process("--help", tmp_path).stdout
-
-
-def test_a_world_size_without_a_rank_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.delenv("RANK", raising=False)
-    command = [
-        sys.executable,
-        "train.py",
-        *f"configs/sft.yaml {SHORT} output_dir={tmp_path}".split(),
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode and "RANK is not set" in result.stderr
+def test_help_lists_the_keys(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "tensor_model_parallel_size" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_only_with_its_own_data_and_a_refused_one_leaves_its_config(tmp_path):

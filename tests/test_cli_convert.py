@@ -1,8 +1,6 @@
 """`python -m mca_lite convert`, and the Hugging Face folders that checkpoints hold."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError
 from mca_lite.model_config import AutoConfig
 from tests.shared import tiny, tiny_moe, world
+from tests.shared.commands import convert
 from tests.shared.files import flip_bit, tensors
 from tests.shared.layouts import DIST_OPT, PP2, TP2
 from tests.shared.training import train
@@ -66,19 +65,8 @@ def test_a_checkpoint_of_any_layout_becomes_the_model_that_training_exports(tmp_
     )
     world.run(train, 4, source, str(tmp_path / "run"), steps=2, export=True, **keys)
     folder = tmp_path / "run" / "checkpoint-2"
-    words = [
-        sys.executable,
-        "-m",
-        "mca_lite",
-        "convert",
-        str(folder),
-        str(tmp_path / "out"),
-        "--verify",
-    ]
-    result = subprocess.run(
-        words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0 and "verified" in result.stdout, result.stdout + result.stderr
+    code, out, error = convert(folder, tmp_path / "out", "--verify")
+    assert code == 0 and "verified" in out, out + error
     wanted = tensors(tmp_path / "run")
     same(tensors(tmp_path / "out"), wanted)
     same(tensors(folder / "hf"), wanted)

@@ -28,7 +28,8 @@ def test_a_machine_is_examined_with_two_ranks(tmp_path):
     assert done.returncode in (0, 4), done.stdout + done.stderr  # a slow disk is a warning
     for what in ("torch ", "megatron-core", "GPU", "shared memory", "open files", "compiler"):
         assert what in done.stdout
-    assert f"{tmp_path}: " in done.stdout and "MiB/s" in done.stdout
+    made = f"a run makes {tmp_path / 'not' / 'there'} in it"
+    assert f"{tmp_path}: " in done.stdout and made in done.stdout and "MiB/s" in done.stdout
     assert "GB/s of each rank (gloo, 2 ranks" in done.stdout and "ranks within" in done.stdout
     assert (done.returncode == 4) == ("warning" in done.stdout)
     assert not list(tmp_path.iterdir())  # the disk's probe is gone

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,7 +151,10 @@ def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(tmp_path, mon
 def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, list[str]]:
     """(exit code, error, files left) of a run that finds the disk full when it writes a file of its
     folder or of a checkpoint: the system itself says so, for /dev/full."""
-    from mca_lite import ckpt
+    from mca_lite import ckpt, files
+
+    # the names of temporary files are known
+    files.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0"))
 
     def link(folder: Path) -> None:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +176,7 @@ def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, 
     return code, said.getvalue(), sorted(os.listdir(out))
 
 
-FILES = [("config.yaml", "false"), ("dist/__0_0.distcp", "true"), ("rng-0.pt", "false")]
+FILES = [("config.yaml", "false"), ("dist/__0_0.distcp", "true"), (".rng-0.pt.0.tmp", "false")]
 
 
 @pytest.mark.parametrize("file, use_mca", FILES)
@@ -267,3 +271,48 @@ def test_convert_ends_as_training_does(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "new")]) == 2
     shown = capsys.readouterr().err
     assert shown.count("error: ") == 2 and "is no folder" in shown and "config.json" in shown
+
+
+# -- commands that train nothing
+
+
+LOUD = """
+from mca_lite import cli_errors
+
+def work():
+    for number in range(100_000):
+        print(number, "words that fill what a pipe holds")
+
+raise SystemExit(cli_errors.finish(work))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(monkeypatch, lines, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    script = LOUD.replace("100_000", str(lines))
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(write_end)
+    os.close(read_end)  # as `| head -0` does
+    _, shown = process.communicate(timeout=120)
+    assert process.returncode == cli_errors.NOT_READ and shown == b""
+
+
+def test_other_broken_pipes_are_told(capsys):
+    def work():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe of a worker")
+
+    assert cli_errors.finish(work) == cli_errors.USER_ERROR
+    assert "of a worker" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
+    def work():
+        raise KeyboardInterrupt
+
+    assert cli_errors.finish(work) == cli_errors.INTERRUPTED
+    assert cli_errors.finish(lambda: None) == 0 and capsys.readouterr().err == ""

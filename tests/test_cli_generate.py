@@ -36,7 +36,7 @@ def said(text: str) -> dict:
 def generate(path, folder, *words, **keys) -> tuple[int, str, str, list[dict]]:
     keys = {
         "model_name_or_path": "configs/tiny/model",
-        "output_dir": path,
+        "output_dir": str(path),
         "cache_dir": str(folder / "cache"),
         "dataset": str(folder / "not_there.jsonl"),
         **keys,
@@ -94,6 +94,12 @@ def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets
     assert [row["expected"] for row in rows] == wanted and "66.7 % (2 of 3" in out
     code, _, error, _ = generate(path, tmp_path, dataset=file, stage="dpo")
     assert code == 2 and "there is nothing to evaluate on" in error
+
+
+def test_a_file_that_is_not_there_is_told_before_a_model_is_read(tmp_path):
+    code, _, error, _ = generate(tmp_path / "no model", tmp_path, "--file", "missing.jsonl")
+    assert code == 2 and "--file: 'missing.jsonl'\n    no such file (seen from" in error
+    assert "try: --file prompts.jsonl" in error and "Errno" not in error
 
 
 def test_a_file_of_prompts_needs_no_answers(known, tmp_path):

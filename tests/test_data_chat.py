@@ -12,6 +12,7 @@ from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
 from mca_lite.data import load_datasets
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import DatasetSpec
+from tests.shared import toy_tokenizer
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 CHATML_MARKS = (
@@ -67,8 +68,7 @@ CALLS = [
 def encode(messages, template, tools=None, **options):
     tokenizer = byte_tokenizer(template)
     record = {"messages": messages} | ({"tools": tools} if tools else {})
-    encoder = Encoder(tokenizer, DatasetSpec("t", []), "sft", **{"cutoff_len": 9999, **options})
-    return tokenizer, encoder.encode([("t.json:1", "openai", record)])
+    return tokenizer, toy_tokenizer.encode(tokenizer, record, **options)
 
 
 def trained_turns(tokenizer, part) -> list[tuple[str, str]]:
@@ -139,9 +139,8 @@ def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messa
     assert [turns[-1][1]] == [answer for _, answer in expected]
     [_, part] = encode(PLAIN, TEMPLATES["qwen3"])
     assert trained_turns(tokenizer, part)[-1][1] == EMPTY + "3<|im_end|>"
-    encoder = Encoder(
-        byte_tokenizer(CHATML), DatasetSpec("t", []), "sft", 64, enable_thinking=False
-    )
+    data_args = DataArguments(dataset=["t"], enable_thinking=False)
+    encoder = Encoder(byte_tokenizer(CHATML), DatasetSpec("t", []), "sft", data_args)
     assert encoder.notes == ["the chat template does not read enable_thinking"]
 
 

@@ -11,7 +11,7 @@ from mca_lite.args import DataArguments
 from mca_lite.args_values import ConfigError
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
-from mca_lite.data_mix import Turns
+from mca_lite.data_batches import Turns
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 SHARES = [0.7, 0.2, 0.1]

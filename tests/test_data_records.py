@@ -7,9 +7,11 @@ import json
 import pytest
 
 from mca_lite import data_chat
-from mca_lite.data_encode import Encoder, mask_of_spans
+from mca_lite.args import DataArguments
+from mca_lite.data_encode import Encoder, mask_of_spans, num_learned
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
+from tests.shared import toy_tokenizer
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if")]
@@ -53,10 +55,7 @@ DEEPSEEK = (
 
 def encode(record, template: str, form: str = "openai", spec: DatasetSpec | None = None, **options):
     tokenizer = byte_tokenizer(template)
-    encoder = Encoder(
-        tokenizer, spec or DatasetSpec("t", []), "sft", **{"cutoff_len": 4096, **options}
-    )
-    return tokenizer, encoder.encode([("t.json:1", form, record)])
+    return tokenizer, toy_tokenizer.encode(tokenizer, record, form, spec, **options)
 
 
 def trained_texts(record, template: str, **options) -> list[str]:
@@ -179,15 +178,13 @@ def test_the_template_s_own_bos_is_not_doubled():
 
 def test_train_on_prompt_trains_every_token():
     _, part = encode(TWO_TURNS, CHATML, train_on_prompt=True)
-    assert part.mask.all() and part.learned == [len(part.ids) - 1]
+    assert part.mask.all() and num_learned(part.ids, part.mask) == len(part.ids) - 1
 
 
 def test_token_borders_are_those_of_the_whole_text():
     merges = (("H", "i"), ("Ċ", "H"))  # "\nH" is never merged: "Hi" comes first
     tokenizer = byte_tokenizer(CHATML, merges)
-    part = Encoder(tokenizer, DatasetSpec("t", []), "sft", cutoff_len=99).encode(
-        [("t:1", "openai", chat("a", "Hi"))]
-    )
+    part = toy_tokenizer.encode(tokenizer, chat("a", "Hi"))
     whole = tokenizer(tokenizer.apply_chat_template(chat("a", "Hi")["messages"], tokenize=False))[
         "input_ids"
     ]
@@ -470,13 +467,14 @@ def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path,
 
 @pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("images", ["a"])])
 def test_records_that_mean_something_else_are_refused_by_path_too(column, value):
-    encoder = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "sft", 64)
+    spec, data_args = DatasetSpec("x", []), DataArguments(dataset=["x"])
+    encoder = Encoder(byte_tokenizer(CHATML), spec, "sft", data_args)
     with pytest.raises(ValueError, match=f"x.jsonl:1: the column '{column}'"):
         encoder.format_of(TWO_TURNS | {column: value}, "x.jsonl:1")
     assert encoder.format_of(TWO_TURNS | {column: None}, "x.jsonl:1") == "openai"
     with pytest.raises(ValueError, match=f"x.jsonl:2: the column '{column}'"):  # not the first one
         encoder.encode([("x.jsonl:2", "openai", TWO_TURNS | {column: value})])
-    texts = Encoder(byte_tokenizer(CHATML), DatasetSpec("x", []), "pt", 64)
+    texts = Encoder(byte_tokenizer(CHATML), spec, "pt", data_args)
     assert texts.format_of({"text": "a", column: value}, "x.jsonl:1") == "text"
 
 

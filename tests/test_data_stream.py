@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 
-from mca_lite import data_files, data_stream
+from mca_lite import data_encode, data_files
 from mca_lite.args import DataArguments
 from mca_lite.args_values import ConfigError
 from mca_lite.data import load_datasets
@@ -150,7 +150,7 @@ def test_a_run_goes_on_at_every_position(tmp_path, keys, strategy):
     train = stream(tmp_path, *files, **keys)
     rows = list(itertools.islice(train.rows(), 250))
     assert rows[-1][1].passes > 0
-    for number in range(0, 240, 7):
+    for number in range(0, 240, 13):
         state = json.loads(json.dumps(dataclasses.asdict(rows[number][1])))
         again = stream(tmp_path, *files, **keys)
         wanted = [plain(row) for row, _ in rows[number + 1 : number + 10]]
@@ -162,9 +162,9 @@ def test_going_on_reads_one_block_again_and_tokenises_one_chunk(tmp_path, monkey
     train = stream(tmp_path, file, buffer_size=400)
     *_, (_, position) = itertools.islice(train.rows(), 2000)
     read, tokenised = [], []
-    records, encode = data_stream.read_records, train._tokenize
+    records, encode = data_encode.read_records, train._tokenize
     monkeypatch.setattr(
-        data_stream, "read_records", lambda *a: (read.append(r) or r for r in records(*a))
+        data_encode, "read_records", lambda *a: (read.append(r) or r for r in records(*a))
     )
     train._tokenize = lambda chunk: (tokenised.extend(chunk), encode(chunk))[1]
     next(train.rows(position))
@@ -186,7 +186,7 @@ def test_a_bounded_number_of_records_is_read_ahead(tmp_path, monkeypatch):
             ahead.append(None)
             yield f"{file}:{cursor.number}", {"text": f"text {cursor.number}"}
 
-    monkeypatch.setattr(data_stream, "read_records", endless)
+    monkeypatch.setattr(data_encode, "read_records", endless)
     files = write(tmp_path / "a.jsonl", 1), write(tmp_path / "b.jsonl", 1)
     keys = dict(stage="pt", packing=False, buffer_size=300, mix_strategy="interleave_over")
     rows = stream(tmp_path, *files, **keys).rows()
@@ -268,8 +268,30 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
     assert len(listed) == 10 and all("b.jsonl" in line and "alien" in line for line in listed)
     assert [line for line in said if "samples have an empty answer and were left out" in line]
     worse = write(tmp_path / "c.jsonl", 400, bad=150)
-    with pytest.raises(ValueError, match="of 200 records cannot be used.* at most 10 %.*c.jsonl"):
+    with pytest.raises(
+        ValueError, match="(?s)of 200 records cannot be used.* at most 10 %.*c.jsonl"
+    ):
         take(stream(tmp_path, worse, on_bad_record="skip", disable_shuffling=True), 200)
+
+
+def test_the_first_records_that_cannot_be_used_are_left_out_too(tmp_path):
+    """The format of a file is that of its first record that shows one."""
+    rows, reports = [], []
+    file = write(tmp_path / "a.jsonl", 30)
+    with open(file) as records:
+        text = records.read()
+    (tmp_path / "a.jsonl").write_text('{"none": 1}\n{\n' + text)
+    for streaming in (False, True):
+        keys = dict(streaming=streaming, on_bad_record="skip", disable_shuffling=True)
+        bundle = load(tmp_path, file, **keys)
+        train = bundle.train
+        rows.append(take(train, 26) if streaming else [plain(row) for row in train])
+        reports.append(bundle.report[0])
+    assert rows[0] == rows[1] and len(rows[0]) == 26
+    assert reports == [f"{file}: openai records"] * 2
+    (tmp_path / "a.jsonl").write_text('{"none": 1}\n' * 1000)
+    with pytest.raises(ValueError, match="(?s)200 of 200 records cannot be used.*a.jsonl:1: "):
+        take(stream(tmp_path, file, on_bad_record="skip", disable_shuffling=True), 1)
 
 
 def test_data_that_gives_nothing_to_train_on_ends(tmp_path):

@@ -19,6 +19,7 @@ SHORT = (
     f"{MODEL} max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 "
     "per_device_train_batch_size=2 max_samples=40"
 )
+SMALL = SHORT.replace("max_samples=40", "max_samples=16").replace("size=8", "size=4")
 
 
 def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(tmp_path):
@@ -28,10 +29,10 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
     )
     layout += " load_best_model_at_end=true"
     shown = run(
-        f"configs/dpo.yaml {SHORT} {layout} output_dir={tmp_path / 'pp2'}", tmp_path, nproc=2
+        f"configs/dpo.yaml {SMALL} {layout} output_dir={tmp_path / 'pp2'}", tmp_path, nproc=2
     ).stdout
     torch = run(
-        f"configs/dpo.yaml {SHORT} use_mca=false ref_model=model output_dir={tmp_path / 'torch'}",
+        f"configs/dpo.yaml {SMALL} use_mca=false ref_model=model output_dir={tmp_path / 'torch'}",
         tmp_path,
     ).stdout
     ours, theirs = read_log(tmp_path / "pp2"), read_log(tmp_path / "torch")
@@ -46,18 +47,18 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
         for key in keys:
             assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5), key
     for words in (
-        "40 pairs",
+        "16 pairs",
         "first chosen",
         "dpo, pref_loss sigmoid, beta 0.1",
-        "reference model: 40 of 40 pairs",
+        "reference model: 16 of 16 pairs",
         "checkpoint-3",
     ):
         assert words in shown, words
     assert "warning" not in shown + torch and "reference model:" not in torch
     again = run(
-        f"configs/dpo.yaml {SHORT} eval_strategy=no output_dir={tmp_path / 'again'}", tmp_path
+        f"configs/dpo.yaml {SMALL} eval_strategy=no output_dir={tmp_path / 'again'}", tmp_path
     ).stdout
-    assert "reference model: 40 pairs from" in again, "what one layout computed another one reads"
+    assert "reference model: 16 pairs from" in again, "what one layout computed another one reads"
 
 
 def test_packs_and_adapters_train_from_the_command_line(tmp_path):

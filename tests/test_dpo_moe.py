@@ -16,6 +16,7 @@ RUNS = {
     "packs, balanced": dict(AUX, pack=35, sequence_packing=True),
     "padded, balanced": dict(AUX, per_device_train_batch_size=2),
 }
+BOTH = {name: RUNS[name] for name in ("packed, second model", "padded, balanced")}
 LAYOUTS = {
     "ep2": (2, {**EP2, **DIST_OPT}),
     "ep2pp2": (4, {**EP2, **PP2}),
@@ -31,10 +32,10 @@ def oracle(path) -> list:
     return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), SMOOTHED)
 
 
-def curves(path, out, **keys) -> dict:
+def curves(path, out, runs=RUNS, **keys) -> dict:
     """{run: metrics, gradient norm and what the log says of the routers, of each step}"""
     found = {}
-    for name, own in RUNS.items():
+    for name, own in runs.items():
         trainer = our_run(path, f"{out}/{name}", SMOOTHED, **{**keys, **own})
         of_routers = [
             {k: line[k] for k in NUMBERS if k in line}
@@ -63,11 +64,23 @@ def wanted(tmp_path_factory):
     return path, plain, ours
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_train_as_plain_torch(layout, wanted, tmp_path):
+@pytest.mark.parametrize(
+    "layout, runs",
+    [
+        ("ep2", RUNS),
+        ("cp2ep2", RUNS),
+        # how rows are filled and weighed knows of data and context ranks alone
+        ("ep2pp2", BOTH),
+        ("ep2tp2", BOTH),
+        pytest.param("ep2pp2", RUNS, marks=pytest.mark.full),
+        pytest.param("ep2tp2", RUNS, marks=pytest.mark.full),
+    ],
+    ids="ep2 cp2ep2 ep2pp2 ep2tp2 ep2pp2-all ep2tp2-all".split(),
+)
+def test_experts_train_as_plain_torch(layout, runs, wanted, tmp_path):
     path, plain, of_torch = wanted
     ranks, keys = LAYOUTS[layout]
-    for got in world.run(curves, ranks, path, str(tmp_path), **keys):
+    for got in world.run(curves, ranks, path, str(tmp_path), runs, **keys):
         assert "load_balancing_loss" in got["padded, balanced"][0]
         for name, curve in got.items():
             reference = of_torch[name] if "balanced" in name else plain

@@ -56,14 +56,14 @@ def curves_of_kinds(path, adapter, out, keys) -> dict:
         "full cached": {},
         "full model": dict(ref=True),
     }
-    keys = dict(keys, max_steps=3, eval_strategy="steps", eval_steps=3)
+    keys = dict(keys, eval_strategy="steps", eval_steps=STEPS)
     found = {}
     for name, kind in kinds.items():
         trainer = our_run(
             path,
             f"{out}/{name}",
             **{"objective": SIGMOID, **keys, **kind},
-            eval_dataset=Pairs(9, seed=3),
+            eval_dataset=Pairs(5, seed=3),
         )
         [evaluated] = [line for line in trainer.state.log_history if "eval_loss" in line]
         evaluated = {
@@ -163,37 +163,33 @@ def test_evaluation_and_the_log_window_mean_over_pairs(start, tmp_path):
 SAVE = dict(save_strategy="steps", save_steps=2)
 
 
-def resumed(path, out, whole: bool, keys) -> tuple:
-    kept = keys.pop("kept", False)
-    objective = {**SIGMOID, "cache_dir": f"{out}/cache"} if kept else SIGMOID
-    if whole:
-        return curve(path, f"{out}/whole", objective, **keys), None
-    curve(path, f"{out}/parts", objective, **{**SAVE, **keys})
+def resumed(path, out, kept: bool, keys) -> tuple:
+    """(curve of a run, curve of what goes on from its checkpoint-2, samples of which it knows)"""
     import torch.distributed as dist
 
+    objective = {**SIGMOID, "cache_dir": f"{out}/cache"} if kept else SIGMOID
+    keys = {**SAVE, "max_steps": 3, **keys}
+    whole = curve(path, f"{out}/parts", objective, **keys)
     dist.barrier()
     if dist.get_rank() == 0:
         for folder in Path(out, "parts").glob("checkpoint-*"):
             if folder.name != "checkpoint-2":
                 shutil.rmtree(folder)
     dist.barrier()
-    trainer = our_run(
-        path, f"{out}/parts", objective, resume_from_checkpoint="auto", **{**SAVE, **keys}
-    )
-    return curve_of(trainer), trainer.state.consumed_samples
+    trainer = our_run(path, f"{out}/parts", objective, resume_from_checkpoint="auto", **keys)
+    return whole, curve_of(trainer), trainer.state.consumed_samples
 
 
 @pytest.mark.parametrize("kind", ["kept", "computed_again", "adapter", "packs"])
 def test_resume_is_bit_for_bit(start, tmp_path, kind):
     path, adapter = start
-    keys = dict(PP2, attention_dropout=0.1, kept=kind == "kept")
+    keys = dict(PP2, attention_dropout=0.1)
     if kind == "adapter":
         keys.update(adapter=adapter)
     if kind == "packs":
         keys.update(pack=35, sequence_packing=True)
-    whole, _ = world.run(resumed, 2, path, str(tmp_path), True, keys)[0]
-    parts, samples = world.run(resumed, 2, path, str(tmp_path), False, keys)[0]
-    assert parts == whole and len(whole) == STEPS and samples
+    whole, parts, samples = world.run(resumed, 2, path, str(tmp_path), kind == "kept", keys)[0]
+    assert parts == whole and len(whole) == 3 and samples
 
 
 def said_by(path, out, **keys) -> tuple:
@@ -210,7 +206,9 @@ def said_by(path, out, **keys) -> tuple:
 def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_path):
     path, _ = start
     keys = dict(
-        objective={**SIGMOID, "cache_dir": str(tmp_path / "cache")}, overwrite_output_dir=True
+        objective={**SIGMOID, "cache_dir": str(tmp_path / "cache")},
+        overwrite_output_dir=True,
+        train_dataset=Pairs(9),
     )
     first, said = world.run(said_by, 1, path, str(tmp_path / "a"), **keys)[0]
     assert "9 of 9 pairs" in said

@@ -11,7 +11,7 @@ import pytest
 
 from mca_lite.chat_templates import TEMPLATES
 from tests.shared import commands, small_runs, tiny, tiny_moe, world
-from tests.shared.layouts import CP2, EP2, PP2, TP2_SP
+from tests.shared.layouts import CP2, EP2, ETP1, PP2, TP2_SP
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 OPEN_ENDED = CHATML.replace("<|im_end|>", "")  # an answer goes over into the next question
@@ -105,8 +105,6 @@ def test_bad_records_are_counted_though_a_run_would_stop(tmp_path):
 class Page(HTMLParser):
     """Checks that tags close in turn; gathers the text, in marks and as a whole."""
 
-    VOID = {"meta"}
-
     def __init__(self, text: str):
         super().__init__()
         self.open, self.text, self.marked, self.attributes, self.tags = [], "", "", [], set()
@@ -117,8 +115,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.attributes += attributes
         self.tags.add(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
+        self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -254,9 +251,11 @@ def test_one_rank_of_torchruns_speaks_for_all(tmp_path, monkeypatch):
 
 def real(keys: dict) -> dict:
     """What this rank holds, and its first step's micro-batches."""
-    from mca_lite import parallel, run
+    from megatron.core import parallel_state as mpu
+
+    from mca_lite import lora, parallel, run
     from mca_lite.args_run import parse_args
-    from mca_lite.trainer_batches import plan_batches, read_step
+    from mca_lite.trainer_step import plan_batches, read_step
     from mca_lite.weights_convert import own_parameters
 
     plan = run.make_plan(parse_args(small_runs.words_of(keys)))
@@ -264,11 +263,25 @@ def real(keys: dict) -> dict:
     trainer = run.build_trainer(plan)
     batches = plan_batches(trainer, trainer.train_dataset, training=True)
     step = read_step(trainer, iter(trainer.get_train_dataloader()), batches, 0)[0]
-    held = {key: tuple(p.shape) for key, p in own_parameters(trainer.model).items()}
+    own = own_parameters(trainer.model).items()
+    held = {key: tuple(p.shape) for key, p in own if ".lora." not in key[0]}
+    for piece in lora.pieces_of(trainer.model):
+        layer = re.search(r"(?<=layers.)\d+", piece.key)
+        key = re.sub(r"layers\.\d+", "layers.{}", piece.key)
+        held[key, int(layer[0]) if layer else None] = tuple(piece.tensor.shape)
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     inputs = [trainer._prepare_train_inputs(iter([batch]))["input_ids"] for batch in step]
     read = [list(ids.shape) for ids in inputs]
-    return dict(held=held, count=count, read=read)
+    places = dict(
+        stage=mpu.get_pipeline_model_parallel_rank(),
+        tensor=mpu.get_tensor_model_parallel_rank(),
+        context=mpu.get_context_parallel_rank(),
+        data=mpu.get_data_parallel_rank(),
+    )
+    if trainer.model.config.num_moe_experts:
+        places["expert tensor"] = mpu.get_expert_tensor_parallel_rank()
+        places["expert"] = mpu.get_expert_model_parallel_rank()
+    return dict(held=held, count=count, read=read, places=places)
 
 
 def checked(out: str) -> list[dict]:
@@ -284,14 +297,48 @@ def checked(out: str) -> list[dict]:
                 layers = [n for a, _, b in spans for n in range(int(a), int(b or a) + 1)]
             stage |= {(match[1], layer, shape) for layer in layers}
     ranks = []
-    for line in re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+ .*\]$", out, re.MULTILINE):
+    head, lines = re.search(r"^rank (.* data.*?)     par.*\n((?: +\d+ .*\n)+)", out, re.M).groups()
+    names = re.findall(r"(?:expert )?\w+", head)
+    for line in lines.splitlines():
         batches = re.findall(r"(\d+) x (\[[\d, ]+\])", line)
         read = [json.loads(shape) for n, shape in batches for _ in range(int(n))]
-        words = line.replace(",", "").split()
-        ranks.append(dict(held=held[int(words[1])], count=int(words[5]), read=read))
+        numbers = [int(word) for word in line.partition("[")[0].replace(",", "").split()[1:-2]]
+        places = dict(zip(names, numbers, strict=False))
+        count = numbers[len(names)]
+        ranks.append(dict(held=held[places["stage"]], count=count, read=read, places=places))
     return ranks
 
 
+def test_a_rank_has_megatrons_places_in_every_grid(tmp_path):
+    from megatron.core.parallel_state import RankGenerator
+
+    words = model(tmp_path)
+    hf = tiny_moe.hf_config("qwen3_moe", vocab_size=320, num_hidden_layers=4)
+    hf.save_pretrained(tmp_path)
+    words += f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
+    words += "pipeline_model_parallel_size=2 tensor_model_parallel_size=2 sequence_parallel=true "
+    words += "expert_model_parallel_size=4 expert_tensor_parallel_size=2 context_parallel_size=2 "
+    code, out = inspect(words + "global_batch_size=8 bf16=true --gpus 32")
+    assert code == 0, out
+    order = "tp-cp-ep-dp-pp"
+    grids = {
+        RankGenerator(tp=2, cp=2, ep=1, dp=4, pp=2, order=order): {
+            "tensor": "tp", "context": "cp", "data": "dp", "stage": "pp",
+        },
+        RankGenerator(tp=2, cp=1, ep=4, dp=2, pp=2, order=order): {
+            "expert tensor": "tp", "expert": "ep",
+        },
+    }  # fmt: skip
+    ranks = checked(out)
+    assert len(ranks) == 32
+    for grid, axes in grids.items():
+        for name, axis in axes.items():
+            for group in grid.get_ranks(axis):
+                assert [ranks[rank]["places"][name] for rank in group] == list(range(len(group)))
+
+
+LORA = dict(finetuning_type="lora", lora_rank=4, lora_target="all,all-router")
+ADAPTED = "all,embed_tokens,lm_head"
 AHEAD = dict(mtp_num_layers=1, train_from_scratch=True)
 WORLDS = {
     "pp2, tied, packed": ("qwen3", "sft", {**PP2, "packing": True}),
@@ -300,6 +347,8 @@ WORLDS = {
     "pp2, tokens ahead": ("glm4_moe_plain", "sft", {**PP2, **AHEAD}),
     "dp2, streamed": ("llama", "sft", {"streaming": True, "packing": True}),
     "ep2": ("qwen3_moe", "sft", {**EP2, "moe_token_dispatcher_type": "allgather"}),
+    "tp2_sp, adapters": ("qwen3", "sft", {**TP2_SP, **LORA, "lora_target": ADAPTED}),
+    "ep2, experts in tp2, adapters": ("qwen2_moe", "sft", {**TP2_SP, **EP2, **ETP1, **LORA}),
 }
 
 

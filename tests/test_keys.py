@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import sys
 import traceback
 from pathlib import Path
 
@@ -329,7 +330,7 @@ IN_THE_TRAINER = {
     "dataloader_num_workers": (2, {}, "workers"),
     "per_device_eval_batch_size": (3, {}, "rows of an evaluation's micro-batch"),
     "disable_tqdm": (False, {}, "bar"),
-    "run_name": ("a name", {}, "run name"),
+    "run_name": ("a name", dict(report_to=["wandb"]), "run name"),
     "report_to": (["wandb"], {}, "trackers"),
     "plot_loss": (True, {}, "plot"),
 }
@@ -337,19 +338,22 @@ IN_THE_TRAINER = {
 
 def settings_of_a_trainer(path: str, rows: dict) -> dict:
     """{key: (setting with the value, setting without)} of a trainer, on this rank."""
-    from mca_lite import AutoModel, McaTrainer, TrainingArguments, args_rules, log
+    from types import SimpleNamespace
 
-    args_rules._check_installed = lambda *key: None  # the trackers' packages need not be there
-    made, make = {}, log.Report.__init__
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments, args_rules_training
 
-    def record(self, **options):
-        made.update(options)
-        make(self, **{**options, "report_to": []})
+    # the trackers' packages need not be there
+    args_rules_training._check_installed = lambda *key: None
+    told: dict = {}  # what the tracker was told at its start
 
-    log.Report.__init__ = record
+    def init(**options):
+        told.update(options)
+        return SimpleNamespace(finish=lambda: None)
+
+    sys.modules["wandb"] = SimpleNamespace(init=init)
 
     def settings(**keys) -> dict:
-        args = TrainingArguments(output_dir="unused", **keys)
+        args = TrainingArguments(output_dir=f"{path}-run", **keys)
         data = tiny.samples()
         model = AutoModel.from_pretrained(path, args)
         trainer = McaTrainer(model, args, train_dataset=data, eval_dataset=data)
@@ -357,14 +361,18 @@ def settings_of_a_trainer(path: str, rows: dict) -> dict:
         trainer.backend.forward_backward = lambda step, batches, *rest, **more: rows.extend(batches)
         with contextlib.suppress(Exception):
             trainer.evaluate()
+        told.clear()
+        plots = trainer.report.plots
+        trainer.report.on_train_begin(args, trainer.state, trainer.control)
+        trainer.report.end("interrupted")
         return {
             "workers": trainer.get_train_dataloader().num_workers,
             "rows are packed": model.config.rows_are_packed,
             "rows of an evaluation's micro-batch": rows[0]["input_ids"].shape[0],
-            "trackers": made["report_to"],
-            "bar": made["disable_tqdm"],
-            "run name": made["run_name"],
-            "plot": made["plot_loss"],
+            "trackers": ["wandb"] if told else [],
+            "bar": not trainer.report.uses_bar,
+            "run name": told.get("name"),
+            "plot": plots,
             **{f"ddp {name}": value for name, value in vars(ddp).items()},
         }
 
@@ -450,7 +458,7 @@ SHOWN_BY = {
     "sample_by": "test_data_mix.py::test_a_text_file_is_a_document_a_line_or_as_a_whole",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
-    "test_the_example_gives_the_same_numbers_under_torchrun_and_on_plain_torch",
+    "test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch",
     "overwrite_output_dir": "test_ckpt.py::test_overwriting_deletes_the_old_checkpoints",
     "resume_from_checkpoint": "test_ckpt.py::test_resume_in_the_same_layout_is_bit_for_bit",
     "save_only_model": "test_ckpt.py::test_what_cannot_be_resumed_is_refused",

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from mca_lite import cli, files, output_folder
 from mca_lite import world as launcher
@@ -301,6 +302,27 @@ def test_a_mistyped_folder_of_a_model_is_told_with_near_names_and_no_hub_is_aske
     words = [config, f"model_name_or_path={tmp_path / 'qwen-tiny'}", f"output_dir={tmp_path}/out"]
     assert cli.main(words) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (LocalEntryNotFoundError("[Errno -2] Name or service not known"), "does not answer"),
+        (OSError("500 Server Error\nan id"), "the hub says: 500 Server Error. A folder"),
+    ],
+)
+def test_a_name_that_the_hub_does_not_give_is_told_in_a_line(monkeypatch, error, words):
+    def ask(*args, **options):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
+    with pytest.raises(ValueError) as caught:
+        resolve_folder("missing")
+    told = str(caught.value)
+    assert (
+        told.startswith("model missing: expected a folder, or a model of the hub") and words in told
+    )
+    assert "./missing" in told and "Errno" not in told and "\n" not in told
 
 
 @pytest.mark.parametrize("name", ["gpt2", "someone/model"])

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,17 +28,19 @@ from tests.shared.training import Clock
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
 ARGS = SimpleNamespace(
-    metric_for_best_model="loss", greater_is_better=None, load_best_model_at_end=True
-)
+    metric_for_best_model="loss", greater_is_better=None, load_best_model_at_end=True,
+    early_stopping_patience=2, early_stopping_threshold=0.0,
+)  # fmt: skip
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra plot"
 )
 
 
-def make_report(tmp_path, **options):
-    options = {"is_main": True, "output_dir": str(tmp_path), "disable_tqdm": True, **options}
-    return Report(**options)
+def make_report(tmp_path, is_main=True, clock=time.perf_counter, **options):
+    args = TrainingArguments(output_dir=str(tmp_path), disable_tqdm=True)
+    vars(args).update(options)
+    return Report(args, is_main, clock)
 
 
 def begin(report, **state):
@@ -65,7 +68,7 @@ def test_state_survives_a_round_trip_and_bears_hugging_face_names(tmp_path):
     assert TrainerState.load(str(path)) == state
     written = json.loads(path.read_text())
     hf_names = set(HFTrainerState.__dataclass_fields__)
-    own = {"consumed_samples", "consumed_tokens", "data_position", "left_out_steps"}
+    own = {"consumed_samples", "consumed_tokens", "data_position", "left_out_steps", "log_sums"}
     assert set(written) - hf_names == own
     assert written["best_global_step"] == 5
 
@@ -90,10 +93,14 @@ def test_broken_state_file_is_named(tmp_path, content):
 # best model and early stopping
 
 
-def evaluate(callback, state, step, **metrics):
+def asked(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(ARGS), **changes})
+
+
+def evaluate(callback, state, step, args=ARGS, **metrics):
     control = TrainerControl()
     state.global_step = step
-    callback.on_evaluate(ARGS, state, control, metrics)
+    callback.on_evaluate(args, state, control, metrics)
     return control
 
 
@@ -102,7 +109,7 @@ def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, math.nan)):
         control = evaluate(best, state, step, eval_loss=loss)
         assert control.should_save == (step <= 2)
-        best.on_save(ARGS, state, control, f"checkpoint-{step}")
+        best.on_save(ARGS, state, control, f"checkpoint-{step}", step)
     assert (state.best_metric, state.best_step, state.best_model_checkpoint) == (
         1.0,
         2,
@@ -112,37 +119,35 @@ def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
 
 def test_best_model_finds_a_checkpoint_saved_before_the_evaluation():
     best, state = BestModel(), TrainerState(global_step=4)
-    best.on_save(ARGS, state, TrainerControl(), "checkpoint-4")
+    best.on_save(ARGS, state, TrainerControl(), "checkpoint-4", 4)
     assert not evaluate(best, state, 4, eval_loss=1.0).should_save
     assert state.best_model_checkpoint == "checkpoint-4"
 
 
 def test_best_model_takes_the_direction_from_the_name_of_the_metric():
-    best, state = BestModel(metric="accuracy"), TrainerState()
-    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
-        evaluate(best, state, step, eval_accuracy=accuracy, eval_loss=1.0)
-    assert state.best_step == 2
-    reversed_best, state = (
-        BestModel(metric="eval_accuracy", greater_is_better=False),
-        TrainerState(),
-    )
-    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
-        evaluate(reversed_best, state, step, eval_accuracy=accuracy)
-    assert state.best_step == 3
+    rising = asked(metric_for_best_model="accuracy")
+    falling = asked(metric_for_best_model="eval_accuracy", greater_is_better=False)
+    for args, best_step in ((rising, 2), (falling, 3)):
+        best, state = BestModel(), TrainerState()
+        for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
+            evaluate(best, state, step, args, eval_accuracy=accuracy, eval_loss=1.0)
+        assert state.best_step == best_step
 
 
 def test_missing_metric_is_an_error_that_names_what_there_is():
     with pytest.raises(ValueError, match="no eval_bleu, only eval_loss: set metric_for_best_model"):
-        evaluate(BestModel(metric="bleu"), TrainerState(), 1, eval_loss=1.0)
+        args = asked(metric_for_best_model="bleu")
+        evaluate(BestModel(), TrainerState(), 1, args, eval_loss=1.0)
 
 
 def test_early_stopping_counts_evaluations_in_a_row_and_respects_the_threshold():
     # gains: 1.0 (first), 0.5 > 0.1, 0.05 not, 0.2 since the best > 0.1, then three without
     losses = (2.0, 1.5, 1.45, 1.3, 1.25, 1.4, 1.3)
-    stopping, state = EarlyStopping(patience=3, threshold=0.1), TrainerState()
-    stopping.on_train_begin(ARGS, state, TrainerControl())
+    args = asked(early_stopping_patience=3, early_stopping_threshold=0.1)
+    stopping, state = EarlyStopping(), TrainerState()
+    stopping.on_train_begin(args, state, TrainerControl())
     stops = [
-        evaluate(stopping, state, step, eval_loss=loss).should_training_stop
+        evaluate(stopping, state, step, args, eval_loss=loss).should_training_stop
         for step, loss in enumerate(losses)
     ]
     assert stops == [False] * 6 + [True]
@@ -154,16 +159,17 @@ def test_early_stopping_goes_on_counting_after_a_resume():
         {"step": 2, "loss": 1.0},
         {"step": 2, "eval_loss": 1.1},
     ]
-    stopping, state = EarlyStopping(patience=2), TrainerState(global_step=2, log_history=history)
+    stopping, state = EarlyStopping(), TrainerState(global_step=2, log_history=history)
     stopping.on_train_begin(ARGS, state, TrainerControl())
     assert stopping.evaluations_without_gain == 1
     assert evaluate(stopping, state, 3, eval_loss=1.0).should_training_stop
 
 
-@pytest.mark.parametrize("options", [{"patience": 0}, {"patience": 1, "threshold": -0.5}])
-def test_early_stopping_refuses_numbers_that_mean_nothing(options):
-    with pytest.raises(ValueError, match="early_stopping_"):
-        EarlyStopping(**options)
+@pytest.mark.parametrize("key, value", [("patience", 0), ("threshold", -0.5)])
+def test_early_stopping_refuses_numbers_that_mean_nothing(key, value):
+    keys = {"early_stopping_patience": 1, f"early_stopping_{key}": value}
+    with pytest.raises(ValueError, match=f"early_stopping_{key}"):
+        TrainingArguments(output_dir="out", eval_strategy="epoch", **keys)
 
 
 # trainer_log.jsonl and the progress line
@@ -245,6 +251,18 @@ def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
     assert capsys.readouterr().out == expected
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_time_that_kernels_took_to_compile_is_said_once(is_on, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mca_lite.model_fused.is_on", lambda: is_on)
+    clock = Clock()
+    report = make_report(tmp_path, clock=clock)
+    state = begin(report, global_step=10, max_steps=30)
+    for state.global_step, clock.now in ((11, 13.24), (12, 14.0)):
+        report.on_step_end(ARGS, state, TrainerControl())
+    said = "the first step took 13.2 s: kernels were compiled in it\n"
+    assert capsys.readouterr().out == said * is_on
+
+
 def test_progress_line_shows_skipped_steps_and_metrics_of_the_objective():
     line = format_progress(
         {"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5}, max_steps=4
@@ -312,8 +330,8 @@ def test_missing_package_is_an_error_of_the_arguments_that_names_the_extra(
         TrainingArguments(output_dir="out", **options)
 
 
-def test_unknown_tracker_is_an_error_and_none_is_not(tmp_path):
-    assert make_report(tmp_path, report_to="none").trackers == []
+def test_unknown_tracker_is_an_error_and_none_is_not():
+    assert TrainingArguments(output_dir="out", report_to="none").report_to == []
     with pytest.raises(ValueError, match="(?s)'mlflow'.*no such place.*none, tensorboard, wandb"):
         TrainingArguments(output_dir="out", report_to=["mlflow"])
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.shared import tiny, world
 from tests.shared.files import tensors
-from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, TWO_ROWS, VPP2
 from tests.shared.lora_tools import (
     EVERYTHING,
     KEYS,
@@ -28,12 +28,12 @@ from tests.shared.lora_tools import (
 from tests.shared.training import assert_same_curve, train
 
 LAYOUTS = {
-    "one": (1, {}),
+    "one": (1, TWO_ROWS),
     "dp2_dist_opt": (2, DIST_OPT),
     "dp2_overlap": (2, OVERLAP),
-    "tp2": (2, TP2),
-    "tp2_sp": (2, {**TP2, **SP}),
-    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "tp2": (2, {**TP2, **TWO_ROWS}),
+    "tp2_sp": (2, {**TP2, **SP, **TWO_ROWS}),
+    "pp2_vpp2": (2, {**PP2, **VPP2, **TWO_ROWS}),
     "cp2": (2, CP2),
     "tp2sp_pp2_vpp2": (4, {**TP2, **SP, **PP2, **VPP2}),
     "torch": (2, dict(backend="torch")),
@@ -67,23 +67,50 @@ def through_us(path: str, adapter: str, output_dir: str, **changes) -> None:
     backend.export_merged(f"{output_dir}/merged", "20KB")
 
 
+IN_BF16 = ("one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2")
+
+
+def all_of_a_layout(path: str, adapter: str, out: str, keys: dict, in_bf16: bool) -> tuple:
+    """(what `buffers` finds, the curve of a run in bf16), or Nones; out/through and out/fresh hold
+    what `through_us` and `fresh` write, out/bf16 the run's adapters.
+    """
+    through_us(path, adapter, f"{out}/through", **keys)
+    fresh(path, f"{out}/fresh", ("all", "embed_tokens"), **keys)
+    if not in_bf16:
+        return None, None
+    keys = {**keys, "bf16": True}
+    held = buffers(path, adapter, f"{out}/held", **keys)
+    return held, train_from_adapter(path, f"{out}/bf16", adapter, steps=2, **keys)
+
+
+@pytest.fixture(scope="module")
+def layout_of(base, tmp_path_factory):
+    """run(layout) -> (folder, what each rank answers) of `all_of_a_layout`, in one world."""
+
+    @functools.cache
+    def run(layout: str):
+        out, (ranks, keys) = tmp_path_factory.mktemp(layout), LAYOUTS[layout]
+        args = (*base, str(out), keys, layout in IN_BF16)
+        return out, world.run(all_of_a_layout, ranks, *args)
+
+    return run
+
+
 @pytest.mark.parametrize("layout", some(LAYOUTS))
-def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout, tmp_path):
+def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout_of, layout):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    path, adapter = base
-    ranks, keys = LAYOUTS[layout]
-    world.run(through_us, ranks, path, adapter, str(tmp_path), **keys)
-    ours, theirs = adapter_of(tmp_path), adapter_of(adapter)
+    (path, adapter), out = base, layout_of(layout)[0] / "through"
+    ours, theirs = adapter_of(out), adapter_of(adapter)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     wanted = logits(peft_model(path, EVERYTHING))
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(tmp_path))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(out))
     torch.testing.assert_close(logits(loaded), wanted, rtol=0, atol=1e-6)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(out / "merged")
     torch.testing.assert_close(logits(merged), wanted, rtol=0, atol=1e-5)
-    before, after = load_file(Path(path) / "model.safetensors"), tensors(tmp_path / "merged")
+    before, after = load_file(Path(path) / "model.safetensors"), tensors(out / "merged")
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert same == [name for name in before if name.endswith("norm.weight")]
 
@@ -177,17 +204,13 @@ def fresh(path: str, output_dir: str, targets, **changes) -> None:
 
 
 @pytest.fixture(scope="module")
-def fresh_on_one(base, tmp_path_factory):
-    out = tmp_path_factory.mktemp("fresh")
-    world.run(fresh, 1, base[0], str(out), ("all", "embed_tokens"))
-    return adapter_of(out)
+def fresh_on_one(layout_of):
+    return adapter_of(layout_of("one")[0] / "fresh")
 
 
 @pytest.mark.parametrize("layout", some(n for n in LAYOUTS if n != "one"))
-def test_fresh_adapters_are_the_same_in_every_layout(base, fresh_on_one, layout, tmp_path):
-    ranks, keys = LAYOUTS[layout]
-    world.run(fresh, ranks, base[0], str(tmp_path), ("all", "embed_tokens"), **keys)
-    here, one = adapter_of(tmp_path), fresh_on_one
+def test_fresh_adapters_are_the_same_in_every_layout(layout_of, fresh_on_one, layout):
+    here, one = adapter_of(layout_of(layout)[0] / "fresh"), fresh_on_one
     assert here.keys() == one.keys() and all(torch.equal(here[name], one[name]) for name in one)
 
 
@@ -205,7 +228,6 @@ def test_fresh_adapters_start_as_pefts_do(fresh_on_one):
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-WHOLE = 5
 CHECKPOINTS = ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2", "torch"]
 
 
@@ -222,7 +244,7 @@ def stopped(base, tmp_path_factory):
         ranks, keys = LAYOUTS[layout]
         keys = {**SAVE, **keys}
         curve, *_ = world.run(train_from_adapter, ranks, path, str(folder), adapter, **keys)
-        for checkpoint in folder.glob("checkpoint-[345]"):
+        for checkpoint in folder.glob("checkpoint-[34]"):
             shutil.rmtree(checkpoint)
         return folder, curve
 
@@ -323,14 +345,10 @@ def buffers(path: str, adapter: str, output_dir: str, **changes):
     )
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2_dist_opt", "tp2_sp", "pp2_vpp2"])
-def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(base, layout, tmp_path):
-    path, adapter = base
-    ranks, keys = LAYOUTS[layout]
-    shares = 2 if layout == "dp2_dist_opt" else 1
-    for held, in_buffers, state, trained, total in world.run(
-        buffers, ranks, path, adapter, str(tmp_path), bf16=True, **keys
-    ):
+@pytest.mark.parametrize("layout", some(IN_BF16))
+def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(layout_of, layout):
+    shares = 2 if LAYOUTS[layout][1].get("use_distributed_optimizer") else 1
+    for (held, in_buffers, state, trained, total), _ in layout_of(layout)[1]:
         assert set(held) == {"torch.float32"}
         assert in_buffers == trained < total
         assert (
@@ -346,21 +364,17 @@ def in_bf16_on_torch(base, tmp_path_factory):
     return world.run(train_from_adapter, 1, path, out, adapter, **keys)[0]
 
 
-@pytest.mark.parametrize(
-    "layout", some(["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2"])
-)
-def test_bf16_trains_float32_adapters_and_keeps_the_base(base, in_bf16_on_torch, layout, tmp_path):
+@pytest.mark.parametrize("layout", some(IN_BF16))
+def test_bf16_trains_float32_adapters_and_keeps_the_base(base, in_bf16_on_torch, layout_of, layout):
     """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is
     bf16.
     """
-    (path, adapter), wanted = base, in_bf16_on_torch
-    ranks, keys = LAYOUTS[layout]
-    keys = dict(keys, bf16=True, steps=2)
-    got = world.run(train_from_adapter, ranks, path, str(tmp_path / "m"), adapter, **keys)[0]
+    (_, adapter), wanted = base, in_bf16_on_torch
+    out, [(_, got), *_] = layout_of(layout)
     assert (
         abs(got[0][0] - wanted[0][0]) < 1e-2 and abs(got[0][1] - wanted[0][1]) < 2e-2 * wanted[0][1]
     )
-    after, before = adapter_of(tmp_path / "m"), adapter_of(adapter)
+    after, before = adapter_of(out / "bf16"), adapter_of(adapter)
     assert {t.dtype for t in after.values()} == {torch.float32}
     assert all((after[name] != before[name]).any() for name in after)  # every adapter was trained
 

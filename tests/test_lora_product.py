@@ -10,7 +10,7 @@ from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
 from tests.shared.lora_tools import EVERYTHING, train_from_adapter, train_with_peft
 from tests.shared.lora_tools import adapter_of as saved
-from tests.shared.training import assert_same_curve
+from tests.shared.training import BRIEF, assert_same_curve
 
 NAMES = {"all": (("q",), ("k",), ("v",)), "some": (("q",), (), ("v",)), "one": (("q",),)}
 
@@ -198,7 +198,7 @@ def train_by_products(*args, **keys) -> tuple[list, int]:
 )
 def test_products_of_cut_linears_train_as_with_peft(keys, peft, tmp_path):
     path, folder, curve = peft
-    start = str(folder / "start")
+    start, keys = str(folder / "start"), {**BRIEF, **keys}
     for got, products in world.run(train_by_products, 2, path, str(tmp_path), start, **keys):
         assert products
         assert_same_curve(got, curve)

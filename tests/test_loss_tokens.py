@@ -1,5 +1,7 @@
 """Token losses on one rank, against torch's cross entropy over logits that are held whole."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,3 +238,21 @@ def test_a_token_that_is_nearly_certain_has_a_gradient_in_bf16():
     expected = torch.expm1(-loss.detach())[0]
     assert -2e-3 < expected < 0
     torch.testing.assert_close(h.grad[0, 0].float(), expected, rtol=1e-2, atol=0)
+
+
+def test_gradients_taken_ahead_are_gone_after_the_backward_pass(monkeypatch):
+    """Whoever keeps the losses, as a schedule does until the next micro-batch's are there, does not
+    keep a float32 gradient of the head with them."""
+    taken = []
+
+    class Recorded(loss_tokens._Gradients):
+        def __init__(self, *args):
+            super().__init__(*args)
+            taken.extend(weakref.ref(tensor) for tensor in self.tensors)
+
+    monkeypatch.setattr(loss_tokens, "_Gradients", Recorded)
+    h, w, y = problem()
+    losses = token_losses(h, w, y)
+    assert [ref().shape for ref in taken] == [h.shape, w.shape]
+    losses.sum().backward()
+    assert [ref() for ref in taken] == [None, None]

@@ -2,7 +2,9 @@
 group is needed.
 """
 
+import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from mca_lite.model_config import (
     load_hf_config,
 )
 from mca_lite.model_rope import rope_frequencies
+from tests.shared import tiny
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding),
@@ -524,6 +527,19 @@ def test_folders_without_a_config_and_files_of_no_known_class_are_named(tmp_path
     (tmp_path / "mca_config.json").write_text('{"model_class": "McaModelConfig", "num_layer": 2}')
     with pytest.raises(ValueError, match="'num_layer' is not a field.*did you mean 'num_layers'"):
         AutoConfig.from_pretrained(str(tmp_path))
+
+
+def test_what_was_read_of_a_config_json_is_not_read_again(tmp_path, monkeypatch):
+    path = tiny.save_model(tmp_path / "model", "qwen3")
+    values = json.loads((Path(path) / "config.json").read_text())
+    expected, given = load_hf_config(str(path)).to_dict(), copy.deepcopy(values)
+    (Path(path) / "config.json").write_text("{}")
+    assert load_hf_config(str(path), values=given).to_dict() == expected and given == values
+    assert load_hf_config(str(path), values={**values, "_name_or_path": "x"}).name_or_path == path
+    # transformers takes such a mistral for a ministral, and reads the file itself
+    (Path(path) / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    other = {**values, "model_type": "mistral", "layer_types": ["full_attention"]}
+    assert load_hf_config(str(path), values=other).model_type == "qwen2"
 
 
 @pytest.mark.parametrize("field, value", [("no_rope_freq", [1] * 4), ("softmax_type", "learnable")])

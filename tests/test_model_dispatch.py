@@ -4,8 +4,7 @@ which operations.
 
 import torch
 
-from mca_lite.model_dispatch import _FromExperts, _sums, _ToExperts
-from mca_lite.model_moe import Experts
+from mca_lite.model_moe import Experts, _FromExperts, _sums, _ToExperts
 from tests.shared import tiny_moe, world
 
 WAITS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique")

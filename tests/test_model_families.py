@@ -14,9 +14,21 @@ from transformers import AutoModelForCausalLM
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.cells import asked_for, cell, shared_worlds, thinned, train_all
 from tests.shared.files import TOKENS, assert_same_bytes, assert_same_tensors, tensors
-from tests.shared.layouts import CP2, DIST_OPT, EP2, EP4, OVERLAP, PACKED, PP2, SP, TP2
+from tests.shared.layouts import (
+    CP2,
+    DIST_OPT,
+    EP2,
+    EP4,
+    ONE_ROW,
+    OVERLAP,
+    PACKED,
+    PP2,
+    SP,
+    TP2,
+    TWO_ROWS,
+)
 from tests.shared.lora_tools import adapter_of, train_from_adapter, train_with_peft
-from tests.shared.training import assert_same_curve
+from tests.shared.training import BRIEF, assert_same_curve
 
 DENSE = list(tiny.MORE_KEYS)
 EXPERTS = {
@@ -28,7 +40,7 @@ LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, TP2),
     "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
-    "dp2_overlap": (2, OVERLAP),
+    "dp2_overlap": (2, {**OVERLAP, **ONE_ROW}),
     "pp2_packed": (2, {**PP2, **PACKED}),
     "tp2pp2_variable": (4, {**TP2, **PP2, "variable_seq_lengths": True}),
     "cp2": (2, CP2),
@@ -39,11 +51,11 @@ EXPERT_LAYOUTS = {
     "tp2_sp": (2, {**TP2, **SP, **DIST_OPT}),
     "pp2_packed": (2, {**PP2, **PACKED}),
     "cp2_packed": (2, {**CP2, **PACKED}),
-    "ep2": (2, EP2),
-    "ep4": (4, {**EP4, **DIST_OPT}),
+    "ep2": (2, {**EP2, **ONE_ROW}),
+    "ep4": (4, {**EP4, **DIST_OPT, **ONE_ROW}),
     "tp2sp_pp2": (4, {**TP2, **SP, **PP2}),
-    "ep2tp2_sp": (4, {**EP2, **TP2, **SP}),
-    "ep2pp2": (4, {**EP2, **PP2}),
+    "ep2tp2_sp": (4, {**EP2, **TP2, **SP, **ONE_ROW}),
+    "ep2pp2": (4, {**EP2, **PP2, **ONE_ROW}),
     "cp2ep2": (4, {**CP2, **EP2, **PACKED}),
 }
 
@@ -55,20 +67,19 @@ PRODUCTS = ("tp2sp_pp2", "ep2tp2_sp")
 # own
 EVERYWHERE = ["deepseek_v2", "deepseek_v3", "gemma2"]
 FEW = ["one", "tp2_sp", "pp2_packed", "cp2_packed"]
-SHORT = dict(steps=3, adam_epsilon=1e-4)
+SHORT = dict(BRIEF, adam_epsilon=1e-4)
 
 
 def checkpoints(paths: dict, out: str, keys: dict) -> None:
     """Each model as a checkpoint in out/family of this layout."""
-    from mca_lite import AutoModel, TrainingArguments, ckpt, ckpt_folder
+    from mca_lite import AutoModel, TrainingArguments, ckpt
     from mca_lite.ckpt_megatron import MegatronSnapshot
 
     for name, path in paths.items():
         models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
-        facts = {"backend": "megatron", "step": 0, "with_optimizer": False}
-        facts["model"] = ckpt_folder.model_identity(models.config.hf_config)
         Path(out, name).mkdir(parents=True, exist_ok=True)
-        ckpt.write_weights(Path(out, name), MegatronSnapshot(models), facts)
+        config = models.config.hf_config
+        ckpt.write_weights(Path(out, name), MegatronSnapshot(models), "megatron", config)
 
 
 def round_trip(paths: dict, out: str, keys: dict) -> dict:
@@ -106,7 +117,8 @@ def wanted(request, paths, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(request, paths, tmp_path_factory):
     layouts = {**LAYOUTS, **{f"{n}, experts": pair for n, pair in EXPERT_LAYOUTS.items()}}
-    return shared_worlds(request, tmp_path_factory, layouts, lambda n: ((paths[n],), {}), **SHORT)
+    keys = {**SHORT, **TWO_ROWS}
+    return shared_worlds(request, tmp_path_factory, layouts, lambda n: ((paths[n],), {}), **keys)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +179,8 @@ def as_kimi(path: str, out: str) -> tuple:
 def test_kimi_k2_is_read_as_deepseek_v3_and_keeps_its_name(paths, trips, tmp_path):
     shutil.copytree(paths["deepseek_v3_experts"], tmp_path / "kimi")
     config = json.loads((tmp_path / "kimi/config.json").read_text())
-    (tmp_path / "kimi/config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    config |= dict(model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    (tmp_path / "kimi/config.json").write_text(json.dumps(config))
     ours, torchs = world.run(as_kimi, 1, str(tmp_path / "kimi"), str(tmp_path / "out"))[0]
     wanted = torch.tensor(trips(1)[0]["deepseek_v3_experts"])
     for got in (ours, torchs):
@@ -228,7 +241,10 @@ UNCUT = ("deepseek_v3", "gemma2")
 def train_adapters(paths: dict, references: str, out: str, names: list, keys: dict) -> dict:
     return {
         name: train_from_adapter(
-            paths[name], f"{out}/{name}", f"{references}/{name}/start", steps=3, **keys
+            paths[name],
+            f"{out}/{name}",
+            f"{references}/{name}/start",
+            **{**BRIEF, **TWO_ROWS, **keys},
         )
         for name in names
     }
@@ -236,7 +252,7 @@ def train_adapters(paths: dict, references: str, out: str, names: list, keys: di
 
 def train_all_with_peft(paths: dict, out: str) -> dict:
     return {
-        name: train_with_peft(paths[name], f"{out}/{name}", {"max_steps": 3}, targets=targets)
+        name: train_with_peft(paths[name], f"{out}/{name}", targets=targets)
         for name, targets in ADAPTED.items()
     }
 

@@ -27,7 +27,7 @@ LAYOUTS = {
     "torch": (1, dict(backend="torch")),
 }
 WIDE = dict(global_batch_size=8, per_device_train_batch_size=2)  # two samples on each of four ranks
-SHARED = dict(AUX, **BIAS, **WIDE, steps=4, count=12, adam_epsilon=1e-5)
+SHARED = dict(AUX, **BIAS, **WIDE, steps=3, count=12, adam_epsilon=1e-5)
 SAVE = dict(save_strategy="steps", save_steps=2, num_train_epochs=5)
 PAIRS = {
     # experts to fewer, to cut ones, to pipeline stages
@@ -36,9 +36,14 @@ PAIRS = {
     "ep2pp2vpp2": "ep2pp2vpp2 ep2tp2_dist_opt dp2_dist_opt",
     "torch": "torch",
 }
-# from tensor parallelism and from stages to fewer ranks: ep2_dist_opt goes to one and to tp2, and
-# ep2pp2vpp2 to ep2tp2_dist_opt
-THINNED = [("ep2tp2_dist_opt", "ep2"), ("ep2pp2vpp2", "dp2_dist_opt")]
+# From tensor parallelism and from stages to others: ep2_dist_opt goes to one, tp2 and ep2pp2vpp2,
+# ep2tp2_dist_opt to ep2tp2_etp1. Stages and context ranks of dense models: test_ckpt_layouts.
+THINNED = [
+    ("ep2tp2_dist_opt", "ep2"),
+    ("ep2tp2_dist_opt", "cp2ep2_dist_opt"),
+    ("ep2pp2vpp2", "dp2_dist_opt"),
+    ("ep2pp2vpp2", "ep2tp2_dist_opt"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def saved(path, tmp_path_factory):
             curve = world.run(
                 train, ranks, path, str(folder), export=True, **{**SHARED, **SAVE, **keys}
             )[0]
-            shutil.rmtree(folder / "checkpoint-4")
+            shutil.rmtree(folder / "checkpoint-3")
             done[layout] = curve, tensors(folder), folder
         return done[layout]
 

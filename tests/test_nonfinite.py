@@ -17,7 +17,7 @@ from tests.shared.files import tensors
 from tests.shared.layouts import CP2, DIST_OPT, EP2, PP2, TP2, VPP2
 from tests.shared.training import read_log
 
-BAD_TOKEN, BAD_SAMPLE, BAD_LAYER = 60, 13, 2
+BAD_TOKEN, BAD_SAMPLE, BAD_LAYER = 60, 20, 2
 KEYS = dict(
     global_batch_size=8,
     per_device_train_batch_size=2,
@@ -356,7 +356,7 @@ def test_a_spike_is_far_above_what_losses_do():
         guard = FiniteGuard(Record(args=args, state=Record(global_step=0)))
         found = []
         for number, loss in enumerate(losses):
-            guard.note_loss(loss, [], None)
+            guard.note_loss(loss, [])
             found += [number] if guard.is_spike else []
         return found
 
@@ -367,6 +367,22 @@ def test_a_spike_is_far_above_what_losses_do():
     assert seen([2.0] * 19 + [9.0]) == [], "too few to know"
     assert seen([2.0] * 20 + [2.11]) == [] and seen([2.0] * 20 + [2.13]) == [20], "6 % at least"
     assert seen([2.0] * 20 + [9.0] + [2.0] * 60 + [9.0]) == [20, 81]
+
+
+def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
+    from types import SimpleNamespace as Record
+
+    from mca_lite.data_batches import BatchPlan
+    from mca_lite.trainer_callbacks import TrainerState
+    from mca_lite.trainer_nonfinite import FiniteGuard
+
+    plan, state = BatchPlan(12, 2, 2, 0, 1, seed=1), TrainerState(global_step=2, left_out_steps=1)
+    args = Record(check_for_nan_in_loss_and_grad=False)
+    guard = FiniteGuard(Record(args=args, state=state, train_dataset=range(12)))
+    guard.start_run(plan)
+    guard.start_step()
+    assert plan.steps_per_epoch == 3 and guard.step == 3
+    assert [guard._samples(number) for number in (0, 1, 2)] == [*map(list, plan.step(1, 0)), []]
 
 
 # -- through the command line, in this process

@@ -37,12 +37,11 @@ def whole_and_parts(path: str, out: str, cases: dict) -> dict:
     for name, keys in cases.items():
         plain = {k: v for k, v in keys.items() if k != "optimizer_offload_fraction"}
         folder, keys = f"{out}/{name}", {**keys, **OFFLOAD}
-        on_device = train(path, f"{folder}/device", steps=5, **plain)
-        whole = train(path, f"{folder}/parts", steps=5, **SAVE, **keys)
-        for step in (4, 5):
-            shutil.rmtree(f"{folder}/parts/checkpoint-{step}", ignore_errors=True)
+        on_device = train(path, f"{folder}/device", steps=4, **plain)
+        whole = train(path, f"{folder}/parts", steps=4, **SAVE, **keys)
+        shutil.rmtree(f"{folder}/parts/checkpoint-4", ignore_errors=True)
         again = dict(SAVE, resume_from_checkpoint="auto")
-        parts = train(path, f"{folder}/parts", steps=5, **again, **keys)
+        parts = train(path, f"{folder}/parts", steps=4, **again, **keys)
         curves[name] = on_device, whole, parts
     return curves
 

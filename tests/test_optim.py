@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from mca_lite.args import TrainingArguments
-from mca_lite.args_rules_schedule import warmup_steps
+from mca_lite.args_rules_training import warmup_steps
 from mca_lite.args_values import ConfigError
 from mca_lite.optim import (
     create_torch_optimizer,

@@ -170,10 +170,9 @@ def model_path(tmp_path_factory):
 
 def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:
     """(curve, the same of a run that died after its second step and went on with other keys)"""
-    keys = dict(steps=5, **SAVE, **BF16)
+    keys = dict(steps=4, **SAVE, **BF16)
     whole = train(path, out, **keys, **first)
-    for step in (4, 5):
-        shutil.rmtree(f"{out}/checkpoint-{step}", ignore_errors=True)
+    shutil.rmtree(f"{out}/checkpoint-4", ignore_errors=True)
     return whole, train(path, out, resume_from_checkpoint="auto", **keys, **then)
 
 

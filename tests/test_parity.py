@@ -1,18 +1,21 @@
-"""Every layout trains as plain torch does: the same loss, gradient norm and weights, for whole
-curves.
-"""
+"""Every layout trains as plain torch does: the same loss, gradient norm and weights."""
 
 import pytest
 
 from tests.shared import tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned, train_all
 from tests.shared.files import assert_same_tensors, tensors
-from tests.shared.layouts import DENSE
-from tests.shared.training import assert_same_curve, train
+from tests.shared.layouts import DENSE, OVERLAP, TWO_ROWS
+from tests.shared.training import BRIEF, assert_same_curve, train
 
 # qwen3 has the most of a dense decoder: a head size of its own, norms of queries and keys, and the
 # embedding as its head
-CELLS = thinned(tiny.FAMILY_KEYS, DENSE, everywhere=["qwen3"], few=["one", "tp2_sp", "pp2_vpp2"])
+LAYOUTS = {
+    # four micro-batches are accumulated on one rank, two on replicas
+    name: (ranks, keys if name == "one" or "dp2" in name else {**TWO_ROWS, **keys})
+    for name, (ranks, keys) in DENSE.items()
+}
+CELLS = thinned(tiny.FAMILY_KEYS, LAYOUTS, everywhere=["qwen3"], few=["one", "tp2_sp", "pp2_vpp2"])
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +25,15 @@ def references(request, tmp_path_factory):
     families = {*asked_for(request), "qwen3"}
     paths = {f: tiny.save_model(folder / "models" / f, f) for f in sorted(families)}
     runs = {family: ((path,), {}) for family, path in paths.items()}
-    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch")
+    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch", **BRIEF)
     return {f: (paths[f], curves[f], tensors(folder / f)) for f in paths}
 
 
 @pytest.fixture(scope="module")
 def trained(request, references, tmp_path_factory):
-    return shared_worlds(request, tmp_path_factory, DENSE, lambda f: ((references[f][0],), {}))
+    return shared_worlds(
+        request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}), **BRIEF
+    )
 
 
 @pytest.mark.parametrize("case, layout", CELLS)
@@ -42,5 +47,14 @@ def test_layout_trains_as_torch_on_one_rank(case, layout, references, trained):
 
 def test_torch_ddp_on_two_ranks_trains_as_on_one(references, tmp_path):
     path, curve, _ = references["qwen3"]
-    for got in world.run(train, 2, path, str(tmp_path), backend="torch"):
+    for got in world.run(train, 2, path, str(tmp_path), backend="torch", **BRIEF):
         assert_same_curve(got, curve)
+
+
+def test_warm_up_decay_and_another_epoch_are_those_of_torch(references, tmp_path):
+    """A curve of four steps: the schedule from nothing to min_lr, and the next permutation."""
+    path = references["qwen3"][0]
+    [wanted] = world.run(train, 1, path, str(tmp_path / "torch"), backend="torch", export=True)
+    for got in world.run(train, 2, path, str(tmp_path / "ours"), export=True, **OVERLAP):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(tensors(tmp_path / "ours"), tensors(tmp_path / "torch"))

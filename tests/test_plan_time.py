@@ -2,14 +2,14 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mca_lite import TrainingArguments, lora, plan_memory, plan_time
 from mca_lite.model_config import from_hf_config
 from tests.shared import tiny, world
-from tests.shared.rates import train_and_predict
+from tests.shared.layouts import PP2, TP2, TP2_SP
+from tests.shared.rates import predict_and_train, wait_in_a_pipeline
 from tests.tools import bench_gpu
 
 RESULTS = (Path(__file__).parent / "bench" / "RESULTS.md").read_text()
@@ -89,6 +89,12 @@ def test_messages_take_what_a_link_gives(monkeypatch):
     assert split.messages == pytest.approx(8 * sent / link)
 
 
+# -- ranks of a CPU
+
+# Planned over taken was 0.80 (always tp2_sp) to 1.16 (tp2pp2) in three runs on two busy cores: the
+# bytes of passes are a GPU's, and what a byte of a message costs depends on what is sent around it.
+# Messages are a quarter of the plan of tp2_sp, which would be out of the bound without them
+BOUND = 0.3
 HF = dict(
     hidden_size=256,
     intermediate_size=768,
@@ -101,29 +107,53 @@ HF = dict(
     tie_word_embeddings=False,
 )
 LAYOUTS = {
-    "tp2": (2, dict(tensor_model_parallel_size=2)),
-    "pp2": (2, dict(pipeline_model_parallel_size=2)),
+    "dp2": (2, {}),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, TP2_SP),
+    "pp2": (2, PP2),
     "dp4": (4, {}),
+    "tp2pp2": (4, {**TP2, **PP2}),
 }
+BATCH = dict(global_batch_size=8, per_device_train_batch_size=2)
 
 
 @pytest.fixture(scope="module")
-def ratio(tmp_path_factory):
-    """The predicted seconds of a step over those that it took, of the slowest rank of a layout."""
+def work_of(tmp_path_factory):
+    """A function: layout -> (seconds that a rank computes and sends in a step as planned, as they
+    were), in the mean over ranks, whose stages are planned as even."""
 
-    def of(ranks: int, keys: dict) -> float:
+    def of(ranks: int, keys: dict) -> tuple[float, float]:
         out, hf = str(tmp_path_factory.mktemp("out")), tiny.hf_config("qwen3", **HF)
-        keys = dict(global_batch_size=8, per_device_train_batch_size=2, **keys)
-        runs = world.run(train_and_predict, ranks, hf, 256, out, timeout_s=200, **keys)
-        planned = max(run["planned"].total - run["planned"].bubble for run in runs)
-        return planned / max(run["seconds"] for run in runs)
+        runs = world.run(predict_and_train, ranks, hf, 256, out, timeout_s=200, **BATCH, **keys)
+        return tuple(sum(run[name] for run in runs) / ranks for name in ("planned", "taken"))
 
-    return SimpleNamespace(of=of, one=of(1, {}))
+    return of
+
+
+@pytest.fixture(scope="module")
+def gaps(work_of):
+    """The last column of the table, which one rank's steps give as they did for the H200: what the
+    rates leave out. On a CPU that is much, since nothing is compiled there."""
+    planned, taken = work_of(1, {})
+    return taken / planned
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_a_cpu_take_what_one_rank_lets_expect(ratio, layout):
-    """The rates are those of this machine in this moment; what they leave out (gaps, passes that
-    are not compiled) is one rank's."""
-    assert ratio.of(*LAYOUTS[layout]) / ratio.one == pytest.approx(1, abs=0.3)
+def test_ranks_of_a_cpu_take_what_is_predicted(work_of, gaps, layout):
+    """Seconds of a processor, predicted before each step from rates measured right before it."""
+    planned, taken = work_of(*LAYOUTS[layout])
+    assert planned * gaps == pytest.approx(taken, rel=BOUND)
+
+
+@pytest.mark.parametrize("micro_batches, chunks", [(2, 1), (4, 1), (2, 2)])
+def test_a_pipeline_waits_as_long_as_predicted(tmp_path, micro_batches, chunks):
+    """By the clock: layers that sleep do so as long on a busy machine."""
+    keys = {**PP2, "gradient_accumulation_steps": micro_batches}
+    if chunks > 1:
+        keys["virtual_pipeline_model_parallel_size"] = chunks
+    hf = tiny.hf_config("qwen3", num_hidden_layers=4)
+    runs = world.run(wait_in_a_pipeline, 2, hf, 8, str(tmp_path), 0.05, **keys)
+    for run in runs:
+        assert run["bubble"] == 1 / (micro_batches * chunks)
+        assert run["taken"] == pytest.approx(run["busy"] * (1 + run["bubble"]), rel=0.15)

@@ -19,7 +19,8 @@ from tests.shared.training import attempt
 
 @pytest.mark.parametrize("backend, ranks", [("megatron", 2), ("torch", 1)])
 def test_steps_are_profiled_on_every_rank(tmp_path, backend, ranks):
-    model, out = tiny.save_model(tmp_path / "hf", "qwen3"), tmp_path / "out"
+    out = tmp_path / "out"
+    model = tiny.save_model(tmp_path / "hf", "qwen3", num_hidden_layers=1)
     layout = TP2_SP if ranks == 2 else {}
     keys = dict(backend=backend, profile_steps="2-3", steps=4, **layout)
     errors, printed, _ = zip(*world.run(attempt, ranks, model, str(out), **keys), strict=True)
@@ -41,7 +42,8 @@ def test_steps_are_profiled_on_every_rank(tmp_path, backend, ranks):
 
 
 def test_a_run_that_ends_in_the_window_has_its_trace(tmp_path):
-    model, out = tiny.save_model(tmp_path / "hf", "qwen3"), tmp_path / "out"
+    out = tmp_path / "out"
+    model = tiny.save_model(tmp_path / "hf", "qwen3", num_hidden_layers=1)
     keys = dict(backend="torch", profile_steps=2, steps=1)
     error = world.run(attempt, 1, model, str(out), **keys)[0][0]
     assert "profile_steps" in error and "1 steps" in error
@@ -182,3 +184,13 @@ def test_a_run_that_has_them_all_is_told_what_is_left(folder, monkeypatch):
     last = plan_advice.advice(arguments, 1)[1]
     assert "a lower cutoff_len" in last and "lora" in last
     assert os.environ.get("WORLD_SIZE") is None
+
+
+def test_a_snapshot_of_the_memory_ends_its_recording(tmp_path, monkeypatch):
+    """A process that ended while it went on crashed."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: done.append(path))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", done.append)
+    path = trainer_profile.dump_memory(tmp_path / "profile")
+    assert done == [str(path), None] and path.parent.is_dir()

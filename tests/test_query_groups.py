@@ -3,11 +3,13 @@
 import pytest
 
 from tests.shared import tiny, world
+from tests.shared.cells import train_all
 from tests.shared.files import assert_same_tensors, tensors
-from tests.shared.layouts import PACKED, SP
-from tests.shared.training import assert_same_curve, train
+from tests.shared.layouts import PACKED, SP, TWO_ROWS
+from tests.shared.training import BRIEF, assert_same_curve
 
 TP4 = dict(tensor_model_parallel_size=4)
+CASES = {"tp4": TWO_ROWS, "tp4_sp": {**SP, **TWO_ROWS}, "tp4_sp_packed": {**SP, **PACKED}}
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +18,22 @@ def model(tmp_path_factory):
     return tiny.save_model(folder, "qwen2", num_key_value_heads=2, num_attention_heads=8)
 
 
-@pytest.mark.parametrize("keys", [{}, SP, {**SP, **PACKED}], ids=["tp4", "tp4_sp", "tp4_sp_packed"])
-def test_two_query_groups_train_on_four_ranks_as_on_one(keys, model, tmp_path):
-    [curve] = world.run(train, 1, model, str(tmp_path / "one"), backend="torch", export=True)
-    for got in world.run(train, 4, model, str(tmp_path / "tp4"), export=True, **TP4, **keys):
-        assert_same_curve(got, curve)
-    assert_same_tensors(tensors(tmp_path / "tp4"), tensors(tmp_path / "one"))
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    """(the curve of plain torch on one rank, {case: curve} of each of four ranks, their folder)"""
+    out = tmp_path_factory.mktemp("trained")
+    runs = {"torch": ((model,), dict(BRIEF, backend="torch"))}
+    [curves] = world.run(train_all, 1, runs, str(out))
+    runs = {name: ((model,), {**BRIEF, **TP4, **keys}) for name, keys in CASES.items()}
+    return curves["torch"], world.run(train_all, 4, runs, str(out)), out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_query_groups_train_on_four_ranks_as_on_one(case, trained):
+    curve, ranks, out = trained
+    for got in ranks:
+        assert_same_curve(got[case], curve)
+    assert_same_tensors(tensors(out / case), tensors(out / "torch"))
 
 
 def adapter_error(path: str) -> str:

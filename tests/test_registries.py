@@ -119,6 +119,22 @@ def test_every_example_is_short_and_run_here_and_named_on_the_page():
         assert f"(examples/{path.name})" in page, path
 
 
+def test_the_commands_of_examples_have_folders_of_their_own():
+    """None overwrites the run of the configuration that it begins with, or leaves a cache where
+    nobody looks for it."""
+    taken = {"output/sft", "output/dpo"}
+    for path in sorted(FOLDER.glob("*.py")):
+        words = (example(path.stem).__doc__ or "").replace("\\\n", " ").split(path.name)[1].split()
+        keys = dict(word.split("=", 1) for word in words if "=" in word)
+        if path.stem == "datasets":
+            assert keys["cache_dir"] == "output/cache"
+            continue
+        assert keys["output_dir"].startswith("output/") and keys["output_dir"] not in taken
+        taken.add(keys["output_dir"])
+        file = next(word for word in words if word.endswith(".yaml"))
+        assert "cache_dir: output/cache" in (ROOT / file).read_text()
+
+
 def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
     from mca_lite import register_loss, register_objective, register_optimizer
 

@@ -146,10 +146,19 @@ def test_a_page_names_only_files_tests_and_targets_that_exist(page):
 
 
 def test_tests_share_only_through_tests_shared():
-    """No test module imports from another, and every file has one part of `make test`."""
-    from tests.tools.suite import parts
+    """No test module imports from another, and `make test` knows its slowest files."""
+    from tests.tools.suite import SLOWEST, in_order
 
     files = sorted((ROOT / "tests").glob("test_*.py"))
     for path in files:
         assert not re.search(r"(?m)^\s*from tests(\.| import )test_", path.read_text()), path
-    assert sorted(sum(parts(files), [])) == files
+    assert [path.stem for path in in_order(files)][: len(SLOWEST)] == [f"test_{n}" for n in SLOWEST]
+
+
+def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
+    from tests.tools.suite import OneOfTwo
+
+    one, other = OneOfTwo(tmp_path), OneOfTwo(tmp_path)
+    first, second = tmp_path / "test_a.py", tmp_path / "test_b.py"
+    assert [one.take(first), other.take(first), other.take(second)] == [True, False, True]
+    assert [one.take(second), one.take(first)] == [False, True]

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mca_lite import cli_report, cli_watch, log
+from mca_lite import TrainingArguments, cli_report, cli_watch, log
 from mca_lite.cli_watch import curve, frame
 from mca_lite.log import Report
 from mca_lite.log_html import page
@@ -343,8 +343,8 @@ def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
 
 def begin(tmp_path, **options) -> tuple[Report, Clock]:
     clock = Clock()
-    options = {"is_main": True, "output_dir": str(tmp_path), "disable_tqdm": True, **options}
-    report = Report(clock=clock, **options)
+    args = TrainingArguments(output_dir=str(tmp_path), disable_tqdm=True, **options)
+    report = Report(args, True, clock)
     report.summary({"data": {"training": "3 samples"}})
     report.on_train_begin(None, TrainerState(max_steps=9), TrainerControl())
     return report, clock

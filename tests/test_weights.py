@@ -499,8 +499,11 @@ def test_parts_of_qkv_join_to_the_whole_with_fewer_groups_than_ranks(tp, width):
     from types import SimpleNamespace
 
     from mca_lite import weights_convert
+    from mca_lite.model_family_rows import Row
 
-    config = SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=4)
+    config = SimpleNamespace(
+        num_attention_heads=8, num_query_groups=2, kv_channels=4, tensor_model_parallel_size=tp
+    )
     q, k, v = (torch.randn(rows, *width) for rows in (32, 8, 8))
 
     class Source:
@@ -512,11 +515,61 @@ def test_parts_of_qkv_join_to_the_whole_with_fewer_groups_than_ranks(tp, width):
         def read(self, name, rows):
             return self.tensors[name][rows]
 
-    parts = [
-        weights_convert._read_qkv(["q", "k", "v"], Source(), config, rank, tp) for rank in range(tp)
-    ]
+    row = Row("linear_qkv", ("q", "k", "v"), "qkv")
+    parts = [weights_convert.read_part(row, None, Source(), config, rank) for rank in range(tp)]
     assert {part.shape[0] for part in parts} == {48 // tp}
     assert torch.equal(torch.cat(parts), torch.cat([q[:16], k[:4], v[:4], q[16:], k[4:], v[4:]]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kind, rows, fused",
+    [
+        ("copy", [8], False),
+        ("row", [8], False),
+        ("column", [8], False),
+        ("gated", [8, 8], False),
+        ("gated", [16], True),
+        ("qkv", [16, 8, 8], False),
+        ("qkv", [32], True),
+    ],
+)
+def test_the_parts_that_ranks_read_join_and_split_into_the_tensors_of_the_files(
+    tp, kind, rows, fused
+):
+    from types import SimpleNamespace
+
+    from mca_lite.model_family_rows import Row
+    from mca_lite.weights_convert import _split, read_part
+
+    config = SimpleNamespace(
+        num_attention_heads=8, num_query_groups=4, kv_channels=2, tensor_model_parallel_size=tp
+    )
+    held = {str(i): torch.randn(n, 12) for i, n in enumerate(rows)}
+    source = SimpleNamespace(
+        shape=lambda name: tuple(held[name].shape),
+        read=lambda name, rows=slice(None), columns=slice(None): held[name][rows, columns],
+    )
+    row = Row("module.weight", tuple(held), kind, fused=fused)
+    ranks = range(1 if row.axis is None else tp)  # of what is not cut each rank has the whole
+    parts = [read_part(row, None, source, config, rank) for rank in ranks]
+    assert len({part.shape for part in parts}) == 1
+    whole = torch.cat(parts, row.axis or 0)
+    found = dict(_split(row, None, whole, config))
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
+def test_a_model_that_cannot_be_written_says_which_rank_could_not(tmp_path):
+    from mca_lite.weights_convert import write_model
+
+    def refuse(name, tensor):
+        raise OSError("no space left")
+
+    tensors = iter([("a", torch.zeros(2)), ("b", torch.zeros(2))])
+    with pytest.raises(OSError, match="could not be written: rank 0: no space left"):
+        write_model(tensors, tmp_path, "5GB", {}, None, torch.float32, change=refuse)
+    assert not list(tmp_path.iterdir()) and not list(tensors)
 
 
 def test_model_with_fewer_query_groups_than_ranks_keeps_its_logits_and_bytes(sources, tmp_path):

@@ -22,7 +22,7 @@ from tests.shared.lora_tools import (
     train_with_peft,
 )
 from tests.shared.toy_tokenizer import word_tokenizer
-from tests.shared.training import assert_same_curve, read_log, train
+from tests.shared.training import BRIEF, assert_same_curve, read_log, train
 
 GROWN = tiny.VOCAB + 2  # odd: tensor parallelism has to pad it
 LAYOUTS = {
@@ -127,7 +127,7 @@ def test_a_grown_model_trains_in_every_layout_as_the_one_grown_by_hand(
     bases, family, layouts, tmp_path
 ):
     path, by_hand = bases[family]
-    keys = dict(steps=3, export=True, adam_epsilon=1e-4)
+    keys = dict(BRIEF, export=True, adam_epsilon=1e-4)
     [curve] = world.run(from_grown, 1, by_hand, str(tmp_path / "torch"), **keys)
     wanted = tensors(tmp_path / "torch")
     before = tensors(by_hand)[EMBEDDING][tiny.VOCAB :]
@@ -217,9 +217,8 @@ def test_new_tokens_are_trained_beside_adapters_as_with_peft(bases, reference, l
     path, (folder, curve) = bases["mistral"][0], reference
     ranks, keys = LAYOUTS[layout]
     start = str(folder / "start")
-    for got in world.run(
-        train_from_adapter, ranks, path, str(tmp_path), start, vocab_size=GROWN, **keys
-    ):
+    keys = {**BRIEF, **keys, "vocab_size": GROWN}
+    for got in world.run(train_from_adapter, ranks, path, str(tmp_path), start, **keys):
         assert_same_curve(got, curve)
     ours, theirs = adapter_of(tmp_path), adapter_of(folder / "end")
     assert_same_tensors(ours, theirs)
@@ -338,7 +337,7 @@ def main(place: str, family: str, out: str, words: str = NEW) -> tuple[int, str]
         f"cache_dir={place}/cache cutoff_len=32"
     )
     common += (
-        " global_batch_size=8 max_steps=3 logging_steps=1 save_strategy=no "
+        " global_batch_size=4 max_steps=3 logging_steps=1 save_strategy=no "
         "learning_rate=1e-2 adam_epsilon=1e-4"
     )
     printed = io.StringIO()

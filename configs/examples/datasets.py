@@ -1,7 +1,7 @@
 """The data of a run, without the run: what load_datasets makes of files.
 
     python configs/examples/datasets.py configs/tiny/model dataset=configs/tiny/sft.jsonl \
-        cutoff_len=128 val_size=0.1
+        cutoff_len=128 val_size=0.1 cache_dir=output/cache
 """
 
 import sys

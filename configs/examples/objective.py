@@ -1,7 +1,7 @@
 """A stage of one's own: answers weigh by how uncertain the model is of each of their tokens
 (focal loss: (1 - p)^2 of cross entropy), and the share of tokens that it is certain of is logged.
 
-    python configs/examples/objective.py configs/sft.yaml stage=focal
+    python configs/examples/objective.py configs/sft.yaml stage=focal output_dir=output/focal
 """
 
 import math

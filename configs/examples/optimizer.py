@@ -1,6 +1,7 @@
 """An optimizer of one's own: torch's RAdam, with float32 master weights on megatron-core.
 
-python configs/examples/optimizer.py configs/sft.yaml optim=radam
+python configs/examples/optimizer.py configs/sft.yaml optim=radam \
+    output_dir=output/radam
 """
 
 import sys

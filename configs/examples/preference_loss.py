@@ -1,7 +1,7 @@
 """A preference loss of one's own: SLiC's hinge on the mean log-probability of a token.
 
     python configs/examples/preference_loss.py configs/dpo.yaml pref_loss=hinge pref_beta=0.5 \
-        ref_model=null
+        ref_model=null output_dir=output/hinge
 """
 
 import sys

@@ -1,7 +1,7 @@
 """A loss on the logits: cross entropy and 1e-4 (log Z)^2, which keeps logits small (PaLM).
 
     torchrun --nproc_per_node 2 configs/examples/z_loss.py configs/sft.yaml stage=sft_z \
-        tensor_model_parallel_size=2
+        tensor_model_parallel_size=2 output_dir=output/z_loss
 """
 
 import sys

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.shared import tiny
 
-STEPS, GLOBAL_BATCH, COUNT = 3, 4, 9  # 9 pairs: the last step of the epoch has one
+STEPS, GLOBAL_BATCH, COUNT = 2, 4, 7  # 7 pairs: the last step of the epoch has three
 OBJECTIVES = {
     "sigmoid": dict(pref_loss="sigmoid", beta=0.3),
     "smoothed": dict(pref_loss="sigmoid", beta=0.3, label_smoothing=0.2, ftx=0.5),

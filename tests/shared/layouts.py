@@ -22,6 +22,9 @@ OVERLAP = dict(
 )
 FULL = dict(recompute_granularity="full")
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
+# rows of unequal length in a micro-batch, and half as many micro-batches; one where data parallel
+# ranks would have nothing to accumulate
+TWO_ROWS, ONE_ROW = dict(per_device_train_batch_size=2), dict(per_device_train_batch_size=1)
 
 # balancing of experts, and how they are computed and reached: a run on plain torch does not know of
 # the last

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.shared import tiny
-from tests.shared.training import COUNT, GLOBAL_BATCH, train
+from tests.shared.training import BRIEF, GLOBAL_BATCH, train
 
 RANK, ALPHA = 4, 8
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
@@ -60,29 +60,28 @@ def whole_logits_trainer():
     return Oracle
 
 
-def train_with_peft(path: str, folder: str, changes: dict | None = None, **config) -> list:
-    """The curve of a peft-wrapped model on plain torch; folder/start and folder/end are its
-    adapters, as peft saves them.
+def train_with_peft(path: str, folder: str, **config) -> list:
+    """The curve of a peft-wrapped model on plain torch, as long as BRIEF; folder/start and
+    folder/end are its adapters, as peft saves them.
     """
     from mca_lite.args import TrainingArguments
 
     wrapped = peft_model(path, **config)
     wrapped.save_pretrained(f"{folder}/start")
-    keys = {**run_keys(f"{folder}/run"), **(changes or {})}
-    trainer = whole_logits_trainer()(
-        wrapped.base_model.model, TrainingArguments(**keys), train_dataset=tiny.samples(COUNT)
-    )
+    args = TrainingArguments(**run_keys(f"{folder}/run"))
+    data = dict(train_dataset=tiny.samples(BRIEF["count"]))
+    trainer = whole_logits_trainer()(wrapped.base_model.model, args, **data)
     trainer.train()
     wrapped.save_pretrained(f"{folder}/end")
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
 
 
 def run_keys(output_dir: str) -> dict:
-    """The keys of tests.shared.training.train, where they differ from their defaults."""
+    """The keys of tests.shared.training.train with BRIEF, where they differ from their defaults."""
     return dict(
-        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=5, logging_steps=1,
-        learning_rate=1e-2,
-        lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1e-3}, warmup_steps=1,
+        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=BRIEF["steps"],
+        logging_steps=1, learning_rate=1e-2,
+        lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1e-3}, warmup_steps=0,
         weight_decay=0.1,
         max_grad_norm=0.5, adam_beta2=0.95, save_strategy="no", disable_tqdm=True, **KEYS,
     )  # fmt: skip
@@ -98,7 +97,7 @@ def train_from_adapter(path: str, output_dir: str, adapter: str, **changes) -> l
     """tests.shared.training.train from an adapter in PEFT's format; the trained one is in
     output_dir.
     """
-    keys = {**KEYS, "export": True, "steps": 5, **changes}
+    keys = {**KEYS, "export": True, **changes}
     return train(path, output_dir, adapt=functools.partial(load, adapter), **keys)
 
 

@@ -1,5 +1,8 @@
-"""Tokenizers made on the spot."""
+"""Tokenizers made on the spot, and what they make of a conversation."""
 
+from types import SimpleNamespace
+
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -62,3 +65,21 @@ def byte_tokenizer(template: str | None = None, merges: tuple = ()) -> PreTraine
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> SimpleNamespace:
+    """What a conversation becomes: ids and mask of its samples end to end, lengths, tallies."""
+    from mca_lite.args import DataArguments
+    from mca_lite.data_encode import Encoder
+    from mca_lite.data_files import DatasetSpec
+
+    data_args = DataArguments(dataset=["t"], **{"cutoff_len": 9999, **keys})
+    encoder = Encoder(tokenizer, spec or DatasetSpec("t", []), "sft", data_args)
+    samples, tally = encoder.encode([("t.json:1", form, record)])
+    documents = [document for _, documents in samples for document in documents]
+    return SimpleNamespace(
+        ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in documents)]),
+        mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in documents)]),
+        lengths=[len(ids) for ids, _ in documents],
+        tallies={what: (count, tally.places[what]) for what, count in tally.counts.items()},
+    )

@@ -11,6 +11,9 @@ from tests.shared import tiny
 
 TOLERANCE = 1e-5  # float32, summed in another order
 GLOBAL_BATCH, COUNT = 4, 11  # the last step of an epoch has three samples: ranks hold fillers
+# The shortest run of which every update is seen: that of a whole window in the next loss, that of
+# three samples and a filler in the exported weights. A warm-up's first update would change nothing.
+BRIEF = dict(steps=2, count=7, warmup_steps=0)
 NUMBERS = (
     "expert_load_max",
     "expert_load_min",

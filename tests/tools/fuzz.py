@@ -133,7 +133,7 @@ class Draw:
             keys["max_steps"] = one(3, 4)
         else:
             keys.update(num_train_epochs=one(1.0, 1.5), max_samples=11)
-        keys["learning_rate"], keys["weight_decay"] = one(1e-3, 5e-3), one(0.0, 0.1)
+        keys["learning_rate"], keys["weight_decay"] = one(1e-3, 2e-3), one(0.0, 0.1)
         keys["max_grad_norm"], keys["seed"] = one(0.0, 0.3, 1.0), self.rng.randrange(1000)
         keys["optim"] = one("adam", "adam", "adam", "sgd")
         keys["adam_beta2"] = one(0.95, 0.999)

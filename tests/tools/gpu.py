@@ -1,11 +1,16 @@
-"""Parity on GPUs: `make gpu` on a machine with CUDA. Prints differences from the torch backend on
-one GPU there.
+"""Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-Each family in every mode that fits one GPU; experts and the other families there too; and where
-there are several GPUs every layout of the suite that they can hold, over nccl.
+    python -m tests.tools.gpu [parity | plan | te [WORD ...]]
 
-float32 agrees to rounding; bf16 and fp16 agree to theirs. The worst float32 difference decides the
-exit code.
+parity: differences from the torch backend on one GPU there. Each family in every mode that fits one
+GPU; experts and the other families there too; and where there are several GPUs every layout of the
+suite that they can hold, over nccl. float32 agrees to rounding, bf16 to its own. The worst float32
+difference decides the exit code. A compilation takes as long as ten of these runs: the lines named
+"compiled" have one, the others none.
+
+plan: the memory that `python -m mca_lite plan` tells, beside that of a few steps (gpu_plan.py).
+
+te: the cases of Transformer Engine (gpu_te.py), of which words choose some.
 """
 
 import contextlib
@@ -14,6 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 
 import torch
@@ -23,7 +29,7 @@ from tests import test_model_families, test_moe
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
-from tests.tools import gpu_te
+from tests.tools import gpu_plan, gpu_te
 
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 CASES = {
@@ -39,13 +45,26 @@ HALF = {
     "packed": PACKED,
     "packed, recomputed": dict(recompute_granularity="full", **PACKED),
 }
+# families whose kernels differ: norms of heads, a bias; and of those that in_worlds() trains a cap
+# on scores, latent attention, experts
+COMPILED = dict(torch_compile=True)
+COMPILED_CASES = {
+    ("qwen3", "float32"): {"compiled": COMPILED, "compiled, packed": {**COMPILED, **PACKED}},
+    ("qwen3", "bf16"): {"compiled, packed": {**COMPILED, **PACKED}},
+    ("qwen2", "float32"): {"compiled": COMPILED},
+}
+ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
 TOLERANCE = 1e-5
 WIDE = dict(global_batch_size=8, count=22)  # two samples on each of four ranks
 
 
 def quiet(*args, **kwargs) -> list:
+    """The curve of a run, not compiled unless it says so."""
+    kwargs = {**WIDE, "torch_compile": False, **kwargs}
+    if kwargs["torch_compile"]:
+        torch.compiler.reset()  # after some kinds of a function torch compiles no more of them
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return train(*args, **{**WIDE, **kwargs})
+        return train(*args, **kwargs)
 
 
 def layouts() -> dict:
@@ -56,6 +75,9 @@ def layouts() -> dict:
         f"{name}, packed": (n, {**keys, **PACKED}) for name, (n, keys) in PACKED_LAYOUTS.items()
     }
     everything = {**DENSE, **CUT, **packed}
+    for name in ("tp2_sp", "pp2_vpp2, packed"):
+        ranks, keys = everything[name]
+        everything[f"{name}, compiled"] = (ranks, {**keys, **COMPILED})
     return {
         name: (n, keys)
         for name, (n, keys) in everything.items()
@@ -81,6 +103,11 @@ def resumed(path: str, folder: str, **keys) -> tuple[float, float]:
     )
 
 
+def say(name: str, gpus: int, loss: float, norm: float, start: float) -> None:
+    words = f"{name:48} {gpus} GPUs  d loss {loss:.1e}  d norm {norm:.1e}"
+    print(f"{words}  {time.time() - start:4.1f} s", flush=True)
+
+
 def on_one_gpu(folder: str) -> list[float]:
     limits = []
     for family in tiny.FAMILY_KEYS:
@@ -88,21 +115,18 @@ def on_one_gpu(folder: str) -> list[float]:
         for dtype, cases in (("float32", CASES), ("bf16", HALF)):
             precision = dict(bf16=dtype == "bf16")
             wanted = quiet(path, f"{folder}/{family}-{dtype}", backend="torch", **precision)
-            for name, keys in cases.items():
-                loss, norm = worst(
-                    quiet(path, f"{folder}/{family}-{dtype}-{name}", **keys, **precision), wanted
-                )
-                print(
-                    f"{family:8} {dtype:8} {name:20} d loss {loss:.1e}  d norm {norm:.1e}",
-                    flush=True,
-                )
+            for name, keys in {**cases, **COMPILED_CASES.get((family, dtype), {})}.items():
+                start, out = time.time(), f"{folder}/{family}-{dtype}-{name}"
+                loss, norm = worst(quiet(path, out, **keys, **precision), wanted)
+                say(f"{family:8} {dtype:8} {name}", 1, loss, norm, start)
                 limits += [loss, norm] if dtype == "float32" else []
     for name, keys in (
         ("float32", {}),
         ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP)),
     ):
+        start = time.time()
         loss, norm = resumed(path, f"{folder}/{name}", **keys)
-        print(f"resumed, {name}: d loss {loss:.1e}  d norm {norm:.1e}", flush=True)
+        say(f"resumed, {name}", 1, loss, norm, start)
         limits += [loss, norm]
     return limits
 
@@ -116,6 +140,7 @@ def in_turn(cells: dict, wanted: dict, folder: str, end: float = float("inf")) -
 
     out, world_size = {}, dist.get_world_size()
     for name, (path, reference, keys) in cells.items():
+        start = time.time()
         try:
             if world.is_late(end):
                 raise TimeoutError("not run: no time was left")
@@ -128,53 +153,45 @@ def in_turn(cells: dict, wanted: dict, folder: str, end: float = float("inf")) -
                 print(f"{name}: {error}", flush=True)
             out[name] = (float("inf"), float("inf"))
         if dist.get_rank() == 0 and wanted:
-            print(
-                f"{name:48} {world_size} GPUs  d loss {out[name][0]:.1e}  d norm "
-                f"{out[name][1]:.1e}",
-                flush=True,
-            )
+            say(name, world_size, *out[name], start)
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
     return out
 
 
 def jobs(folder: str) -> list[tuple[str, str, dict, dict]]:
-    """(name, model folder, keys of both backends, layouts) of what is trained on several GPUs."""
+    """(name, model folder, keys of both backends, layouts) of what is trained in worlds of as many
+    ranks as there are GPUs, or fewer."""
     tiny_folder = tiny.save_model(f"{folder}/layouts", "qwen3")
     work = [
         (dtype, tiny_folder, dict(bf16=dtype == "bf16"), layouts()) for dtype in ("float32", "bf16")
     ]
-    single = {"one": (1, {}), "one, packed": (1, PACKED)}
-    experts = {name: pair for name, pair in EXPERTS.items() if pair[0] <= torch.cuda.device_count()}
+    one, single = {"one": (1, {})}, {"one": (1, {}), "one, packed": (1, PACKED)}
     for name in (*test_moe.FAMILIES, *test_model_families.EXPERTS.values()):
         path, keys = tiny_moe.save_model(f"{folder}/{name}-experts", name), dict(adam_epsilon=1e-4)
         balanced = {**keys, **AUX}  # of a micro-batch: packing changes these losses
-        work.append((f"{name}, experts", path, balanced, {"one": (1, {}), **experts}))
+        work.append((f"{name}, experts", path, balanced, {**one, **EXPERTS}))
         work.append(
-            (
-                f"{name}, experts, bf16",
-                path,
-                {**balanced, "bf16": True},
-                {"one": (1, {}), **experts},
-            )
+            (f"{name}, experts, bf16", path, {**balanced, "bf16": True}, {**one, **EXPERTS})
         )
-        packed = {name: (n, {**more, **PACKED}) for name, (n, more) in experts.items()}
-        work.append((f"{name}, experts, packed", path, keys, {"one": (1, PACKED), **packed}))
+        packed = {name: (n, {**more, **PACKED}) for name, (n, more) in {**one, **EXPERTS}.items()}
+        work.append((f"{name}, experts, packed", path, keys, packed))
     for name in tiny.MORE_KEYS:
-        few = {
-            n: pair
-            for n, pair in test_model_families.LAYOUTS.items()
-            if pair[0] <= torch.cuda.device_count()
-        }
-        work.append(
-            (
-                name,
-                tiny.save_model(f"{folder}/{name}", name),
-                dict(adam_epsilon=1e-4),
-                {**single, **few},
-            )
+        path = tiny.save_model(f"{folder}/{name}", name)
+        few = {**single, **test_model_families.LAYOUTS}
+        work.append((name, path, dict(adam_epsilon=1e-4), few))
+    return [
+        (
+            name,
+            path,
+            keys,
+            {
+                **({"compiled": (1, COMPILED)} if name in ALSO_COMPILED else {}),
+                **{k: pair for k, pair in where.items() if pair[0] <= torch.cuda.device_count()},
+            },
         )
-    return work
+        for name, path, keys, where in work
+    ]
 
 
 def in_worlds(folder: str) -> list[float]:
@@ -197,25 +214,37 @@ def in_worlds(folder: str) -> list[float]:
     return limits
 
 
-def main(words: list[str]) -> int:
-    """ "te" and further words: the cases of Transformer Engine alone, or those of gpu_te.py that
-    the words choose.
-    """
-    if not torch.cuda.is_available():
-        print("no CUDA here: the CPU's tests are `make test`")
-        return 2
-    world.end_when_told()
-    if words[:1] == ["te"]:
-        return gpu_te.main(words[1:])
+def parity() -> int:
+    from mca_lite.model_fused import why_no_compiler
+
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    if why_no_compiler() is not None:
+        print(f"the lines named compiled would not be: {why_no_compiler()}")
+        return 1
     # a world of many layouts keeps all its communicators: with buffers for small messages they fit
     # one GPU
     os.environ.setdefault("NCCL_BUFFSIZE", str(2**16))
     os.environ.setdefault("NCCL_MAX_CTAS", "1")
+    start = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        limits = in_worlds(folder) + on_one_gpu(folder)
-    print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}")
-    return int(max(limits) > TOLERANCE) or gpu_te.main(words)
+        limits = on_one_gpu(folder) + in_worlds(folder)
+    seconds = time.time() - start
+    print(f"worst {max(limits):.1e}, expected at most {TOLERANCE}, {seconds:.0f} s", flush=True)
+    return int(not max(limits) <= TOLERANCE)
+
+
+def main(words: list[str]) -> int:
+    """ "parity", "plan" or "te" with further words: one part; none: all of them -> the worst exit
+    code."""
+    if words[:1] not in ([], ["parity"], ["plan"], ["te"]) or words[1:] and words[0] != "te":
+        print(__doc__)
+        return 0 if words in (["--help"], ["-h"]) else 2
+    if not torch.cuda.is_available():
+        print("no CUDA here: the CPU's tests are `make test`")
+        return 2
+    world.end_when_told()
+    parts = dict(plan=gpu_plan.main, parity=parity, te=lambda: gpu_te.main(words[1:]))
+    return max(part() for name, part in parts.items() if name in words[:1] or not words)
 
 
 if __name__ == "__main__":

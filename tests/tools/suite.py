@@ -1,5 +1,5 @@
-"""`make test`: the suite as two processes, each with half of the files, since most worlds of ranks
-leave a core idle.
+"""`make test`: the suite in two processes, since most worlds of ranks leave a core idle. Each takes
+the next file that the other has not taken, the slowest first; both end within one short file.
 
 python -m tests.tools.suite [words for pytest]
 """
@@ -10,48 +10,80 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 PROCESSES = 2
-# CPU seconds of the slow files, roughly: only the balance hangs on them; a file that is not named
-# counts SHORT
-SECONDS = dict(
-    moe=64, model_families=62, packed_layouts=50, lora=46, lora_files=40, ckpt_safety=36, ckpt=36,
-    moe_lora=35, model_mtp=32, dpo=31, dpo_reference=29, nonfinite=28, cli=26, parity=25, keys=23,
-    weights=23, trainer=22, moe_ckpt=21, moe_weights=18, weights_vocabulary=17, dpo_moe=16,
-    parity_command=20, imports=14, ckpt_layouts=12, cli_convert=12, lora_errors=12, offload=11,
-    chaos=8, data_stream_runs=20, data_stream=15, ckpt_settings=12,
-)  # fmt: skip
-SHORT = 5
+# the folder in which a process writes down which files it has taken
+TAKEN = "SUITE_TAKEN"
+# the files that take longest, the slowest or longest waiting first; the others do not matter
+SLOWEST = """moe model_families keys ckpt_safety lora_files nonfinite fuzz chaos watchdog plan
+packed_layouts ckpt moe_lora lora trainer dpo weights model_mtp dpo_reference moe_weights
+foreign_examples imports weights_vocabulary data_stream moe_ckpt parity cli ckpt_layouts
+lora_errors launch parity_command cli_doctor data_stream_runs registries predict te loss_logits
+dpo_moe lora_cli data cli_convert cli_errors lora_merge offload query_groups""".split()
 
 
-def seconds_of(path: Path) -> int:
-    return SECONDS.get(path.stem.removeprefix("test_"), SHORT)
+def in_order(files: list[Path]) -> list[Path]:
+    """The slow files as SLOWEST has them, then the others by name."""
+    places = {f"test_{name}": place for place, name in enumerate(SLOWEST)}
+    return sorted(files, key=lambda path: (places.get(path.stem, len(places)), path.name))
 
 
-def parts(files: list[Path], count: int = PROCESSES) -> list[list[Path]]:
-    """The files dealt to `count` parts, the slowest first, each to the part that has least."""
-    dealt: list[list[Path]] = [[] for _ in range(count)]
-    for path in sorted(files, key=lambda path: (-seconds_of(path), path.name)):
-        min(dealt, key=lambda part: sum(map(seconds_of, part))).append(path)
-    return dealt
+class OneOfTwo:
+    """A plugin of pytest: of the files, those that no other process has taken."""
+
+    def __init__(self, taken: str):
+        self.taken, self.is_mine = Path(taken), {}
+
+    def take(self, path: Path) -> bool:
+        """Whether this process runs the tests of a file; who asks first does."""
+        if path not in self.is_mine:
+            try:
+                (self.taken / path.name).touch(exist_ok=False)
+                self.is_mine[path] = True
+            except FileExistsError:
+                self.is_mine[path] = False
+        return self.is_mine[path]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        return None if self.take(item.path) else True  # True: nothing is left to do
+
+
+def pytest_configure(config):
+    if TAKEN in os.environ:
+        config.pluginmanager.register(OneOfTwo(os.environ[TAKEN]))
+
+
+def keep_to(cores: list[int]) -> None:
+    """Ranks that wait for each other all the time wake up sooner on a core of their own."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def start(number: int, words: list[str], taken: str, out) -> subprocess.Popen:
+    files = map(str, in_order(list(TESTS.glob("test_*.py"))))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, *files, *words]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, TAKEN: taken}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = cores[number::PROCESSES] or cores
+    return subprocess.Popen(
+        command, env=environment, stdout=out, stderr=out, preexec_fn=lambda: keep_to(own)
+    )
 
 
 def main(words: list[str]) -> int:
-    """Run all parts at once; the first shows its progress, the others follow as a whole -> 0, or
-    the first exit code.
+    """Run both processes at once; the first shows its progress, the other follows as a whole -> 0,
+    or the first exit code.
     """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    running = []
-    for number, files in enumerate(parts(sorted(TESTS.glob("test_*.py")))):
-        command = [sys.executable, "-m", "pytest", "-q", *map(str, files), *words]
-        out = tempfile.TemporaryFile("w+") if number else None
-        running.append((subprocess.Popen(command, env=environment, stdout=out, stderr=out), out))
     codes = []
-    for process, out in running:
-        codes.append(process.wait())
-        if out is not None:
-            out.seek(0)
-            print(out.read(), flush=True)
+    with tempfile.TemporaryDirectory() as taken, tempfile.TemporaryFile("w+") as out:
+        running = [start(n, words, taken, out if n else None) for n in range(PROCESSES)]
+        for process in running:
+            codes.append(process.wait())
+        out.seek(0)
+        print(out.read(), flush=True)
     return next((code for code in codes if code), 0)
 
 

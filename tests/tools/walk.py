@@ -1,5 +1,5 @@
 """A walk of a command line through the package: how many files, and how many changes of file, from
-cli.main to the first training step.
+cli.main to the first training step, and of these as far as the plan.
 
 python -m tests.tools.walk config.yaml [key=value ...]
 
@@ -15,22 +15,26 @@ class _FirstStep(Exception):
     pass
 
 
-def walk(words: list[str]) -> list[str]:
-    """The files of the functions that were called for the first time, in order."""
+def walk(words: list[str]) -> tuple[list[str], int]:
+    """(The files of the functions that were called for the first time, in order; how many of them
+    until run.make_plan was done.)"""
     import mca_lite
     from mca_lite import cli
 
     package, files, seen = str(Path(mca_lite.__file__).parent), [], set()
+    planned = []
 
     def is_import(frame) -> bool:
         while frame is not None:
-            if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(package):
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
                 return True
             frame = frame.f_back
         return False
 
     def note(frame, event, arg):
         code = frame.f_code
+        if event == "return" and code.co_name == "make_plan":
+            planned.append(len(files))
         if event != "call" or code in seen or not code.co_filename.startswith(package):
             return
         if code.co_name == "training_step":
@@ -47,11 +51,19 @@ def walk(words: list[str]) -> list[str]:
         pass
     finally:
         sys.setprofile(None)
-    return files
+    return files, planned[0]
+
+
+def changes(files: list[str]) -> list[str]:
+    """The files, those that follow themselves once."""
+    return [name for i, name in enumerate(files) if i == 0 or files[i - 1] != name]
 
 
 if __name__ == "__main__":
-    way = walk(sys.argv[1:])
-    stops = [name for i, name in enumerate(way) if i == 0 or way[i - 1] != name]
-    print(f"{len(way)} functions, {len(set(way))} files, {len(stops) - 1} changes of file")
-    print(" ".join(stops))
+    way, until_plan = walk(sys.argv[1:])
+    for name, part in (("to the plan", way[:until_plan]), ("to the first step", way)):
+        print(
+            f"{name}: {len(part)} functions, {len(set(part))} files, "
+            f"{len(changes(part)) - 1} changes of file"
+        )
+    print(" ".join(changes(way)))

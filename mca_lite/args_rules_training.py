@@ -1,0 +1,494 @@
+"""The rules within TrainingArguments, and the steps of the learning rate's schedule.
+
+check_training is asked by the constructor as by parse_args, with a Judge (args_values.py) and the
+arguments `a`; where it also fills in what follows from other keys, it says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import math
+import os
+import re
+from typing import Any, Literal, NamedTuple
+
+from .args_keys import FIELDS_OF_MEGATRON, unsupported
+from .args_rules_model import layout_defect, layout_stages
+from .args_values import Judge, cast
+from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
+
+# what report_to may name -> the package that it takes, and the extra that installs it
+REPORTERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb")}
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
+_OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
+# fields of megatron's config that additional_configs cannot set: they follow from other keys ...
+DERIVED_FIELDS = (
+    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
+    "use_te_activation_func gradient_accumulation_fusion"
+)
+# ... or from config.json, whose weights have these sizes
+MODEL_FIELDS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func "
+    "window_size window_attn_skip_freq"
+)
+
+
+def check_training(a: Any, judge: Judge) -> None:
+    """Every rule of TrainingArguments; fills in what follows from other keys."""
+    _normalise_training(a, judge)
+    # Without torchrun the arguments may be made for a world that is not there: parse_args decides
+    # then.
+    if "WORLD_SIZE" in os.environ:
+        check_world(a, judge)
+    _resolve_batches(a, judge)
+    _check_layout(a, judge)
+    _check_cadence(a, judge)
+    _check_memory(a, judge)
+    _check_precision(a, judge)
+    _check_additional_configs(a, judge)
+    check_schedule(a, judge)
+
+
+def _normalise_training(a: Any, judge: Judge) -> None:
+    """Replace aliases and fill in what follows; `a.notes` says what was switched off."""
+    unknown = [name for name in a.report_to if name not in (*REPORTERS, "none", "all")]
+    if unknown:
+        choices = f"report_to: none, {', '.join(REPORTERS)}"
+        judge.refuse("report_to", "no such place to report to", choices, ", ".join(unknown))
+    a.report_to = [name for name in REPORTERS if name in a.report_to or "all" in a.report_to]
+    a.optim = OPTIMIZER_ALIASES.get(a.optim, a.optim)
+    if a.optim not in OPTIMIZERS:
+        names = ", ".join([*OPTIMIZERS, *OPTIMIZER_ALIASES])
+        judge.refuse("optim", "no such optimizer", f"optim: {names}")
+        a.optim = "adam"
+    if 0 < a.warmup_steps < 1 and a.warmup_ratio == 0:
+        a.warmup_steps, a.warmup_ratio = 0, a.warmup_steps
+    if not float(a.warmup_steps).is_integer():
+        reason = "expected whole steps, or a fraction of all steps without warmup_ratio"
+        judge.refuse("warmup_steps", reason, "warmup_ratio: 0.1")
+    a.warmup_steps = int(a.warmup_steps)
+    if a.warmup_steps > 0 and a.warmup_ratio > 0:
+        a.notes.append(
+            f"warmup_ratio {a.warmup_ratio} is not used: warmup_steps is {a.warmup_steps}"
+        )
+        a.warmup_ratio = 0.0
+    if a.lr_scheduler_type == "constant" and (a.warmup_steps or a.warmup_ratio):
+        a.notes.append("the schedule constant has no warm-up: constant_with_warmup has one")
+    a.per_device_eval_batch_size = a.per_device_eval_batch_size or a.per_device_train_batch_size
+    if a.eval_strategy == "steps":
+        a.eval_steps = a.eval_steps or a.logging_steps
+    if a.recompute_granularity == "full":
+        a.recompute_method = a.recompute_method or "uniform"
+        a.recompute_num_layers = a.recompute_num_layers or 1
+    if a.fp8:
+        a.fp8_recipe = a.fp8_recipe or "tensorwise"
+    tp = "tensor_model_parallel_size"
+    if a.sequence_parallel and a.tensor_model_parallel_size == 1 and tp not in judge.bad:
+        a.sequence_parallel = False
+        a.notes.append(f"sequence_parallel is switched off: {tp} is 1")
+    _normalise_layout(a, judge)
+
+
+def _normalise_layout(a: Any, judge: Judge) -> None:
+    key, vpp_key = "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"
+    pp = a.pipeline_model_parallel_size
+    if a.pipeline_model_parallel_layout is not None and judge.bad.isdisjoint(
+        {key, vpp_key, "pipeline_model_parallel_size"}
+    ):
+        layout = a.pipeline_model_parallel_layout.replace(" ", "")
+        if reason := layout_defect(layout, pp):
+            example = f"{key}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
+            judge.refuse(key, reason, example, layout)
+            layout = None
+        else:
+            stages = len(layout_stages(layout))
+            if a.virtual_pipeline_model_parallel_size not in (None, stages // pp):
+                reason = f"the layout has {stages} stages for {pp} pipeline ranks"
+                judge.refuse(vpp_key, reason, f"{vpp_key}: {stages // pp}")
+            a.virtual_pipeline_model_parallel_size = stages // pp
+        a.pipeline_model_parallel_layout = layout
+    if a.virtual_pipeline_model_parallel_size == 1:  # megatron's word for it is None
+        a.virtual_pipeline_model_parallel_size = None
+
+
+def check_world(a: Any, judge: Judge) -> None:
+    """The parallel degrees against the number of processes."""
+    degrees = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    )
+    world, product = a.world_size, a.model_parallel_size
+    if world % product == 0:
+        if judge.bad.isdisjoint(degrees):
+            _check_expert_world(a, judge)
+        return
+    fitting, rest = {}, world
+    for name in degrees:
+        fitting[name] = math.gcd(getattr(a, name), rest)
+        rest //= fitting[name]
+    sizes = " x ".join(f"{name.split('_')[0]} {getattr(a, name)}" for name in degrees)
+    lower = ", ".join(f"{k}: {size}" for k, size in fitting.items() if size != getattr(a, k))
+    first = next(name for name in degrees if getattr(a, name) > 1)
+    reason = f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
+    reason += f"{world}, is no multiple"
+    torchrun = f"torchrun --nproc_per_node {product}"
+    remedy = (
+        f"a multiple of {product} processes ({torchrun}; of plan and inspect --gpus {product}), "
+    )
+    remedy += f"or {lower}"
+    judge.refuse(" ".join([first, *degrees]), reason, remedy)
+
+
+def _check_expert_world(a: Any, judge: Judge) -> None:
+    """Experts are spread over all ranks of a pipeline stage, those of data and context too."""
+    key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
+    etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
+    stage = a.world_size // a.pipeline_model_parallel_size
+    if stage % (ep * etp):
+        fits = math.gcd(ep, max(1, stage // etp))
+        lower = f"{key}: {fits}" if stage % (fits * etp) == 0 else "expert_tensor_parallel_size: 1"
+        reason = f"the experts take {ep} x {etp} ranks (expert x expert tensor parallel), and a "
+        reason += f"pipeline stage has {stage}"
+        remedy = f"a multiple of {ep * etp} processes a stage, or {lower}"
+        judge.refuse(f"{key} expert_tensor_parallel_size", reason, remedy)
+
+
+def _resolve_batches(a: Any, judge: Judge) -> None:
+    given, total = a.gradient_accumulation_steps, a.global_batch_size
+    a.gradient_accumulation_steps = given or 1
+    sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"}
+    sizes |= {f"{name}_parallel_size" for name in ("context", "tensor_model", "pipeline_model")}
+    if total is None or not judge.bad.isdisjoint(sizes):
+        return
+    micro, dp = a.per_device_train_batch_size, a.data_parallel_size
+    unit = micro * dp
+    what = f"micro-batch {micro} (per_device_train_batch_size) x data parallel {dp}"
+    count = total // unit
+    if total % unit:
+        nearest = " or ".join(str(n * unit) for n in (count, count + 1) if n > 0)
+        reason = f"it is no multiple of {what} = {unit}"
+        judge.refuse("global_batch_size", reason, f"global_batch_size: {nearest}")
+        return
+    a.gradient_accumulation_steps = count
+    if given not in (None, count):
+        reason = f"global_batch_size {total} = {what} x {count}, not x {given}"
+        remedy = f"gradient_accumulation_steps left out or {count}, "
+        remedy += f"or global_batch_size: {unit * given}"
+        judge.refuse("gradient_accumulation_steps", reason, remedy, given)
+
+
+def _check_layout(a: Any, judge: Judge) -> None:
+    pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
+    check_virtual_stages(a, judge)
+    if vpp and a.gradient_accumulation_steps % pp:
+        keys = "gradient_accumulation_steps global_batch_size virtual_pipeline_model_parallel_size "
+        keys += "pipeline_model_parallel_size"
+        reason = f"with virtual stages micro-batches run in groups of {pp}, the pipeline's size"
+        judge.refuse(keys, reason, f"a multiple of {pp} micro-batches a step")
+    both = a.use_distributed_optimizer and a.overlap_grad_reduce
+    if a.overlap_param_gather and not both:
+        keys = "overlap_param_gather use_distributed_optimizer overlap_grad_reduce"
+        remedy = "use_distributed_optimizer: true and overlap_grad_reduce: true"
+        judge.refuse(keys, "it needs the distributed optimizer and overlap_grad_reduce", remedy)
+    if a.use_distributed_optimizer and not OPTIMIZERS[a.optim].distributed:
+        reason = "megatron's distributed optimizer knows Adam only"
+        remedy = "use_distributed_optimizer: false, or optim: adam"
+        judge.refuse("optim use_distributed_optimizer", reason, remedy)
+    halves = [key for key in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(a, key) == "bf16"]
+    if halves and (not OPTIMIZERS[a.optim].halves or a.optimizer_cpu_offload):
+        reason = "only Adam's moments on the GPU can be in bf16"
+        remedy = "fp32, or optim: adam and optimizer_cpu_offload: false"
+        judge.refuse(" ".join([*halves, "optim optimizer_cpu_offload"]), reason, remedy)
+    dispatcher, alltoall = "moe_token_dispatcher_type", "moe_token_dispatcher_type: alltoall"
+    if a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths:
+        reason = "it gathers rows of one length, and variable_seq_lengths lets them differ"
+        judge.refuse(f"{dispatcher} variable_seq_lengths", reason, alltoall)
+    if a.moe_shared_expert_overlap and a.moe_token_dispatcher_type != "alltoall":
+        reason = "shared experts run beside an all-to-all alone"
+        judge.refuse(f"moe_shared_expert_overlap {dispatcher}", reason, alltoall)
+    if a.moe_aux_loss_coeff and a.moe_router_load_balancing_type == "none":
+        keys = "moe_aux_loss_coeff moe_router_load_balancing_type"
+        reason = "moe_router_load_balancing_type is none, and it would weigh nothing"
+        judge.refuse(keys, reason, "moe_router_load_balancing_type: aux_loss")
+
+
+def check_virtual_stages(a: Any, judge: Judge) -> None:
+    """Virtual stages are those of a pipeline."""
+    if a.virtual_pipeline_model_parallel_size and a.pipeline_model_parallel_size == 1:
+        pp, vpp = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+        reason = f"virtual stages need a pipeline, and {pp} is 1"
+        remedy = f"{pp}: 2, or {vpp} left out"
+        judge.refuse(f"{vpp} {pp} pipeline_model_parallel_layout", reason, remedy)
+
+
+def _check_cadence(a: Any, judge: Judge) -> None:
+    if a.max_steps == 0:
+        judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
+    if a.profile_steps and 0 < a.max_steps < parse_steps(a.profile_steps)[0]:
+        remedy = f"profile_steps: {a.max_steps}"
+        judge.refuse("profile_steps", f"the run has {a.max_steps} steps", remedy)
+    if a.load_best_model_at_end:
+        _check_best_model(a, judge)
+    if a.early_stopping_patience is not None and a.eval_strategy == "no":
+        reason = "it counts evaluations, and eval_strategy is no"
+        remedy = "eval_strategy: steps, or early_stopping_patience left out"
+        judge.refuse("early_stopping_patience eval_strategy", reason, remedy)
+    for name in a.report_to:
+        package, extra = REPORTERS[name]
+        _check_installed("report_to", package, extra, judge, name)
+    if a.plot_loss:
+        _check_installed("plot_loss", "matplotlib", "plot", judge, True)
+
+
+def _check_best_model(a: Any, judge: Judge) -> None:
+    keys, evaluated = (
+        "load_best_model_at_end eval_strategy",
+        "each checkpoint must be evaluated, but",
+    )
+    if a.eval_strategy == "no":
+        remedy = "eval_strategy: steps and save_strategy: steps"
+        judge.refuse(keys, "without evaluation no checkpoint is the best one", remedy)
+    elif a.eval_strategy != a.save_strategy:
+        reason = f"{evaluated} eval_strategy is {a.eval_strategy} and save_strategy "
+        reason += a.save_strategy
+        judge.refuse(f"{keys} save_strategy", reason, f"save_strategy: {a.eval_strategy}")
+    elif a.eval_strategy == "steps" and a.save_steps % a.eval_steps:
+        reason = f"{evaluated} save_steps {a.save_steps} is no multiple of eval_steps "
+        remedy = f"eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}"
+        keys += " eval_steps save_steps logging_steps"
+        judge.refuse(keys, f"{reason}{a.eval_steps}", remedy)
+
+
+def _check_installed(key: str, package: str, extra: str, judge: Judge, value: Any) -> None:
+    if importlib.util.find_spec(package) is None:
+        remedy = f"pip install 'mca-lite[{extra}]', or {key} left out"
+        judge.refuse(key, f"it needs {package}, which is not installed", remedy, value)
+
+
+def _check_memory(a: Any, judge: Judge) -> None:
+    kinds = {"recompute_modules": "selective", **dict.fromkeys(_OF_FULL, "full")}
+    for key, kind in kinds.items():
+        if getattr(a, key) not in (None, False) and a.recompute_granularity != kind:
+            reason = f"it belongs to {kind} recomputation, and recompute_granularity is "
+            remedy = f"recompute_granularity: {kind}, or {key} left out"
+            judge.refuse(
+                f"{key} recompute_granularity", f"{reason}{a.recompute_granularity}", remedy
+            )
+    if not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES):
+        remedy = f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}"
+        judge.refuse("recompute_modules", "expected parts of a layer", remedy)
+    if a.distribute_saved_activations and a.sequence_parallel:
+        key, reason = "distribute_saved_activations", "the activations are shared already"
+        judge.refuse(
+            f"{key} sequence_parallel", f"with sequence_parallel {reason}", f"{key}: false"
+        )
+
+
+def _check_precision(a: Any, judge: Judge) -> None:
+    if a.bf16 and a.fp16:
+        judge.refuse("bf16 fp16", "fp16 is on too", "bf16: true and fp16: false")
+    if a.fp8 and not a.bf16:
+        reason = "Transformer Engine rounds bf16 tensors to 8 bits, and bf16 is false"
+        judge.refuse("fp8 bf16", reason, "bf16: true")
+    for key in ("fp8_recipe", "first_last_layers_bf16"):
+        if getattr(a, key) and not a.fp8:
+            remedy = f"fp8: hybrid, or {key} left out"
+            judge.refuse(f"{key} fp8", "fp8 is not set, and nothing is in 8 bits", remedy)
+    if a.first_last_layers_bf16 and a.fp8_recipe == "delayed":
+        reason = "the scales of fp8_recipe: delayed are kept for all layers together"
+        judge.refuse("first_last_layers_bf16 fp8_recipe", reason, "fp8_recipe: tensorwise")
+    if a.fp8_recipe == "delayed" and "layernorm" in (a.recompute_modules or ()):
+        reason = "fp8_recipe: delayed knows no norms that are computed again"
+        judge.refuse("recompute_modules fp8_recipe", reason, "fp8_recipe: tensorwise")
+    if a.min_loss_scale > a.initial_loss_scale:
+        reason = f"it is above initial_loss_scale, {a.initial_loss_scale}"
+        judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")
+
+
+def _check_additional_configs(a: Any, judge: Judge) -> None:
+    """additional_configs sets fields of megatron's config that nothing else decides."""
+    if not a.additional_configs or "additional_configs" in judge.bad:
+        return
+    from . import cpu
+
+    # before megatron-core, which takes seconds to import: only where its fields are named
+    cpu.apply()
+    from megatron.core.transformer import MLATransformerConfig
+
+    known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
+    own = {item.name for item in dataclasses.fields(a)}
+    for name, value in a.additional_configs.items():
+        near = difflib.get_close_matches(name, known, 1)
+        refused = None if name in FIELDS_OF_MEGATRON else unsupported(name, value)
+        if name in own:
+            reason, remedy = "it has a key of its own", f"{name}: {value}"
+        elif refused:
+            reason, remedy = refused
+        elif name in DERIVED_FIELDS.split():
+            reason, remedy = "it follows from other keys", f"{name} left out"
+        elif name in MODEL_FIELDS.split():
+            reason, remedy = "the model's config.json decides it", f"{name} left out"
+        elif name not in known:
+            reason = "it is no field of megatron's TransformerConfig"
+            remedy = near[0] if near else f"{name} left out"
+        else:
+            continue
+        judge.refuse("additional_configs", reason, remedy, value, f"additional_configs.{name}")
+
+
+# ---- the schedule of the learning rate
+
+# Hugging Face's names -> megatron's
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
+DECAY_TYPES = ("linear", "cosine", "exponential", "minus_sqrt")
+SCHEDULE_KWARGS: dict[str, Any] = {
+    "min_lr": float,
+    "min_lr_rate": float,
+    "num_decay_steps": int,
+    "num_stable_steps": int,
+    "decay_type": Literal[DECAY_TYPES],
+}
+# megatron's and other spellings -> Hugging Face's; of the first row, only without a stable phase
+OTHER_SPELLINGS = {
+    "lr_decay_steps": "num_decay_steps",
+    "wsd_decay_steps": "num_decay_steps",
+    "lr_wsd_decay_style": "decay_type",
+    "min_lr_ratio": "min_lr_rate",
+}
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """(first, last) of "10-12", or of "10". Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} are no steps, expected something like 10-12 or 10")
+    return first, last
+
+
+def check_schedule(a: Any, judge: Judge) -> None:
+    """lr_scheduler_type and its kwargs: names, types, limits; casts the kwargs in place."""
+    kind, wsd = a.lr_scheduler_type, a.lr_scheduler_type == "warmup_stable_decay"
+    if kind not in SCHEDULES:
+        remedy = f"lr_scheduler_type: {', '.join(SCHEDULES)}"
+        judge.refuse("lr_scheduler_type", "no such schedule", remedy)
+        return
+    given, values, before = dict(a.lr_scheduler_kwargs), {}, len(judge.problems)
+    # what they take is what every schedule here has
+    always = {"max_lr": a.learning_rate, "init_lr": 0, "warmup_type": "linear", "num_cycles": 0.5}
+
+    def refuse(name: str, reason: str, remedy: str) -> None:
+        key = "lr_scheduler_kwargs"
+        judge.refuse(key, reason, remedy, given.get(name), f"{key}.{name}")
+
+    for name, value in given.items():
+        key = OTHER_SPELLINGS.get(name, name)
+        if name in always:
+            if str(value) != str(always[name]) and not _equal(value, always[name]):
+                remedy = f"learning_rate: {value}" if name == "max_lr" else f"{name} left out"
+                refuse(name, f"it is {always[name]} in every schedule here", remedy)
+        elif wsd and name == "lr_decay_steps":
+            refuse(name, "a stable schedule ends with the run", "max_steps")
+        elif key in values:
+            refuse(name, f"{key} is given too, and means the same", "one of the two")
+        elif key not in SCHEDULE_KWARGS:
+            refuse(name, "no schedule takes it", f"any of {', '.join(SCHEDULE_KWARGS)}")
+        elif kind.startswith("constant") or (key in ("decay_type", "num_stable_steps") and not wsd):
+            refuse(name, f"it has no effect on lr_scheduler_type {kind}", "the key left out")
+        elif value is not None:
+            value = "minus_sqrt" if value == "1-sqrt" else value  # Hugging Face's name
+            try:
+                values[key] = cast(value, SCHEDULE_KWARGS[key])
+            except ValueError as error:
+                refuse(name, str(error), "0" if key != "decay_type" else ", ".join(DECAY_TYPES))
+    limits = {"min_lr": a.learning_rate, "min_lr_rate": 1.0}
+    for key, value in values.items():
+        if key != "decay_type" and not 0 <= value <= limits.get(key, value):
+            most = f" and at most {limits[key]}" if key in limits else ""
+            refuse(key, f"it must be at least 0{most}", f"{key}: 0")
+    if {"min_lr", "min_lr_rate"} <= set(values):
+        refuse("min_lr_rate", "min_lr is given too", "one of the two")
+    if wsd and not {"num_decay_steps", "num_stable_steps"} & set(values):
+        remedy = 'lr_scheduler_kwargs: {"num_decay_steps": 100}'
+        refuse("num_decay_steps", "the schedule must know when decay begins", remedy)
+    a.lr_scheduler_kwargs = values
+    fits = len(judge.problems) == before and judge.bad.isdisjoint({"max_steps", "warmup_steps"})
+    if fits and a.max_steps > 0:
+        _check_schedule_steps(a, schedule_steps(a, a.max_steps), judge)
+
+
+def _equal(value: Any, number: Any) -> bool:
+    try:
+        return float(value) == float(number)
+    except (TypeError, ValueError):
+        return False
+
+
+class ScheduleSteps(NamedTuple):
+    """Steps of warm-up, the step of the lowest rate, and steps of decay (None: all between)."""
+
+    warmup: int
+    end: int
+    decay: int | None
+
+
+def schedule_steps(a: Any, num_training_steps: int) -> ScheduleSteps:
+    """The steps of the schedule of TrainingArguments over so many optimizer steps."""
+    kwargs, warmup = a.lr_scheduler_kwargs or {}, warmup_steps(a, num_training_steps)
+    if a.lr_scheduler_type == "constant":
+        warmup = 0
+    stable, decay = kwargs.get("num_stable_steps"), kwargs.get("num_decay_steps")
+    if SCHEDULES[a.lr_scheduler_type] != "WSD":
+        return ScheduleSteps(warmup, num_training_steps if decay is None else decay, None)
+    end = num_training_steps
+    if stable is not None:
+        rest = max(num_training_steps - warmup - stable, 1)
+        end = warmup + stable + (rest if decay is None else decay)
+    if decay is None:
+        decay = max(end - warmup - (stable or 0), 1)
+    return ScheduleSteps(warmup, end, decay)
+
+
+def warmup_steps(a: Any, num_training_steps: int) -> int:
+    """Warm-up in steps, rounded up: warmup_steps, or the share warmup_ratio of all steps."""
+    share = a.warmup_ratio
+    if 0 < a.warmup_steps < 1:  # a share too, as in transformers 5
+        share = a.warmup_steps
+    elif a.warmup_steps:
+        return int(a.warmup_steps)
+    # a share leaves a step to decay in
+    return min(math.ceil(share * num_training_steps), max(num_training_steps - 1, 0))
+
+
+def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
+    warmup, end, decay = steps
+    if warmup >= end and SCHEDULES[a.lr_scheduler_type] != "constant":
+        reason = f"{warmup} warm-up steps leave nothing of the {end} steps to decay in"
+        judge.refuse("warmup_steps lr_scheduler_kwargs", reason, "warmup_ratio: 0.1", warmup)
+    elif decay is not None and not 0 <= decay <= end - warmup:
+        reason = f"it is not between 0 and the {end - warmup} steps that {warmup} warm-up steps "
+        reason += f"leave of {end}"
+        name = "lr_scheduler_kwargs.num_decay_steps"
+        judge.refuse("lr_scheduler_kwargs", reason, f"num_decay_steps: {end - warmup}", decay, name)
+
+
+def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
+    """schedule_steps() of a run of that length. ConfigError where they do not fit together."""
+    judge, steps = Judge(a), schedule_steps(a, num_training_steps)
+    _check_schedule_steps(a, steps, judge)
+    judge.close()
+    return steps
