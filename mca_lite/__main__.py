@@ -5,6 +5,8 @@
 import sys
 from importlib import import_module
 
+from .cli_errors import USER_ERROR, finish
+
 # name -> (module with a main(words) -> exit code, what it does)
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
@@ -18,22 +20,29 @@ COMMANDS = {
     "doctor": ("cli_doctor", "whether this machine is ready to train, with remedies"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
+_NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
 
 def main(words: list[str]) -> int:
-    """Run the command that the first word names; training where it names none -> exit code."""
-    if not words or words[0] in ("-h", "--help"):
-        print("python -m mca_lite <command> ...", "", sep="\n")
-        for name, (_, text) in COMMANDS.items():
-            print(f"  {name:10} {text}")
-        if not words:
-            return 0
-        print("\nThe keys of train:\n")
-    if words[0] in COMMANDS:
-        module, words = COMMANDS[words[0]][0], words[1:]
-    else:
-        module = "cli"
-    return import_module(f".{module}", __package__).main(words)
+    """Run the command that the first word names; training where it is no command -> exit code."""
+    name, *rest = words or ["--help"]
+    if name in ("-h", "--help"):
+        return finish(_list_commands)
+    if name.isidentifier() and name not in COMMANDS:
+        print(f"error: there is no command {name}: see --help", file=sys.stderr)
+        return USER_ERROR
+    if name not in COMMANDS:
+        name, rest = "train", words
+    if not rest and name not in _NEED_NO_WORDS:
+        rest = ["--help"]
+    return import_module(f".{COMMANDS[name][0]}", __package__).main(rest)
+
+
+def _list_commands() -> None:
+    print("python -m mca_lite <command> ...", "", sep="\n")
+    for name, (_, text) in COMMANDS.items():
+        print(f"  {name:10} {text}")
+    print("\nEach of them has --help; that of train lists all keys of a configuration.")
 
 
 if __name__ == "__main__":

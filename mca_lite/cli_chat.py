@@ -1,44 +1,51 @@
 """What was trained, spoken to in the terminal.
 
-python -m mca_lite chat MODEL [--before] [--base M] [options]
-    MODEL: the output_dir of a run, a model in Hugging Face's format, or an adapter's folder
-    --before: the model before training answers too, each with its own side of the conversation
-    --base M: that model, or the adapter's base, where MODEL does not say which, or it has moved
-In a session: /new begins another conversation, /system TEXT too, with this system message; /exit
-or Ctrl-D leaves, Ctrl-C ends an answer. Questions may come from a pipe, one a line.
+python -m mca_lite chat MODEL [options]
+    a session: /new begins another conversation, /system TEXT too, with this system message; /exit
+    or Ctrl-D leaves, Ctrl-C ends an answer. Questions may come from a pipe, one a line. With
+    --before each model has its own side of the conversation
 """
 
 import argparse
 import contextlib
 import sys
 
-from .cli_errors import finish, parser_of
+from .cli_errors import at_least, finish, has_colors, parser_of
 
 _THINK, _END_THINK = "<think>", "</think>"
 _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Talk as `argv` (None: the command line) says -> exit code."""
+def main(words: list[str]) -> int:
+    """Talk as the words say -> exit code."""
     parser = parser_of("chat", __doc__)
-    parser.add_argument("model", metavar="MODEL")
+    model = "the output_dir of a run, a model in Hugging Face's format, or an adapter's folder"
+    parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("--plain", action="store_true", help="go on with what is typed, as text")
-    add_options(parser)
-    return finish(_talk, parser.parse_args(argv))
+    add_options(parser, temperature=None)
+    return finish(_talk, parser.parse_args(words))
 
 
-def add_options(parser: argparse.ArgumentParser, temperature: float | None = None) -> None:
-    """The options of commands that generate, whose default temperature is given."""
+def add_options(parser: argparse.ArgumentParser, temperature: float | None) -> None:
+    """The options of commands that generate, whose default temperature is given (None: that of
+    generation_config.json)."""
     of_model = "as generation_config.json says"
     told = of_model if temperature is None else f"{temperature:g}"
+
+    def add(name: str, metavar: str, kind, text: str, default=None) -> None:
+        parser.add_argument(name, metavar=metavar, type=kind, help=text, default=default)
+
     parser.add_argument("--before", action="store_true", help="the model before training too")
-    parser.add_argument("--base", metavar="M", help="that model, or the base of an adapter")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=f"{of_model}, or 512")
-    parser.add_argument(
-        "--temperature", type=float, default=temperature, metavar="T", help=f"0: greedy ({told})"
-    )
-    parser.add_argument("--top-p", type=float, metavar="P", help=f"nucleus sampling ({of_model})")
-    parser.add_argument("--seed", type=int, metavar="N", help="of sampling")
+    add("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known")
+    add("--max-new-tokens", "N", at_least(1), f"the longest answer ({of_model}, or 512)")
+    add("--temperature", "T", at_least(0, float), f"0: greedy ({told})", temperature)
+    add("--top-p", "P", at_least(0, float), f"nucleus sampling ({of_model})")
+    add("--seed", "N", int, "of sampling")
+
+
+def printable(text: str) -> str:
+    """What a model says, which must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def decoding_of(options):
@@ -105,7 +112,7 @@ class _Speaker:
     def begin(self, system: str | None = None) -> None:
         """A new conversation; system: its system message, from here on."""
         self.system = self.system if system is None else system
-        self.messages = [_message("system", self.system)] if self.system else []
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def describe(self) -> str:
         model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
@@ -118,7 +125,7 @@ class _Speaker:
 
         from .generation import prompt_ids, stream
 
-        self.messages.append(_message("user", question))
+        self.messages.append({"role": "user", "content": question})
         try:
             prompt = prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
         except TemplateError as error:
@@ -128,11 +135,7 @@ class _Speaker:
         printer = _Printer(self.name, opened)
         stream(self.model, self.tokenizer, prompt, self.decoding, printer.write)
         printer.close()
-        self.messages.append(_message("assistant", printer.text))
-
-
-def _message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
+        self.messages.append({"role": "assistant", "content": printer.text})
 
 
 class _Printer:
@@ -142,7 +145,6 @@ class _Printer:
     def __init__(self, name: str, is_thinking: bool):
         self.text = f"{_THINK}\n" if is_thinking else ""
         self.is_thinking, self.has_thought, self.begins = is_thinking, False, True
-        self.is_terminal = sys.stdout.isatty()
         if name:
             self._print(f"{name + ':':9}", is_dim=True)
 
@@ -167,9 +169,8 @@ class _Printer:
         self._print(text, self.is_thinking)
 
     def _print(self, text: str, is_dim: bool) -> None:
-        # what a model says must not steer the terminal
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        if text and is_dim and self.is_terminal:
+        text = printable(text)
+        if text and is_dim and has_colors():
             text = f"\x1b[2m{text}\x1b[0m"
         print(text, end="", flush=True)
 

@@ -1,59 +1,51 @@
 """Weights between formats, on the CPU, in one process.
 
-python -m mca_lite convert SRC DST [--merge ADAPTER] [--verify]
+python -m mca_lite convert SRC DST [options]
     SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads
                                            (model_name_or_path: DST)
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
-    --merge: SRC a Hugging Face folder or hub name, ADAPTER the folder of a PEFT adapter of it, or
-             a checkpoint with adapters: DST becomes a Hugging Face folder with the adapter in its
-             weights
+    SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
+    or a checkpoint with adapters:         DST becomes a Hugging Face folder
 """
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from .args_values import refuse
 from .cli_errors import finish, parser_of
-from .constants import HF_CONFIG_NAME
+from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import check_can_write, is_of_mcore_adapter, read_json, why_mcore_adapters
 
 # what belongs to a model beside its weights and config.json
 _SIDE_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-    "*.model",
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*.jinja", "*.model", "generation_config.json", "*.py"),
 )
-_SIDE_FILES += ("generation_config.json", "*.py")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Convert as `argv` (None: the command line) says -> exit code. A leading word "convert" is
-    left out.
-    """
+def main(words: list[str]) -> int:
+    """Convert as the words say -> exit code."""
     parser = parser_of("convert", __doc__)
-    parser.add_argument("src")
-    parser.add_argument("dst")
+    parser.add_argument("src", metavar="SRC", help="what is converted")
+    parser.add_argument("dst", metavar="DST", help="a folder that is not there yet, or empty")
     parser.add_argument(
         "--merge", metavar="ADAPTER", help="put the adapter of this folder into the weights of SRC"
     )
     parser.add_argument(
         "--verify", action="store_true", help="load both and compare their logits in float32"
     )
-    parser.add_argument("--max-shard-size", default="5GB")
-    words = sys.argv[1:] if argv is None else argv
-    options = parser.parse_args(words[1:] if words[:1] == ["convert"] else words)
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)"
+    )
+    options = parser.parse_args(words)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
     return finish(_convert, options)
 
 
 def _convert(options) -> None:
     dst, size = Path(options.dst), options.max_shard_size
+    _refuse_full(dst)
     if options.merge is None:
         print(convert(options.src, dst, size))
     else:
@@ -65,27 +57,24 @@ def _convert(options) -> None:
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     """Write `src` in the other format into `dst` -> a line that says what was done.
 
-    ValueError where src is neither, is damaged, or dst holds something."""
+    ValueError where src is neither, or is damaged."""
+    from . import ckpt, ckpt_folder
+    from .ckpt_megatron import MegatronSnapshot
     from .weights_sources import resolve_folder
 
-    _refuse_full(dst)
-    from_checkpoint = (Path(src) / "manifest.json").is_file()
-    folder = Path(src) if from_checkpoint else resolve_folder(src)
-    if from_checkpoint:
-        _refuse_damage(folder)
-    elif other := why_mcore_adapters(folder):
-        refuse("SRC", src, *other)
-    models = _load(folder, _dtype_of(folder))
-    if from_checkpoint:
+    if (Path(src) / ckpt_folder.MANIFEST_NAME).is_file():
+        record = ckpt_folder.read_manifest(Path(src))
+        if refused := ckpt_folder.refusal(Path(src), record, "megatron", record["model"]):
+            raise ValueError(refused)
+        _refuse_damage(Path(src))
+        models = _load(Path(src))
         models.save_pretrained(dst, max_shard_size)
-        origin = models.config.name_or_path
-        _copy_side_files(
-            [folder] + ([Path(origin)] if origin and Path(origin).is_dir() else []), dst
-        )
+        _copy_side_files([Path(src), Path(models.config.name_or_path or src)], dst)
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
-    from . import ckpt
-    from .ckpt_megatron import MegatronSnapshot
-
+    folder = resolve_folder(src)
+    if other := why_mcore_adapters(folder):
+        refuse("SRC", src, *other)
+    models = _load(folder)
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
@@ -98,17 +87,13 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     says what was done.
 
     W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where
-    src is no such model, the adapter is damaged or of another model, or dst holds something."""
-    import torch
-
+    src is no such model, or the adapter is damaged or of another model."""
     from . import ckpt_folder, lora_files, weights_files
     from .model_config import load_hf_config
     from .weights_sources import SafetensorsSource
 
-    _refuse_full(dst)
     if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
-        if damage := ckpt_folder.damage(adapter, ckpt_folder.read_manifest(adapter)):
-            raise ValueError(f"{adapter} is damaged: {'; '.join(damage[:3])}")
+        _refuse_damage(adapter)
     base = SafetensorsSource(src)
     config = read_json(base.folder / HF_CONFIG_NAME)
     # from transformers: a config.json without the key means what the family does by default
@@ -118,8 +103,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     config["vocab_size"] = vocab_size or config["vocab_size"]
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
     weights_files.write_safetensors(tensors, dst, max_shard_size)
-    dtype = getattr(torch, _dtype_of(base.folder))
-    weights_files.write_hf_config(config, str(base.folder), dst, dtype)
+    weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
     _copy_side_files([adapter, base.folder], dst)
     return f"{src} with the adapter {adapter} in its weights is now {dst}"
 
@@ -134,7 +118,7 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     if adapter is not None:
         return _verify_merged(src, dst, adapter)
     one, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
-    models, hf = _load(Path(one), "float32").eval(), _hf_model(other)
+    models, hf = _load(Path(one), torch.float32).eval(), _hf_model(other)
     tokens = _tokens(models.config.vocab_size)
     with torch.no_grad():
         return _compare(models.gather_logits(models(tokens)), hf(tokens).logits, src, dst, 1e-4)
@@ -156,7 +140,7 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
     model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
     tokens = _tokens(vocab_size)
     # the merged weights are rounded to their dtype, each by up to half of its eps
-    eps = torch.finfo(getattr(torch, _dtype_of(Path(dst)))).eps
+    eps = torch.finfo(_dtype_of(Path(dst))).eps
     with torch.no_grad():
         return _compare(model(tokens).logits, merged(tokens).logits, src, dst, max(1e-4, 10 * eps))
 
@@ -189,38 +173,43 @@ def _refuse_full(dst: Path) -> None:
         raise ValueError(f"{dst} is not empty: name a folder that is not there yet")
 
 
-def _load(folder: Path, dtype: str):
-    """The model of a folder in either format, whole, on this process."""
+def _load(folder: Path, dtype=None):
+    """The model of a folder in either format, whole, on this process. dtype: None: its own."""
+    import torch
+
     from .args import TrainingArguments
     from .model import AutoModel
 
-    args = TrainingArguments(output_dir="unused", bf16=dtype == "bfloat16", fp16=dtype == "float16")
-    return AutoModel.from_pretrained(str(folder), args)
+    dtype = dtype or _dtype_of(folder)
+    half = dict(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    return AutoModel.from_pretrained(str(folder), TrainingArguments(output_dir="unused", **half))
 
 
-def _dtype_of(folder: Path) -> str:
-    """The dtype that a folder's config names: float32, bfloat16 or float16."""
-    mca = folder / "mca_config.json"
-    if mca.is_file() and not is_of_mcore_adapter(folder):
-        values = read_json(mca)
-        return "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
-    values = read_json(folder / HF_CONFIG_NAME)
-    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
+def _dtype_of(folder: Path):
+    """The torch.dtype that a folder's config names: float32, bfloat16 or float16."""
+    import torch
+
+    if (folder / MCA_CONFIG_NAME).is_file() and not is_of_mcore_adapter(folder):
+        values = read_json(folder / MCA_CONFIG_NAME)
+        name = "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
+    elif (folder / HF_CONFIG_NAME).is_file():
+        values = read_json(folder / HF_CONFIG_NAME)
+        name = values.get("dtype") or values.get("torch_dtype") or "float32"
+    else:
+        reason = f"it has no {HF_CONFIG_NAME}, and is no checkpoint"
+        refuse("SRC", str(folder), reason, "a folder in Hugging Face's format, or a checkpoint's")
+    if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"{folder}: dtype {dtype} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"
+            f"{folder}: dtype {name} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"
         )
-    return dtype
+    return getattr(torch, name)
 
 
 def _refuse_damage(folder: Path) -> None:
     from . import ckpt_folder
 
-    record = ckpt_folder.read_manifest(folder)
-    refused = ckpt_folder.refusal(folder, record, "megatron", record["model"])
-    damage = ckpt_folder.damage(folder, record)
-    if refused or damage:
-        raise ValueError(refused or f"{folder} is damaged: {'; '.join(damage[:3])}")
+    if damage := ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder)):
+        raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
 
 
 def _copy_side_files(sources: list[Path], dst: Path) -> None:

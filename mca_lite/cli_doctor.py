@@ -4,13 +4,14 @@ python -m mca_lite doctor [FOLDER | config.yaml key=value ...]
     versions, devices, nccl or gloo, Transformer Engine, compiler, shared memory, limits, the disk
     of FOLDER (the configuration's output_dir; else this folder), clocks, and the bandwidth of an
     all-reduce between two ranks that it starts; each problem with its remedy
+
 torchrun ... -m mca_lite doctor FOLDER
     the same on each machine, with the clocks and the bandwidth of all ranks
+
 Exit code: 0 where all is fine, 4 with warnings, 5 with problems that a run will meet; 1 and 2, as
 of every command, where it could not be done.
 """
 
-import argparse
 import configparser
 import importlib.metadata
 import multiprocessing
@@ -59,11 +60,10 @@ class Finding(NamedTuple):
         return f"{line}\n{'':27} -> {self.remedy}" if self.remedy else line
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Examine what `argv` (None: the command line) says -> exit code. Collective in a world."""
-    parser = parser_of("doctor", __doc__)
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    return finish(_doctor, parser.parse_args(argv).words)
+def main(words: list[str]) -> int:
+    """Examine what the words say -> exit code. Collective in a world."""
+    _, words = parser_of("doctor", __doc__).parse_known_args(words)
+    return finish(_doctor, words)
 
 
 def _doctor(words: list[str]) -> int:
@@ -75,7 +75,9 @@ def _doctor(words: list[str]) -> int:
 
 
 def _folder(words: list[str]) -> Path:
-    if len(words) < 2 and not "".join(words).endswith((".yaml", ".yml", ".json")):
+    """The folder that one word names; of other words the output_dir of their configuration."""
+    word = "".join(words)
+    if len(words) < 2 and not (word.startswith("--") or word.endswith((".yaml", ".yml", ".json"))):
         return Path(*words)
     from .args_run import parse_args
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from .files import describe_error
 from .watchdog import lost_a_rank
@@ -38,13 +39,42 @@ _MEMORY = ("MemoryError", "OutOfMemoryError")
 _REQUIRED = ("torch", "megatron", "transformers", "safetensors", "numpy", "yaml", "filelock")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong with an option as commands say what is wrong with a key."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"error: {message}: see --help\n")
+
+
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the text of a command's module. Options are whole words: what begins
-    like one may be a key of the configuration."""
-    form = argparse.RawTextHelpFormatter
-    return argparse.ArgumentParser(
-        prog=f"mca_lite {command}", description=doc, formatter_class=form, allow_abbrev=False
+    """A parser whose help is the text of a command's module, which says how it is used, and the
+    options. These are whole words: what begins like one may be a key of the configuration."""
+    return _Parser(
+        prog=f"python -m mca_lite {command}",
+        usage=argparse.SUPPRESS,
+        description=doc,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
     )
+
+
+def at_least(least: int, kind: type = int) -> Callable[[str], float]:
+    """The type of an option that is a number from `least` on, of this kind."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if value >= least:
+                return value
+        numbers = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"expected {numbers} of at least {least}, got {text!r}")
+
+    return read
+
+
+def has_colors() -> bool:
+    """Whether a command may print in colours: in a terminal, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def finish(work: Callable[..., int | None], *args) -> int:
@@ -57,8 +87,6 @@ def finish(work: Callable[..., int | None], *args) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _lost_reader():
-            return NOT_READ
         return end(error, None)
 
 
@@ -78,8 +106,10 @@ def end(error: Exception, output_dir: str | None) -> int:
     """Print why a run ends, once a machine where its ranks agree -> the exit code.
 
     output_dir: where a traceback is kept (None, or a folder that is not there or full: the
-    temporary folder). No collectives.
+    temporary folder; a reader such as `| head` may leave then). No collectives.
     """
+    if output_dir is None and isinstance(error, BrokenPipeError) and _lost_reader():
+        return NOT_READ
     kind = type(error).__name__
     is_lost = lost_a_rank(error) or kind == "RankFailed"
     text, code = user_words(error), getattr(error, "exit_code", USER_ERROR)

@@ -1,11 +1,10 @@
 """The answers of a trained model to the evaluation set, beside those that are expected.
 
-python -m mca_lite generate config.yaml [key=value ...] [--before] [options]
+python -m mca_lite generate config.yaml [key=value ...] [options]
     writes generations.jsonl into output_dir: prompt, answer, expected, exact_match of each sample
-    (the last answer of a conversation), and shows the first of them
-    --before:    the model before training answers too
-    --file F:    these prompts instead of eval_dataset or val_size: records as for training, with
-                 or without an answer, {"prompt": ...}, or a .txt file with one a line
+    (the last answer of a conversation), and shows the first of them. The prompts are those of
+    eval_dataset or val_size, or of --file: records as for training, with or without an answer,
+    {"prompt": ...}, or a .txt file with one a line
 """
 
 import copy
@@ -15,14 +14,15 @@ from typing import NamedTuple
 
 from .args_run import parse_args
 from .args_values import refuse
-from .cli_chat import add_options, decoding_of
-from .cli_errors import finish, parser_of
+from .cli_chat import add_options, decoding_of, printable
+from .cli_errors import at_least, finish, parser_of
 from .constants import GENERATIONS_NAME
 from .files import write_file
 from .objectives import OBJECTIVES
 
 _SHOWN, _MOST_CHARACTERS = 3, 100  # answers, and of each line
 _QUESTION = "mcaquestion"  # no template changes it
+_FILES = "--file prompts.jsonl, or prompts.txt: one a line"
 
 
 class _Sample(NamedTuple):
@@ -32,27 +32,23 @@ class _Sample(NamedTuple):
     expected: str | None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Generate as `argv` (None: the command line) says -> exit code."""
-    parser = parser_of("generate", __doc__)
-    parser.add_argument("--file", metavar="F")
-    parser.add_argument("--num", type=int, metavar="N", help="only the first N samples")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts (32)")
+def main(words: list[str]) -> int:
+    """Generate as the words say -> exit code."""
+    parser, number = parser_of("generate", __doc__), at_least(1)
+    parser.add_argument("--file", metavar="F", help="these prompts instead")
+    parser.add_argument("--num", type=number, metavar="N", help="only the first N samples")
+    parser.add_argument("--batch-size", type=number, default=32, metavar="N", help="prompts (32)")
     add_options(parser, temperature=0.0)
-    options, words = parser.parse_known_args(argv)
-    if not words:
-        parser.print_help()
-        return 0
+    options, words = parser.parse_known_args(words)
     return finish(_generate, words, options)
 
 
 def _generate(words: list[str], options) -> None:
-    from .generation import load_for_generation
-
     arguments = parse_args(words, needs_world=False)
     if options.file is not None and not Path(options.file).is_file():
-        reason = f"no such file (seen from {Path.cwd()})"
-        refuse("--file", options.file, reason, "--file prompts.jsonl, or prompts.txt: one a line")
+        refuse("--file", options.file, f"no such file (seen from {Path.cwd()})", _FILES)
+    from .generation import load_for_generation
+
     output_dir, decoding = Path(arguments.training.output_dir), decoding_of(options)
     model, tokenizer = load_for_generation(output_dir, options.base)
     samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
@@ -102,7 +98,7 @@ def _result(rows: list[dict]) -> str:
 
 
 def _line(text: str) -> str:
-    text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    text = printable(" ".join(text.split()))
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
@@ -174,4 +170,6 @@ def _of_file(file: str, tokenizer, data) -> list[_Sample]:
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         samples.append(_Sample(prompt_ids(tokenizer, messages, data.enable_thinking), expected))
+    if not samples:
+        refuse("--file", file, "it holds no record", _FILES)
     return samples

@@ -1,29 +1,25 @@
 """What a run will train on, and, with --check, all that it does before its first step.
 
-python -m mca_lite inspect config.yaml [key=value ...] [--samples N] [--html FILE]
+python -m mca_lite inspect config.yaml [key=value ...] [options]
     samples as the model reads them, trained tokens marked (in colour in a terminal, else in «»);
     records that are bad, truncated or without labels; duplicates, double BOS, turns without their
     end; lengths, and which samples lie in which row. Tokenised data is kept in cache_dir, where the
     run finds it. Large data: max_samples=10000. No weights here: train_from_scratch=true
-    --samples N: samples of each dataset (3)
-    --html FILE: the same, and more of it, as one page
 
 python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
     configuration, weights' names and shapes, adapters, data, schedule and what would be resumed;
     the tensors that each rank would hold and the batches of its first step. Nothing is written.
     Not tried: memory (`plan` says it), devices, messages between ranks
-    --gpus N: the ranks of the run (torchrun's, else 1)
 
 Exit code: 0, or 2 where the run would not begin: `error:` says why.
 """
 
 import os
-import sys
 from pathlib import Path
 
 from .args_run import parse_args
 from .args_values import refuse
-from .cli_errors import USER_ERROR, finish, parser_of
+from .cli_errors import USER_ERROR, at_least, finish, has_colors, parser_of
 from .cli_plan import planned_world
 from .files import write_file
 
@@ -31,50 +27,48 @@ _MAX_CHARS, _WIDTH = 1500, 60
 _TRAINED, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Inspect as `argv` (None: the command line) says -> exit code."""
-    parser = parser_of("inspect", __doc__)
-    parser.add_argument("--samples", type=int, default=3, metavar="N")
-    parser.add_argument("--html", metavar="FILE")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--gpus", type=int, metavar="N")
-    options, words = parser.parse_known_args(argv)
-    if not words:
-        parser.print_help()
-        return 0
+def main(words: list[str]) -> int:
+    """Inspect as the words say -> exit code."""
+    parser, ranks = parser_of("inspect", __doc__), os.environ.get("WORLD_SIZE", "1")
+    parser.add_argument(
+        "--samples", type=at_least(0), default=3, metavar="N", help="shown of each dataset (3)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="the same, and more of it, as one page")
+    parser.add_argument("--check", action="store_true", help="the dry run")
+    parser.add_argument(
+        "--gpus", type=at_least(1), default=ranks, metavar="N", help="ranks of the dry run (1)"
+    )
+    options, words = parser.parse_known_args(words)
     if os.environ.get("RANK", "0") != "0":
         return 0  # each rank would say the same of all
     return finish(_check if options.check else _inspect, words, options)
 
 
 def _check(words: list[str], options) -> None:
-    from .inspect_check import check
+    with planned_world(options.gpus):
+        arguments = _arguments(words)
+        from .inspect_check import check  # torch: seconds, and a typing error is told by now
 
-    if options.gpus is not None and options.gpus < 1:
-        raise ValueError(f"--gpus {options.gpus}: expected a number of ranks, such as 8")
-    with planned_world(options.gpus or int(os.environ.get("WORLD_SIZE", "1"))):
-        check(words, print)
+        check(arguments)
 
 
 def _inspect(words: list[str], options) -> int:
-    if options.samples < 0:
-        raise ValueError(f"--samples {options.samples}: expected a number of samples, such as 3")
+    plan, refused = _read(words)
     from .inspect_data import DataInspector
     from .inspect_html import page
 
-    plan, refused = _read(words)
     inspector = DataInspector(plan, options.samples)
     records, parts = inspector.records(), list(inspector.parts())
     report = [line for line in plan.data.report if not line.startswith("  first ")]
     stops = [f"a run would stop: {refused}"] if refused is not None else []
-    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print("\n".join(report))
     print("\nrecords: " + ", ".join(f"{count:,} {name}" for name, count in records.items()))
     for part in parts:
-        print("\n".join(_part_lines(part, is_coloured)))
+        print("\n".join(_part_lines(part, has_colors())))
     if options.html:
         title = next((word for word in words if word.endswith((".yaml", ".yml", ".json"))), "run")
-        write_file(Path(options.html), page(title, plan, stops + report, records, parts))
+        Path(options.html).parent.mkdir(parents=True, exist_ok=True)
+        write_file(options.html, page(title, plan, stops + report, records, parts))
         print(f"\nthe page is in {options.html}")
     for line in stops:
         print(f"\n{line}")
@@ -83,14 +77,12 @@ def _inspect(words: list[str], options) -> int:
 
 def _read(words: list[str]):
     """(run.Plan, why a run would stop at a record or None). Its other records are read then."""
-    from .run import make_plan
-
-    arguments = parse_args(words, needs_world=False)
+    arguments = _arguments(words)
     if arguments.data.streaming:
         reason, remedy = "every sample is looked at", "streaming=false max_samples=1000"
         refuse("streaming", True, reason, remedy)
-    for line in arguments.warnings:
-        print(f"note: {line}")
+    from .run import make_plan
+
     try:
         return make_plan(arguments), None
     except ValueError as error:
@@ -101,6 +93,14 @@ def _read(words: list[str]):
         except ValueError:
             raise error from None
         return plan, error
+
+
+def _arguments(words: list[str]):
+    """The RunArguments of the words, after their notes."""
+    arguments = parse_args(words, needs_world=False)
+    for line in arguments.warnings:
+        print(f"note: {line}")
+    return arguments
 
 
 # -- in the terminal

@@ -3,15 +3,17 @@
 torchrun --nproc_per_node N -m mca_lite parity config.yaml [key=value ...]
     losses, outputs of layers, logits and gradients by parameter, beside transformers' model in a
     higher precision on rank 0; the first part of the model that differs, and what it most likely
-    means
-On one rank python -m mca_lite parity does. A smaller step shows as much: global_batch_size=8
-cutoff_len=512. The model on rank 0 computes in float32 for a run in bf16, in float64 for one in
-float32, and once more in the run's own precision: what that changes is rounding. A layout may be
-three times as far off, plus 1e-4; of experts in bf16 one token may go elsewhere. Rank 0 needs 8
-bytes for each parameter of the whole model beside its part of the layout, and the activations of a
-micro-batch in float32, twice that for a run in float32; in host memory 4 bytes for each parameter.
-Dropout and multi-token prediction are off; adapters that would begin at 0 get small values. Nothing
-is written. Exit code: 0 where they agree, 3 where they differ.
+    means. One rank needs no torchrun: python -m mca_lite parity config.yaml
+
+A smaller step shows as much: global_batch_size=8 cutoff_len=512. The model on rank 0 computes in
+float32 for a run in bf16, in float64 for one in float32, and once more in the run's own precision:
+what that changes is rounding. A layout may be three times as far off, plus 1e-4; of experts in bf16
+one token may go elsewhere. Rank 0 needs 8 bytes for each parameter of the whole model beside its
+part of the layout, and the activations of a micro-batch in float32, twice that for a run in
+float32; in host memory 4 bytes for each parameter. Dropout and multi-token prediction are off;
+adapters that would begin at 0 get small values. Nothing is written.
+
+Exit code: 0 where they agree, 3 where they differ.
 """
 
 from . import world
@@ -38,13 +40,9 @@ _CAUSES = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compare as `argv` (None: the command line) says -> exit code, the same on every rank."""
-    parser = parser_of("parity", __doc__)
-    _, words = parser.parse_known_args(argv)
-    if not words:
-        parser.print_help()
-        return 0
+def main(words: list[str]) -> int:
+    """Compare as the words say -> exit code, the same on every rank."""
+    _, words = parser_of("parity", __doc__).parse_known_args(words)
     return finish(_compare, words)
 
 
@@ -85,13 +83,12 @@ def _table(rows) -> list[str]:
     groups: dict[str, list] = {}
     for row in gradients:
         groups.setdefault(row.group, []).append(row)
+    worst = sorted(gradients, key=_excess, reverse=True)[:_WORST]
     lines = [f"{'':52}{'size':>10}{'distance':>10}{'rounding':>10}{'bound':>10}"]
     lines += [_line(row, row.name) for row in rows if row.kind != "gradients"]
     lines.append(f"gradients: the worst of each kind, of {len(gradients)}")
     lines += [_line(max(of, key=_excess), f"{name} ({len(of)})") for name, of in groups.items()]
-    lines.append("the worst of all")
-    worst = sorted(gradients, key=_excess, reverse=True)[:_WORST]
-    return lines + [_line(row, row.name) for row in worst]
+    return [*lines, "the worst of all", *(_line(row, row.name) for row in worst)]
 
 
 def _excess(row) -> float:
@@ -105,12 +102,14 @@ def _line(row, name: str) -> str:
 
 
 def _verdict(rows, bf16: bool) -> list[str]:
-    wrong, gradients = ([r for r in rows if r.differs], [r for r in rows if r.kind == "gradients"])
-    blind, hint = max(row.bound for row in rows if row.kind == "outputs"), []
+    wrong = [row for row in rows if row.differs]
+    gradients = [row for row in rows if row.kind == "gradients"]
+    hint = []
     if bf16:
-        hint = [
-            f"rounding hides errors below {blind:.1e} of an output: bf16=false shows smaller ones"
-        ]
+        hidden = max(row.bound for row in rows if row.kind == "outputs")
+        hint.append(
+            f"rounding hides errors below {hidden:.1e} of an output: bf16=false shows smaller ones"
+        )
     if not wrong:
         return ["right: the layout computes what plain torch does, to rounding", *hint]
     first, words = wrong[0], wrong[0].name.split()
@@ -120,10 +119,10 @@ def _verdict(rows, bf16: bool) -> list[str]:
         cause = _CAUSES[words[-1] if words[-1] in _CAUSES else words[0]]
     elif wrong == gradients and max(shares) < 1.05 * min(shares):
         cause = f"every gradient is off by {shares[0]:.0%}: the mean over ranks or over tokens"
-    bad = sum(row.kind == "gradients" for row in wrong)
+    count = sum(row.differs for row in gradients)
     return [
         f"wrong: {first.name} differs first, by {first.distance:.1e} where rounding explains "
-        f"{first.bound:.1e}; {bad} of {len(gradients)} gradients differ",
+        f"{first.bound:.1e}; {count} of {len(gradients)} gradients differ",
         f"most likely: {cause}",
         *hint,
     ]

@@ -1,11 +1,9 @@
 """What a run will need, without weights and without a GPU.
 
-python -m mca_lite plan config.yaml [key=value ...] [--gpus N] [--memory G] [--gpu NAME]
-    memory of the fullest rank by its parts, steps, warm-up, checkpoints and their size;
-    --gpus N:   the ranks of the run (1), and with --memory the layouts of so many
-    --memory G: GiB of each GPU: whether the run fits, and the layouts that do, best first
-    --gpu NAME: H200, for the time of a step
-    --link B:   GB/s between GPUs, as `doctor` measures them: messages are counted then
+python -m mca_lite plan config.yaml [key=value ...] [options]
+    memory of the fullest rank by its parts, steps, warm-up, checkpoints and their size; with
+    --memory whether the run fits, and the layouts of --gpus ranks that do, best first
+
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
 
@@ -30,17 +28,16 @@ _NONE_FITS = "\nno layout fits: more GPUs, a lower cutoff_len or finetuning_type
 _LOCAL = ("transformer_impl=local", "fp8=null", "fp8_recipe=null", "first_last_layers_bf16=false")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Plan as `argv` (None: the command line) says -> exit code."""
+def main(words: list[str]) -> int:
+    """Plan as the words say -> exit code."""
     parser = parser_of("plan", __doc__)
-    parser.add_argument("--gpus", type=int, default=1, metavar="N")
-    parser.add_argument("--memory", type=float, metavar="G")
-    parser.add_argument("--gpu", choices=RATES)
-    parser.add_argument("--link", type=float, metavar="B")
-    options, words = parser.parse_known_args(argv)
-    if not words:
-        parser.print_help()
-        return 0
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks of the run (1)")
+    parser.add_argument("--memory", type=float, metavar="G", help="GiB of each GPU")
+    parser.add_argument("--gpu", choices=RATES, help="for the time of a step")
+    parser.add_argument(
+        "--link", type=float, metavar="B", help="GB/s between GPUs, as doctor says: for messages"
+    )
+    options, words = parser.parse_known_args(words)
     return finish(_plan, words, options)
 
 

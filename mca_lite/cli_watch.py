@@ -1,10 +1,8 @@
 """Runs as they train, beside each other in the terminal: curves and numbers of their logs.
 
-python -m mca_lite watch OUTPUT_DIR... [--every SECONDS] [--once]
-    reads the folders' logs alone: from another machine that sees them, and before they exist
-    --every: seconds from one frame to the next (2)
-    --once:  one frame; what is no terminal gets one too, without colours
-Leaves on Ctrl-C, and when all runs have ended.
+python -m mca_lite watch OUTPUT_DIR... [options]
+    reads the folders' logs alone: from another machine that sees them, and before they exist;
+    leaves on Ctrl-C, and when all runs have ended
 """
 
 import itertools
@@ -13,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .cli_errors import finish, parser_of
+from .cli_errors import at_least, finish, has_colors, parser_of
 from .log_read import RunFolder, format_duration, format_rate, smooth
 
 _WIDTH, _GAP, _CURVE_HEIGHT = 42, 2, 5  # of a run's column, in characters
@@ -35,22 +33,29 @@ _ROWS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Watch as `argv` (None: the command line) says -> exit code."""
+def main(words: list[str]) -> int:
+    """Watch as the words say -> exit code."""
     parser = parser_of("watch", __doc__)
-    parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
-    parser.add_argument("--once", action="store_true")
-    return finish(_watch, parser.parse_args(argv))
+    parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR", help="of a run")
+    seconds = at_least(0, float)
+    parser.add_argument(
+        "--every", type=seconds, default=2.0, metavar="SECONDS", help="a frame in so many (2)"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="one frame; what is no terminal gets one too"
+    )
+    return finish(_watch, parser.parse_args(words))
 
 
 def _watch(options) -> None:
-    runs, is_terminal = _runs(options.folders), sys.stdout.isatty()
+    runs, is_terminal = [RunFolder(folder) for folder in options.folders], sys.stdout.isatty()
+    # of output/* what holds other things is left out, unless there is nothing else
+    runs = [run for run in runs if run.may_hold_a_run()] or runs
     is_last = options.once or not is_terminal
     try:
         while True:
             size = shutil.get_terminal_size((100, 40))
-            lines = frame([run.read() for run in runs], size.columns, is_terminal)
+            lines = frame([run.read() for run in runs], size.columns, has_colors())
             if not is_last:  # from the top left; what an earlier frame left is cleared
                 lines = [f"{line}\033[K" for line in lines[: size.lines - 1]]
                 lines[0], lines[-1] = f"\033[H{lines[0]}", f"{lines[-1]}\033[J"
@@ -60,14 +65,6 @@ def _watch(options) -> None:
             time.sleep(max(0.1, options.every))
     except KeyboardInterrupt:  # the way to leave
         return
-
-
-def _runs(folders: list[str]) -> list[RunFolder]:
-    """The runs in folders, which may begin later. A folder that holds other things, as output/*
-    may name one, is left out, unless it is the only one."""
-    runs = [RunFolder(folder) for folder in folders]
-    found = [run for run in runs if run.may_hold_a_run()]
-    return found or runs
 
 
 def frame(runs: Sequence[RunFolder], columns: int, has_colors: bool = False) -> list[str]:
@@ -89,7 +86,7 @@ def _card(run: RunFolder, width: int, has_colors: bool) -> list[tuple[str, int]]
     state, lines = run.state(), []
 
     def add(text: str, code: int | None = None) -> None:
-        text = text[:width]
+        text = text if len(text) <= width else f"{text[: width - 3]}..."
         colored = f"\033[{code}m{text}\033[0m" if has_colors and code is not None else text
         lines.append((colored, len(text)))
 
@@ -104,7 +101,7 @@ def _card(run: RunFolder, width: int, has_colors: bool) -> list[tuple[str, int]]
         past = [value for _, value in run.points(key)]
         if past:
             head = f"{label:<15}{form(past[-1]):<13}"
-            add(head + curve(past, _WIDTH - len(head), 1)[0])
+            add(head + curve(past, max(0, width - len(head)), 1)[0])
     add(f"last line {format_duration(run.quiet_s())} ago", 2)
     return lines
 

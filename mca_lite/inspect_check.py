@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,15 +14,14 @@ import torch
 import transformers
 
 from . import ckpt_folder, lora
-from .args_rules_training import plan_schedule
-from .args_run import parse_args
+from .args_run import RunArguments
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
 from .data_batches import Collator, make_loader
 from .data_cache import cache_folder
 from .data_stream import TokenStream
 from .files import check_can_write
-from .log import format_summary
+from .log import format_summary, steps_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
 from .run import Plan, data_summary, make_plan
@@ -31,12 +30,9 @@ from .trainer_step import plan_batches, read_step
 _MAX_RANKS = 64
 
 
-def check(words: list[str], say: Callable[[str], None]) -> None:
-    """Say what a run of these words would begin with, in the world of WORLD_SIZE. What keeps it
-    from its first step is raised, as the run would raise it."""
-    arguments = parse_args(words)
-    for line in arguments.warnings:
-        say(f"note: {line}")
+def check(arguments: RunArguments) -> None:
+    """Print what a run would begin with, in the world of WORLD_SIZE. What keeps it from its first
+    step is raised, as the run would raise it."""
     cache = cache_folder(arguments.data)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
@@ -44,15 +40,13 @@ def check(words: list[str], say: Callable[[str], None]) -> None:
         plan = make_plan(arguments)
         if any(not path.is_symlink() for path in Path(folder, "tokens").glob("*")):
             check_can_write(cache, "cache_dir")  # the run would tokenise into it
-        for line in plan.data.report:
-            say(line)
-        say(format_summary({"model": _of_model(plan), "data": data_summary(plan)}))
+        print(*plan.data.report, sep="\n")
+        print(format_summary({"model": _of_model(plan), "data": data_summary(plan)}))
         if arguments.training.do_train:
-            say(format_summary({"steps": _of_steps(plan)}))
-            for line in _of_ranks(plan):
-                say(line)
+            print(format_summary({"steps": _of_steps(plan)}))
+            print(*_of_ranks(plan), sep="\n")
     first = "first step" if arguments.training.do_train else "evaluation"
-    say(f"\nok: nothing was written, and nothing keeps the run from its {first}")
+    print(f"\nok: nothing was written, and nothing keeps the run from its {first}")
 
 
 def _show_cache(cache: Path, folder: Path) -> None:
@@ -65,29 +59,26 @@ def _show_cache(cache: Path, folder: Path) -> None:
 
 
 def _of_model(plan: Plan) -> dict:
-    planned, keys = plan.model, plan.arguments.model
+    planned, config = plan.model, plan.model.config
     weights = "a checkpoint of this package"
     if planned.from_scratch:
         weights = "drawn from the seed"
     elif planned.source is not None:
         weights = f"{len(planned.source.names()):,} tensors, whose names and shapes fit"
-    config, second, adapters = planned.config, plan.second_model, None
-    if planned.adapters is not None:
-        adapters = f"rank {planned.adapters.rank} on {len(planned.adapters.modules)} modules"
     return {
-        "name": keys.model_name_or_path,
+        "name": plan.arguments.model.model_name_or_path,
         "type": getattr(config, "hf_model_type", None) or config.model_type,
         "weights": weights,
         "tokens": planned.vocab_size,
-        "adapters": adapters,
-        "reference": second and str(second.folder),
+        "reference": plan.second_model and str(plan.second_model.folder),
     }
 
 
 def _of_steps(plan: Plan) -> dict:
-    args, notes = plan.arguments.training, []
-    steps, of_epoch = plan.steps, plan.steps_per_epoch
-    asked, config = args.resume_from_checkpoint, plan.model.config
+    """What the run will say of its steps, and what it would resume. ValueError where that, or a new
+    run in output_dir, is refused."""
+    args, config, notes = plan.arguments.training, plan.model.config, []
+    asked = args.resume_from_checkpoint
     if asked in (None, False):
         ckpt_folder.check_new(args)
     else:
@@ -96,15 +87,10 @@ def _of_steps(plan: Plan) -> dict:
             kind, hf = "torch", config.to_dict()
         identity = ckpt_folder.model_identity(hf)
         ckpt_folder.choose(args, asked, kind, identity, notes.append)
-    return {
-        "global batch": f"{args.train_global_batch_size} = micro-batch {args.micro_batch_size} x "
-        f"accumulation {args.gradient_accumulation_steps} x data parallel "
-        f"{args.data_parallel_size}",
-        "steps": f"{steps:,}, {of_epoch:,} an epoch" if of_epoch else f"{steps:,} of a stream",
-        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, "
-        f"{plan_schedule(args, steps).warmup:,} steps of warm-up",
-        "resuming": "; ".join(notes) or "no",
-    }
+    trainer = _absent_trainer(plan, 0)
+    told = steps_summary(trainer, plan_batches(trainer, trainer.train_dataset, training=True))
+    del told["from step"]  # it is in the checkpoint, which is not read
+    return {**told, "resuming": "; ".join(notes) or "no"}
 
 
 # -- ranks that are not there
@@ -132,34 +118,40 @@ class _AbsentTorch(_Absent, TorchBackend):
     pass
 
 
-def first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
-    """The shapes [rows, tokens] of the first step's micro-batches, for each data parallel rank."""
-    kind = _AbsentMegatron if plan.arguments.backend.use_mca else _AbsentTorch
-    ranks = [kind(plan, number) for number in range(plan.arguments.training.data_parallel_size)]
-    shapes = [_first_batches_of(plan, rank) for rank in ranks]
-    for rank in ranks:  # some layouts want one length on all ranks, who ask each other
-        rank.at_least = max(length for of_rank in shapes for _, length in of_rank)
-    return [_first_batches_of(plan, rank) for rank in ranks]
-
-
-def _first_batches_of(plan: Plan, backend) -> list[tuple[int, int]]:
-    # the trainer's own code, without its constructor, which wants a model and the other ranks
+def _absent_trainer(plan: Plan, dp_rank: int):
+    """The trainer of a rank without its constructor, which wants a model and the other ranks."""
     trainer = object.__new__(plan.objective.trainer_class())
-    trainer.args, trainer.tokenizer, trainer.backend = backend.args, plan.tokenizer, backend
+    backend = _AbsentMegatron if plan.arguments.backend.use_mca else _AbsentTorch
+    trainer.args, trainer.backend = plan.arguments.training, backend(plan, dp_rank)
+    trainer.tokenizer, trainer.train_dataset = plan.tokenizer, plan.data.train
     trainer.shuffle = not plan.arguments.data.disable_shuffling
-    trainer.state = SimpleNamespace(global_step=0)
-    batches = plan_batches(trainer, plan.data.train, training=True)
-    collate = Collator(trainer._pad_token_id)
-    if isinstance(plan.data.train, TokenStream):
-        loader = plan.data.train.loader(collate, batches, None, num_workers=0, speaks=False)
+    trainer.state = SimpleNamespace(global_step=0, max_steps=plan.steps)
+    return trainer
+
+
+def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The shapes [rows, tokens] of the first step's micro-batches, for each data parallel rank."""
+    sizes = range(plan.arguments.training.data_parallel_size)
+    trainers = [_absent_trainer(plan, dp_rank) for dp_rank in sizes]
+    shapes = [_first_batches_of(trainer) for trainer in trainers]
+    for trainer in trainers:  # some layouts want one length on all ranks, who ask each other
+        trainer.backend.at_least = max(length for of_rank in shapes for _, length in of_rank)
+    return [_first_batches_of(trainer) for trainer in trainers]
+
+
+def _first_batches_of(trainer) -> list[tuple[int, int]]:
+    data, collate = trainer.train_dataset, Collator(trainer._pad_token_id)
+    batches = plan_batches(trainer, data, training=True)
+    if isinstance(data, TokenStream):
+        loader = data.loader(collate, batches, None, num_workers=0, speaks=False)
     else:
-        loader = make_loader(plan.data.train, collate, batches)
+        loader = make_loader(data, collate, batches)
     step = read_step(trainer, iter(loader), batches, 0)[0]
     return [tuple(batch["input_ids"].shape) for batch in step]
 
 
 def _of_ranks(plan: Plan) -> Iterator[str]:
-    args, shapes = plan.arguments.training, first_batches(plan)
+    args, shapes = plan.arguments.training, _first_batches(plan)
     stages, config = _stages(plan), plan.model.config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     # in megatron-core's order of ranks the first of these counts fastest

@@ -304,14 +304,15 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "activations": ", ".join(shared) or "whole on every rank",
             **_connections(args, parallel.device().type),
         },
-        "steps": _steps(trainer, plan),
+        "steps": steps_summary(trainer, plan),
     }
     if args.notes:
         sections["chosen"] = {str(i + 1): note for i, note in enumerate(args.notes)}
     return {**sections, **trainer.extra_summary}
 
 
-def _steps(trainer, plan) -> dict[str, str | int]:
+def steps_summary(trainer, plan) -> dict[str, str | int]:
+    """What the start summary says of the steps of a trainer, and of its BatchPlan."""
     args, state = trainer.args, trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
     warmup = plan_schedule(args, state.max_steps).warmup

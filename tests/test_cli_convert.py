@@ -34,13 +34,11 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path, family, dtype):
     source = tiny.save_model(tmp_path / "hf", family, dtype=dtype)
     (tmp_path / "hf" / "modeling_own.py").write_text("# code of the model's own\n")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    assert world.run(command, 1, ["convert", source, str(tmp_path / "mca"), "--verify"]) == [0]
+    assert world.run(command, 1, [source, str(tmp_path / "mca"), "--verify"]) == [0]
     assert (tmp_path / "mca" / "dist" / "metadata.json").is_file() and (
         tmp_path / "mca" / "mca_config.json"
     ).is_file()
-    assert world.run(
-        command, 1, ["convert", str(tmp_path / "mca"), str(tmp_path / "back"), "--verify"]
-    ) == [0]
+    assert world.run(command, 1, [str(tmp_path / "mca"), str(tmp_path / "back"), "--verify"]) == [0]
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
     for name in ("modeling_own.py", "tokenizer.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
@@ -54,7 +52,7 @@ def test_a_type_that_transformers_does_not_know_is_verified_too(tmp_path):
         .replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"')
     )
     (tmp_path / "hf/config.json").write_text(text)
-    assert world.run(command, 1, ["convert", source, str(tmp_path / "mca"), "--verify"]) == [0]
+    assert world.run(command, 1, [source, str(tmp_path / "mca"), "--verify"]) == [0]
     assert "kimi_k2" in text
 
 
@@ -71,12 +69,12 @@ def test_a_checkpoint_of_any_layout_becomes_the_model_that_training_exports(tmp_
     same(tensors(tmp_path / "out"), wanted)
     same(tensors(folder / "hf"), wanted)
     flip_bit(folder / "dist" / "__2_0.distcp")
-    assert world.run(command, 1, ["convert", str(folder), str(tmp_path / "again")]) == [2]
+    assert world.run(command, 1, [str(folder), str(tmp_path / "again")]) == [2]
 
 
 def test_training_starts_from_a_converted_checkpoint_as_from_the_model(tmp_path):
     source = tiny.save_model(tmp_path / "hf", "mistral")
-    world.run(command, 1, ["convert", source, str(tmp_path / "mca")])
+    world.run(command, 1, [source, str(tmp_path / "mca")])
     wanted = world.run(train, 2, source, str(tmp_path / "a"), steps=2, **TP2)
     assert world.run(train, 2, str(tmp_path / "mca"), str(tmp_path / "b"), steps=2, **TP2) == wanted
 
@@ -133,8 +131,8 @@ def test_a_folder_of_mcore_adapter_is_read_as_the_model_beside_its_configuration
     config = AutoConfig.from_pretrained(str(source), run.training)
     assert (config.num_layers, config.vocab_size) == (4, tiny.VOCAB)
     assert config.tensor_model_parallel_size == 1
-    assert world.run(command, 1, ["convert", str(source), str(tmp_path / "mca"), "--verify"]) == [0]
-    assert world.run(command, 1, ["convert", str(tmp_path / "mca"), str(tmp_path / "back")]) == [0]
+    assert world.run(command, 1, [str(source), str(tmp_path / "mca"), "--verify"]) == [0]
+    assert world.run(command, 1, [str(tmp_path / "mca"), str(tmp_path / "back")]) == [0]
     same(tensors(tmp_path / "back"), tensors(source))
 
 
@@ -153,4 +151,4 @@ def test_a_checkpoint_in_mcore_adapters_own_format_is_refused_with_its_export(
             call()
         (problem,) = error.value.problems
         assert "mcore_adapter's own format" in problem.reason and export in problem.suggestion
-    assert command(["convert", named, str(tmp_path / "dst")]) and export in capsys.readouterr().err
+    assert command([named, str(tmp_path / "dst")]) and export in capsys.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mca_lite
-from mca_lite import cli, cli_errors
+from mca_lite import __main__, cli, cli_errors
 from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.files import check_can_write, describe_error
 from tests.shared import tiny, world
@@ -267,8 +267,8 @@ def test_convert_ends_as_training_does(tmp_path, capsys):
 
     (tmp_path / "file").write_text("")
     (tmp_path / "model").mkdir()
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "file" / "x")]) == 2
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "new")]) == 2
+    assert main([str(tmp_path / "model"), str(tmp_path / "file" / "x")]) == 2
+    assert main([str(tmp_path / "model"), str(tmp_path / "new")]) == 2
     shown = capsys.readouterr().err
     assert shown.count("error: ") == 2 and "is no folder" in shown and "config.json" in shown
 
@@ -316,3 +316,44 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
 
     assert cli_errors.finish(work) == cli_errors.INTERRUPTED
     assert cli_errors.finish(lambda: None) == 0 and capsys.readouterr().err == ""
+
+
+def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys):
+    assert __main__.main(["doctr"]) == cli_errors.USER_ERROR
+    assert capsys.readouterr().err == "error: there is no command doctr: see --help\n"
+    assert __main__.main([]) == __main__.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(shown.count(f"\n  {name} ") == 2 for name in __main__.COMMANDS)
+    for name in __main__.COMMANDS.keys() - {"train", "doctor"}:
+        with pytest.raises(SystemExit, match="0"):
+            __main__.main([name])
+        assert f"python -m mca_lite {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["inspect", "inspect --check", "generate", "plan", "parity"])
+def test_a_wrong_key_is_told_before_torch_is_imported(words):
+    script = "import sys; from mca_lite.__main__ import main; code = main(sys.argv[1:])\n"
+    script += "assert 'torch' not in sys.modules; sys.exit(code)"
+    command = [sys.executable, "-c", script, *words.split(), "configs/sft.yaml", "learning_rat=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == cli_errors.USER_ERROR and "learning_rat" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kind, text", [(int, "0"), (int, "2.5"), (float, "nan"), (float, "x")])
+def test_an_option_that_is_no_such_number_is_refused_with_what_was_expected(kind, text, capsys):
+    parser = cli_errors.parser_of("any", "")
+    parser.add_argument("--number", type=cli_errors.at_least(1, kind))
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--number", text])
+    numbers = "a whole number" if kind is int else "a number"
+    said = f"error: argument --number: expected {numbers} of at least 1, got '{text}': see --help\n"
+    assert capsys.readouterr().err == said
+    assert parser.parse_args(["--number", "1"]).number == 1
+
+
+def test_colours_are_for_terminals_without_no_color(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert cli_errors.has_colors()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not cli_errors.has_colors()

@@ -124,6 +124,8 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
     assert code == 0 and "2 answers, and no expected ones" in out, error
     code, _, error, _ = generate(path, tmp_path, stage="pt")
     assert code == 2 and "its documents have no answers" in error
+    code, _, error, _ = generate(path, tmp_path, "--file", write(tmp_path, "empty.jsonl", []))
+    assert code == 2 and "empty.jsonl'\n    it holds no record" in error
 
 
 def test_the_question_is_told_from_the_rest_of_a_prompt():

@@ -155,6 +155,14 @@ def test_a_narrow_frame_has_them_below_each_other_and_color_takes_no_room(tmp_pa
     assert [re.sub(r"\033\[\d+m", "", line).rstrip() for line in colored] == frame(runs, 90)
 
 
+def test_a_narrow_frame_keeps_whole_curves_and_says_what_it_cuts(tmp_path):
+    losses = [4.0, 3.0, 1.0]
+    lines = frame([RunFolder(make_run(tmp_path / "a", losses, state="interrupted"))], 30)
+    assert lines[1] == "interrupted  step 30/100 30..."
+    [row] = [line for line in lines if line.startswith("loss ")]
+    assert row[28:] == curve(losses, 2, 1)[0]
+
+
 def test_curves_are_of_braille():
     # two columns of four dots: the value 0 is the lowest, 1 the highest, joined from below
     assert curve([0.0, 1.0], 1, 1) == [chr(0x2800 + 0x40 + 0x08 + 0x10 + 0x20 + 0x80)]

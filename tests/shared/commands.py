@@ -80,7 +80,7 @@ def keys_of(call, *args, **kwargs):
 def run_convert(words: list[str]) -> tuple[int, str, str]:
     from mca_lite.cli_convert import main
 
-    return ended(main, ["convert", *words])
+    return ended(main, words)
 
 
 def convert(*words) -> tuple[int, str, str]:
