@@ -5,8 +5,8 @@ The public names are imported when they are first used, so that `import mca_lite
 
 import sys
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -54,21 +54,15 @@ _MOVED = {"models", "training_args", "trainer.trainer", "trainer.utils"}
 _MOVED |= {"trainer.dpo_config", "trainer.dpo_trainer"}
 
 
-class _MovedModules:
+class _MovedModules(Loader):
     """Finds the modules of _MOVED, which hold the public names."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.removeprefix(f"{__name__}.") in _MOVED and name.startswith(f"{__name__}."):
-            return ModuleSpec(name, self)
-        return None
-
-    def create_module(self, spec) -> ModuleType:
-        module = ModuleType(spec.name, f"Public names of {__name__}, as mcore_adapter places them.")
-        vars(module)["__getattr__"] = __getattr__
-        return module
+        path = name.removeprefix(f"{__name__}.")
+        return ModuleSpec(name, self) if path in _MOVED and path != name else None
 
     def exec_module(self, module) -> None:
-        """Nothing is left to do: names are looked up when they are used."""
+        vars(module)["__getattr__"] = __getattr__
 
 
 sys.meta_path.append(_MovedModules())

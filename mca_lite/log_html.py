@@ -7,6 +7,7 @@ Curves are stretched SVGs with texts of HTML round them, so that they can be rea
 import html
 import json
 import math
+import operator
 import os
 import re
 import statistics
@@ -105,19 +106,19 @@ class _Curve(NamedTuple):
 def page(runs: Sequence[RunFolder]) -> str:
     """The page of one run, or of several beside each other, as HTML that is XML too."""
     named, title = _labels(runs), " and ".join(run.name for run in runs)
+    several = len(named) > 1
     if len(runs) > 2:
         title = f"{len(runs)} runs"
     drawn = time.strftime("%Y-%m-%d %H:%M:%S")
-    found = {name: figures(run) for name, run in named.items()}
     parts = [f"<h1>{esc(title)}</h1><p>Drawn on {drawn}.</p>"]
-    if len(named) == 1:
-        (figures_of_it,) = found.values()
-        parts.append(tiles((name, esc(text)) for name, text in figures_of_it.items()))
+    if several:
+        figures = {name: _figures(run) for name, run in named.items()}
+        parts.append(_section("The runs", _beside(figures)))
     else:
-        parts.append(_section("The runs", _beside(found)))
+        parts.append(tiles((name, esc(text)) for name, text in _figures(runs[0]).items()))
     parts.append(_cards("Curves", _charts(named)))
     for name, run in named.items():
-        of = f": {name}" if len(named) > 1 else ""
+        of = f": {name}" if several else ""
         parts.append(_section(f"Load of experts{of}", _loads(run)))
     parts.append(_section("Answers before and after", _samples(named)))
     facts = {name: run.summary.get("sections", {}) for name, run in named.items()}
@@ -128,10 +129,8 @@ def page(runs: Sequence[RunFolder]) -> str:
             tables.append(f"<h3>{esc(part.capitalize())}</h3>{table}")
     parts.append(_cards("The run as it began", tables))
     configs = {name: run.config() for name, run in named.items()}
-    if len(named) == 1:
-        parts.append(_section("Configuration", _beside(configs)))
-    else:
-        parts.append(_section("Keys that differ", _beside(configs, only_differing=True)))
+    heading = "Keys that differ" if several else "Configuration"
+    parts.append(_section(heading, _beside(configs, only_differing=several)))
     again = ""
     if any(run.state() == "running" for run in runs):
         again = "<meta http-equiv='refresh' content='30'/>"
@@ -158,7 +157,7 @@ def _labels(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
     return {os.path.relpath(path, common): run for path, run in zip(paths, runs, strict=True)}
 
 
-def figures(run: RunFolder) -> dict[str, str]:
+def _figures(run: RunFolder) -> dict[str, str]:
     """What a run's tiles say: its state, and where its log's numbers have come to."""
     out = {"state": run.state(), "step": f"{run.step:,}"}
     if run.max_steps is not None:
@@ -172,22 +171,17 @@ def figures(run: RunFolder) -> dict[str, str]:
     return out
 
 
-def number(value: Any) -> str:
+def _number(value: float) -> str:
     """A number of the log as the page writes it: four digits that count."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return str(value)
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _last(values: list[float]) -> float:
-    return values[-1]
-
-
+_last = operator.itemgetter(-1)
 # name -> key of the log, which of its values, how that is written
 _FIGURES = (
-    ("last loss", "loss", _last, number),
-    ("last eval_loss", "eval_loss", _last, number),
-    ("best eval_loss", "eval_loss", min, number),
+    ("last loss", "loss", _last, _number),
+    ("last eval_loss", "eval_loss", _last, _number),
+    ("best eval_loss", "eval_loss", min, _number),
     ("pairs ahead", "rewards/accuracies", _last, "{:.1%}".format),
     ("tokens", "consumed_tokens", _last, "{:,}".format),
     ("tokens/s, median", "tokens_per_second", statistics.median, format_rate),
@@ -205,10 +199,10 @@ def esc(text: Any) -> str:
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
     """Cards of (name, HTML) beside each other."""
-    cards = (
+    cards = "".join(
         f"<div class='card'><span>{esc(name)}</span><b>{body}</b></div>" for name, body in figures
     )
-    return f"<div class='tiles'>{''.join(cards)}</div>"
+    return f"<div class='tiles'>{cards}</div>"
 
 
 def _section(title: str, body: str) -> str:
@@ -367,7 +361,7 @@ def _chart(title: str, curves: list[_Curve]) -> str:
         if first <= step <= last and step == int(step):
             texts.append(f"<span class='x' style='left: {x(step) / 10:g}%'>{_short(step)}</span>")
     names = "".join(
-        f"<span class='c{c.color}'><i></i>{esc(c.name)} <b>{number(c.points[-1][1])}</b></span>"
+        f"<span class='c{c.color}'><i></i>{esc(c.name)} <b>{_number(c.points[-1][1])}</b></span>"
         for c in curves
         if c.name
     )
@@ -395,7 +389,7 @@ def _hits(curves: list[_Curve], x: Callable) -> str:
     at: dict[int, list[str]] = {}
     for curve in curves:
         for step, value in curve.points if curve.name else ():
-            at.setdefault(step, [f"step {step:,}"]).append(f"{curve.name} {number(value)}")
+            at.setdefault(step, [f"step {step:,}"]).append(f"{curve.name} {_number(value)}")
     steps, strips = sorted(at), []
     middles = [0.0, *((x(a) + x(b)) / 2 for a, b in zip(steps, steps[1:], strict=False)), 1000.0]
     for i, step in enumerate(steps):
@@ -411,7 +405,7 @@ def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """About _MOST_POINTS: of each stretch the least and the most, so that no spike is lost."""
     if len(points) <= _MOST_POINTS:
         return points
-    size, kept = -(-2 * len(points) // _MOST_POINTS), []
+    size, kept = math.ceil(2 * len(points) / _MOST_POINTS), []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
@@ -432,7 +426,7 @@ def _ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def _short(value: float) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):g}{unit}"
+    for least, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:g}{unit}"
     return f"{value:g}"

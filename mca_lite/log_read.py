@@ -53,7 +53,7 @@ def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
 
 def read_log(path: str) -> list[dict]:
     """Returns the records of a trainer_log.jsonl; a last line that a crash left unfinished is
-    passed over."""
+    passed over. ValueError where another line is no JSON."""
     records = []
     with open(path, encoding="utf-8") as file:
         lines = file.readlines()
@@ -163,17 +163,16 @@ class RunFolder:
     @property
     def seconds(self) -> float | None:
         """From the run's start, or its last resumption, to its last line."""
-        started = self.summary.get("started")
-        if started is None or self._log.changed_at is None:
+        if "started" not in self.summary or self._log.changed_at is None:
             return None
-        return self._log.changed_at - started
+        return self._log.changed_at - self.summary["started"]
 
     def quiet_s(self) -> float:
         """Since the last line, or since the start before there is one."""
         since = self._log.changed_at
         if not self.records:
             since = self.summary.get("started", since)
-        return time.time() - (time.time() if since is None else since)
+        return 0.0 if since is None else time.time() - since
 
     def eta_s(self) -> float | None:
         """The seconds left, where every step takes what the steps since the start took."""

@@ -60,8 +60,8 @@ class Row(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank tells of the step. index, places: of its outputs and its logits in the row;
-    losses: (sum, count) of each micro-batch."""
+    """What a rank tells the others of the step. index, places: where its outputs and its logits
+    stand in the row. losses: (sum, count) of each micro-batch."""
 
     replica: int
     index: torch.Tensor
@@ -158,7 +158,8 @@ class _Part:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
     def tell(self, batches: list[dict], losses: list[list[float]]) -> _Told:
-        """What the others need of this rank; the batches come from one of those that have them."""
+        """What the others need of this rank. Batches and losses come from one rank of those that
+        have the same."""
         if self.tp_rank > 0:
             losses = []
         if not losses or self.backend.context_parallel[1] > 0:
@@ -171,7 +172,8 @@ class _Part:
         return _Told(self.backend.dp_rank, index, self.places, on_cpu, losses)
 
     def outputs_and_logits(self, batch: dict) -> dict[str, torch.Tensor]:
-        """What no other rank tells. Collective over tensor-parallel ranks of the last stage."""
+        """This rank's share of the outputs and the logits, none of which another rank gives too.
+        Collective over tensor-parallel ranks of the last stage."""
         sent = self.outputs if self.tp_rank < len(self.cuts) else {}
         if not self.is_mca and self.backend.dp_rank == 0:
             return {**sent, "logits": _plain_logits(self.trainer, batch, self.places)}
@@ -185,7 +187,7 @@ class _Part:
 
 
 def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """(name, module, whether what it gets is meant, and not what it gives) of this rank."""
+    """(name, module, whether its input is compared and not its output) of this rank."""
     for chunk in models:
         if chunk.pre_process:
             yield "embedding", chunk.embedding, False
@@ -214,11 +216,11 @@ def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
 
 
 def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
-    """Let hooks put the first answer of each module there, [s, h] on the CPU, of the row that is
-    first on `axis`: recomputation and later micro-batches come after it."""
+    """Let hooks put the first output of each module into `outputs`, [s, h] on the CPU, of the row
+    that is first on `axis`: recomputation and later micro-batches come after it."""
 
-    def keep(name, module, args, answer=None):
-        value = args if answer is None else answer
+    def keep(name, module, args, output=None):
+        value = args if output is None else output
         value = value[0] if isinstance(value, tuple) else value
         if name not in outputs:
             outputs[name] = value.detach().select(axis, 0).to("cpu", copy=True)
