@@ -39,6 +39,8 @@ def main(words: list[str]) -> int:
         "--gpus", type=at_least(1), default=ranks, metavar="N", help="ranks of the dry run (1)"
     )
     options, words = parser.parse_known_args(words)
+    if options.check and options.html:
+        parser.error("--check has no page: leave out --html")
     if os.environ.get("RANK", "0") != "0":
         return 0  # each rank would say the same of all
     return finish(_check if options.check else _inspect, words, options)

@@ -124,8 +124,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     facts = {name: run.summary.get("sections", {}) for name, run in named.items()}
     tables = []
     for part in dict.fromkeys(part for sections in facts.values() for part in sections):
-        table = _beside({name: sections.get(part, {}) for name, sections in facts.items()})
-        if table:
+        if table := _beside({name: found.get(part, {}) for name, found in facts.items()}):
             tables.append(f"<h3>{esc(part.capitalize())}</h3>{table}")
     parts.append(_cards("The run as it began", tables))
     configs = {name: run.config() for name, run in named.items()}
@@ -241,9 +240,9 @@ def _samples(named: dict[str, RunFolder]) -> str:
     for name, run in named.items():
         for sample in run.samples():
             row = rows.setdefault(str(sample.get("prompt", "")), {})
-            told = {key: sample.get(key) for key in ("expected", "before")}
-            told[after[name]] = sample.get("answer")
-            row.update((key, str(text)) for key, text in told.items() if text is not None)
+            keys = {"expected": "expected", "before": "before", after[name]: "answer"}
+            told = {head: sample.get(key) for head, key in keys.items()}
+            row.update((head, str(text)) for head, text in told.items() if text is not None)
     if not rows:
         return ""
     heads = ["expected", "before", *after.values()]
