@@ -105,8 +105,9 @@ def _lost_reader() -> bool:
 def end(error: Exception, output_dir: str | None) -> int:
     """Print why a run ends, once a machine where its ranks agree -> the exit code.
 
-    output_dir: where a traceback is kept (None, or a folder that is not there or full: the
-    temporary folder; a reader such as `| head` may leave then). No collectives.
+    output_dir: where a traceback is kept; where it is None, not there or full the temporary folder
+    is taken. With None nothing is trained, and a reader that has left (`| head`) is no error. No
+    collectives.
     """
     if output_dir is None and isinstance(error, BrokenPipeError) and _lost_reader():
         return NOT_READ

@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR", help="of a run")
     seconds = at_least(0, float)
     parser.add_argument(
-        "--every", type=seconds, default=2.0, metavar="SECONDS", help="a frame in so many (2)"
+        "--every", type=seconds, default=2.0, metavar="SECONDS", help="to the next frame (2)"
     )
     parser.add_argument(
         "--once", action="store_true", help="one frame; what is no terminal gets one too"
