@@ -45,7 +45,6 @@ def main(words: list[str]) -> int:
 
 def _convert(options) -> None:
     dst, size = Path(options.dst), options.max_shard_size
-    _refuse_full(dst)
     if options.merge is None:
         print(convert(options.src, dst, size))
     else:
@@ -57,7 +56,8 @@ def _convert(options) -> None:
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     """Write `src` in the other format into `dst` -> a line that says what was done.
 
-    ValueError where src is neither, or is damaged."""
+    ValueError where dst holds something, or src is neither or is damaged."""
+    _refuse_full(dst)
     from . import ckpt, ckpt_folder
     from .ckpt_megatron import MegatronSnapshot
     from .weights_sources import resolve_folder
@@ -87,7 +87,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     says what was done.
 
     W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where
-    src is no such model, or the adapter is damaged or of another model."""
+    dst holds something, src is no such model, or the adapter is damaged or of another model."""
+    _refuse_full(dst)
     from . import ckpt_folder, lora_files, weights_files
     from .model_config import load_hf_config
     from .weights_sources import SafetensorsSource
