@@ -203,6 +203,9 @@ FOREIGN_VALUES = {
     ),
 }
 
+_OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
+_OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
+
 # What to say about keys that are no keys here although they read like some.
 HINTS = {
     "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size: "
@@ -223,6 +226,52 @@ HINTS = {
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_target",
     "lora_modules_to_save": "modules_to_save",
+    "rpo_alpha": "pref_ftx",
+    "max_prompt_length": "cutoff_len",
+    "max_completion_length": "cutoff_len",
+    "dataset_num_proc": "preprocessing_num_workers",
+    "chat_template_path": "chat_template",
+    "dataset_text_field": "dataset_dir: <a folder>, whose dataset_info.json has columns",
+    "packing_strategy": "packing",
+    "padding_free": "packing",
+    "eval_packing": "packing",
+    "eos_token": _OF_THE_TOKENIZER,
+    "pad_token": _OF_THE_TOKENIZER,
+    "disable_dropout": "hidden_dropout: 0, attention_dropout: 0",
+    "attn_implementation": "transformer_impl",
+    "load_in_4bit": "finetuning_type: lora, and bf16: true",
+    "load_in_8bit": "finetuning_type: lora, and bf16: true",
+    # transformers' run_clm.py
+    "train_file": "dataset",
+    "validation_file": "eval_dataset",
+    "validation_split_percentage": "val_size: 0.05",
+    "block_size": "cutoff_len",
+    "torch_dtype": "bf16: true",
+    "dtype": "bf16: true",
+    "max_train_samples": "max_samples",
+    "max_eval_samples": "max_samples",
+    "model_type": _OF_THE_MODEL,
+    "config_name": _OF_THE_MODEL,
+    "tokenizer_name": _OF_THE_TOKENIZER,
+    "dataset_config_name": "dataset_dir: <a folder>, whose dataset_info.json has subset",
+    # megatron's
+    "min_lr": "lr_scheduler_kwargs: {min_lr: 1e-6}",
+    "lr_decay_style": "lr_scheduler_type",
+    "lr_warmup_fraction": "warmup_ratio",
+    "lr_warmup_iters": "warmup_steps",
+    "seq_length": "cutoff_len",
+    "load": "model_name_or_path",
+    "save": "output_dir",
+    "data_path": "dataset",
+    "clip_grad": "max_grad_norm",
+    "log_interval": "logging_steps",
+    "recompute_activations": "recompute_granularity: selective",
+    "use_flash_attn": "transformer_impl",
+    "save_interval": "save_steps",
+    "eval_interval": "eval_steps",
+    "tokenizer_type": _OF_THE_TOKENIZER,
+    "num_layers": _OF_THE_MODEL,
+    "hidden_size": _OF_THE_MODEL,
     "max_seq_length": "cutoff_len",
 }
 

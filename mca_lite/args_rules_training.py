@@ -478,7 +478,8 @@ def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
     warmup, end, decay = steps
     if warmup >= end and SCHEDULES[a.lr_scheduler_type] != "constant":
         reason = f"{warmup} warm-up steps leave nothing of the {end} steps to decay in"
-        judge.refuse("warmup_steps lr_scheduler_kwargs", reason, "warmup_ratio: 0.1", warmup)
+        remedy = "warmup_steps: 0.1, a share of all steps"
+        judge.refuse("warmup_steps lr_scheduler_kwargs", reason, remedy, warmup)
     elif decay is not None and not 0 <= decay <= end - warmup:
         reason = f"it is not between 0 and the {end - warmup} steps that {warmup} warm-up steps "
         reason += f"leave of {end}"

@@ -114,3 +114,22 @@ def test_values_of_other_trainers_are_refused_with_the_reason():
 
 def test_what_a_hint_names_is_a_key():
     assert {hint.partition(":")[0] for hint in HINTS.values()} <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("block_size", "cutoff_len"),  # run_clm.py
+        ("validation_split_percentage", "val_size: 0.05"),
+        ("torch_dtype", "bf16: true"),
+        ("rpo_alpha", "pref_ftx"),  # TRL: the weight of the chosen answer's own loss
+        ("max_prompt_length", "cutoff_len"),
+        ("dataset_num_proc", "preprocessing_num_workers"),
+        ("save", "output_dir"),  # megatron
+        ("log_interval", "logging_steps"),
+    ],
+)
+def test_names_of_other_scripts_lead_to_the_key_that_means_the_same(name, wanted):
+    problems: list = []
+    own_keys({name: "1"}, problems)
+    assert [(problem.key, problem.suggestion) for problem in problems] == [(name, wanted)]

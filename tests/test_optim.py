@@ -243,8 +243,11 @@ def test_a_schedule_longer_than_the_run_is_refused_as_soon_as_its_length_is_know
     kind, warmup, kwargs, reason
 ):
     values = dict(lr_scheduler_type=kind, warmup_steps=warmup, lr_scheduler_kwargs=kwargs)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
         arguments(**values, max_steps=10)
+    if warmup == 10:  # what is advised is taken in place of it
+        assert "warmup_steps: 0.1" in str(caught.value)
+        arguments(**values | {"warmup_steps": 0.1}, max_steps=10)
     args = arguments(**values)
     with pytest.raises(ConfigError, match=reason):
         get_megatron_lr_scheduler(args, 10, optimizer())
