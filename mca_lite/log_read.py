@@ -124,7 +124,9 @@ class RunFolder:
         return self
 
     def may_hold_a_run(self) -> bool:
-        """False for a folder with files none of which is a run's."""
+        """False for a file, and for a folder with files none of which is a run's."""
+        if self.folder.is_file():
+            return False
         if not self.folder.is_dir() or not any(self.folder.iterdir()):
             return True
         return bool(self.summary or self.records or (self.folder / RUN_CONFIG_NAME).is_file())

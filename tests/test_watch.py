@@ -203,9 +203,11 @@ def test_a_folder_of_other_things_is_left_out_beside_runs(tmp_path, capsys, monk
     make_run(tmp_path / "first", [1.0])
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "tokens.bin").touch()
-    assert cli_watch.main(["first", "cache", "later"]) == 0
+    (tmp_path / "page.html").touch()
+    assert cli_watch.main(["first", "cache", "page.html", "later"]) == 0
     printed = capsys.readouterr().out
-    assert "first" in printed and "later" in printed and "cache" not in printed
+    assert "first" in printed and "later" in printed
+    assert "cache" not in printed and "page.html" not in printed
     assert cli_watch.main(["cache"]) == 0
     assert "cache" in capsys.readouterr().out
 
