@@ -155,12 +155,12 @@ def _of_file(file: str, tokenizer, data) -> list[_Sample]:
     from .data_records import FORMATS, detect_format
     from .generation import prompt_ids
 
-    spec, samples = DatasetSpec(file, [file]), []
+    spec, samples = DatasetSpec(file), []
     for where, record in read_records(file):
         record = {"prompt": record} if isinstance(record, str) else record
         form = "prompt"
         if not isinstance(record, dict) or record.keys() - {"system"} != {"prompt"}:
-            form = detect_format(record, spec, "sft", where)
+            form = detect_format(record, spec, OBJECTIVES["sft"], where)
         reader = FORMATS[form]
         messages = [*reader.prompt(record, spec, where), *reader.answer(record, spec, where)]
         expected = None

@@ -8,7 +8,7 @@ same and gets the same.
 
 import hashlib
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,13 @@ from .args_rules import check_named, check_records
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_batches import Turns
-from .data_cache import load_shard
-from .data_chat import set_chat_template
-from .data_encode import BAD, Encoder
-from .data_files import SIDES, DatasetSpec, plain_kind_of, resolve
+from .data_cache import Shard, load_shard, shifted
+from .data_chat import ChatRenderer, chat_renderer
+from .data_encode import BAD, Encoder, Reader
+from .data_files import SIDES, DatasetSpec, resolve
 from .data_packs import Packs
-from .data_shard import Shard, shifted
 from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
-from .objectives import objective_of
+from .objectives import Objective, objective_of
 
 _SHOWN_CHARS = 600  # of a sample, in the report
 
@@ -184,127 +183,7 @@ def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
     return rows
 
 
-# -- the front door ------------------------------------------------------------------------------
-
-
-@dataclass
-class DatasetBundle:
-    """What load_datasets returns. report: lines to print on one rank."""
-
-    train: TokenDataset | Packs | TokenStream | None
-    # a dict: of each name
-    eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
-    report: list[str] = field(default_factory=list)
-
-
-class _Loader:
-    """Turns dataset entries into datasets, and keeps the lines of the report."""
-
-    def __init__(self, data_args, stage: str, tokenizer):
-        self.args, self.stage, self.tokenizer = data_args, stage, tokenizer
-        self.objective = objective_of(stage)
-        self.report: list[str] = []
-
-    def load(self, entries: list[str]) -> TokenDataset:
-        shards = []
-        for encoder in self._encoders(entries):
-            shards.append(load_shard(encoder))
-            dataset = TokenDataset(shards[-1:])
-            self._describe(encoder.spec, shards[-1].meta, dataset)
-            if not len(dataset):
-                nothing = f"{encoder.spec.name}: no {self.objective.unit} is left to train on"
-                raise ValueError("\n".join([nothing, *self.report]))
-        return TokenDataset(shards)
-
-    def open_stream(self, entries: list[str], seed: int) -> TokenStream:
-        """The entries as a stream: only their first records are read now."""
-        encoders = self._encoders(entries)
-        for encoder in encoders:
-            self._describe_stream(encoder)
-        return TokenStream(encoders, self.args, _packs_samples(self.args, self.stage), seed)
-
-    def _encoders(self, entries: list[str]) -> list[Encoder]:
-        args = self.args
-        specs = resolve(entries, args.dataset_dir, self.stage)
-        return [Encoder(self.tokenizer, spec, self.stage, args) for spec in specs]
-
-    def pack(self, name: str, dataset: TokenDataset) -> Packs:
-        # each document may have cutoff_len tokens, and those of a sample go into one row
-        capacity = self.args.cutoff_len * dataset.documents_per_sample
-        packed = Packs(dataset, capacity)
-        self.report.append(
-            f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
-            f"{100 * packed.padding_fraction:.2f} % padding"
-        )
-        return packed
-
-    def _describe(self, spec: DatasetSpec, meta: dict, dataset: TokenDataset) -> None:
-        # The cache knows a file by its content: it may have had another name when it was written.
-        names = dict(zip(meta["sources"], spec.files, strict=True))
-
-        def renamed(line: str) -> str:
-            file = next((file for file in names if line.startswith(f"{file}:")), "")
-            return names.get(file, file) + line.removeprefix(file)
-
-        for source, file in names.items():
-            form = meta["formats"].get(source, "not read")
-            if self.objective.has_pairs and source in meta["formats"]:
-                form += "-chosen-rejected"
-            self.report.append(f"{file}: {form} records")
-        line = (
-            f"{spec.name}: {meta['records']:,} records -> {len(dataset):,} {self.objective.unit}s, "
-            f"{dataset.num_tokens:,} tokens"
-        )
-        if len(dataset):
-            share = 100 * dataset.num_trained_tokens / max(dataset.num_tokens, 1)
-            line += f" ({share:.1f} % trained), longest {dataset.lengths.max():,}"
-        self.report.append(line)
-        self.report += [f"  note: {note}" for note in spec.notes + meta["notes"]]
-        bad = {}
-        for what, count in meta["counts"].items():
-            if what.startswith(BAD):
-                bad[what.removeprefix(BAD)] = count
-                continue
-            first = renamed(meta["places"][what])
-            self.report.append(f"  warning: {count:,} {what}, the first at {first}")
-        if bad:
-            self.report.append(f"  warning: {sum(bad.values()):,} {BAD.removesuffix(': ')}")
-            self.report += [f"    {count:,}: {reason}" for reason, count in bad.items()]
-            self.report.append("  the first of them:")
-            self.report += [f"    {renamed(line)}" for line in meta["first_bad"]]
-        if len(dataset):
-            parts = SIDES if self.objective.has_pairs else ("sample",)
-            self._show(dict(zip(parts, dataset[0], strict=True)))
-
-    def _show(self, documents: dict[str, dict]) -> None:
-        for part, shown in documents.items():
-            text = show_document(shown, self.tokenizer)
-            self.report.append(f"  first {part}, trained tokens in «»: {text}")
-
-    def _describe_stream(self, encoder: Encoder) -> None:
-        spec = encoder.spec
-        formats: dict[str, str] = {}
-        records = itertools.islice(encoder.records(formats), CHUNK_RECORDS)
-        samples, _ = encoder.encode([record for record, _ in records])
-        size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-        self.report += [
-            f"{spec.files[0]}: {formats.get(spec.files[0], 'not read')} records",
-            f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read",
-            *(f"  note: {note}" for note in spec.notes + encoder.notes),
-        ]
-        whole = [f for f in spec.files if plain_kind_of(f) in (".json", ".csv")]
-        if whole:
-            note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
-            self.report.append(f"  note: {note}")
-        if samples:
-            _, [document] = samples[0]
-            self._show({"sample": shifted(*document)})
-
-
-def _packs_samples(data_args, stage: str) -> bool:
-    """Whether samples are packed into rows in which they do not see each other."""
-    may_pack = not objective_of(stage).joins_documents
-    return data_args.neat_packing or (may_pack and bool(data_args.packing))
+# -- what is said of them --------------------------------------------------------------------------
 
 
 def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
@@ -332,6 +211,86 @@ def show_document(document: dict, tokenizer) -> str:
     return repr(text)
 
 
+def _describe(
+    spec: DatasetSpec, shard: Shard, first: list[dict] | None, objective: Objective, tokenizer
+) -> list[str]:
+    """Lines for the report. first: the first sample, None where there is none."""
+    meta, lengths = shard.meta, shard.document_lengths.sum(axis=1)
+    # The cache knows a file by its content: it may have had another name when it was written.
+    names = dict(zip(meta["sources"], spec.files, strict=True))
+
+    def renamed(line: str) -> str:
+        file = next((file for file in names if line.startswith(f"{file}:")), "")
+        return names.get(file, file) + line.removeprefix(file)
+
+    lines = []
+    for source, file in names.items():
+        form = meta["formats"].get(source, "not read")
+        if objective.has_pairs and source in meta["formats"]:
+            form += "-chosen-rejected"
+        lines.append(f"{file}: {form} records")
+    line = f"{spec.name}: {meta['records']:,} records -> {len(lengths):,} {objective.unit}s, "
+    line += f"{lengths.sum():,} tokens"
+    if first is not None:
+        share = 100 * shard.learned.sum() / max(lengths.sum(), 1)
+        line += f" ({share:.1f} % trained), longest {lengths.max():,}"
+    lines += [line, *(f"  note: {note}" for note in spec.notes)]
+    bad = {}
+    for what, count in meta["counts"].items():
+        if what.startswith(BAD):
+            bad[what.removeprefix(BAD)] = count
+        else:
+            place = renamed(meta["places"][what])
+            lines.append(f"  warning: {count:,} {what}, the first at {place}")
+    if bad:
+        lines.append(f"  warning: {sum(bad.values()):,} {BAD.removesuffix(': ')}")
+        lines += [f"    {count:,}: {reason}" for reason, count in bad.items()]
+        lines.append("  the first of them:")
+        lines += [f"    {renamed(line)}" for line in meta["first_bad"]]
+    return lines + _show(first, tokenizer)
+
+
+def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
+    """Lines for the report, for which only the first records are read."""
+    records = itertools.islice(reader.records(), CHUNK_RECORDS)
+    samples, _ = encoder.encode([record for record, _ in records])
+    spec, first = reader.spec, next(iter(reader.spec.files))
+    size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
+    lines = [
+        f"{first}: {reader.formats.get(first, 'not read')} records",
+        f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read",
+        *(f"  note: {note}" for note in spec.notes),
+    ]
+    is_whole = (".json", ".csv", ".json.gz", ".csv.gz")
+    if whole := [file for file, kind in spec.files.items() if kind in is_whole]:
+        note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
+        lines.append(f"  note: {note}")
+    sample = [shifted(*document) for document in samples[0]] if samples else None
+    return lines + _show(sample, encoder.tokenizer)
+
+
+def _show(sample: list[dict] | None, tokenizer) -> list[str]:
+    """Lines with the text of each document."""
+    parts = SIDES if sample and len(sample) > 1 else ("sample",)
+    return [
+        f"  first {part}, trained tokens in «»: {show_document(document, tokenizer)}"
+        for part, document in zip(parts, sample or (), strict=False)
+    ]
+
+
+# -- the front door ------------------------------------------------------------------------------
+
+
+@dataclass
+class DatasetBundle:
+    """What load_datasets returns. report: lines to print on one rank."""
+
+    train: TokenDataset | Packs | TokenStream | None
+    # a dict: of each name
+    eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
+    report: list[str]
+
+
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with the lines that describe them.
 
@@ -341,41 +300,75 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     happens. The split of val_size and the mixing depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
-    judge = Judge(data_args)
+    objective, judge = objective_of(stage), Judge(data_args)
     check_named(data_args, judge)
-    check_records(data_args, objective_of(stage), judge)
+    check_records(data_args, objective, judge)
     judge.close()
-    loader, val_size = _Loader(data_args, stage, tokenizer), data_args.val_size
-    report, unit = loader.report, loader.objective.unit
-    if not loader.objective.joins_documents:
-        report += set_chat_template(tokenizer, data_args.chat_template, data_args.template)
-    found: dict[str, TokenDataset | Packs] = {}
-    stream, held_out = None, None
-    if data_args.dataset and data_args.streaming:
-        stream = loader.open_stream(data_args.dataset, seed)
-        if val_size:
-            held_out = stream.hold_out(val_size)
-            report.append(f"eval: {len(held_out):,} rows of the first {val_size:,} records")
-    elif data_args.dataset:
-        found["train"] = loader.load(data_args.dataset)
-        if val_size:
-            found["train"], found["eval"] = split_off(found["train"], val_size, seed)
-        found["train"], lines = mix(found["train"], data_args, seed)
-        report += lines
-    each = {}  # name of an evaluation set -> its key in `found`
-    if data_args.eval_dataset and data_args.eval_on_each_dataset:
-        each = {Path(name).stem: f"eval {name}" for name in data_args.eval_dataset}
-        found |= {f"eval {name}": loader.load([name]) for name in data_args.eval_dataset}
-    elif data_args.eval_dataset:
-        found["eval"] = loader.load(data_args.eval_dataset)
-    for name, dataset in found.items():
+    renderer: ChatRenderer | None = None
+    report: list[str] = []
+    if not objective.joins_documents:
+        renderer, report = chat_renderer(tokenizer, data_args)
+    specs = resolve(data_args.dataset, data_args, objective)
+    eval_specs = resolve(data_args.eval_dataset or [], data_args, objective)
+    encoder = Encoder(tokenizer, renderer, objective, data_args)
+    packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
+    bundle = DatasetBundle(None, None, report)
+    if specs and data_args.streaming:
+        readers = [Reader(spec, objective, data_args) for spec in specs]
+        report += [line for reader in readers for line in _describe_stream(reader, encoder)]
+        stream = bundle.train = TokenStream(readers, encoder, data_args, packs, seed)
+        if count := data_args.val_size:
+            bundle.eval = stream.hold_out(count)
+            report.append(f"eval: {len(bundle.eval):,} rows of the first {count:,} records")
+        specs = []
+    shards = []
+    for spec in (*specs, *eval_specs):
+        shard = load_shard(Reader(spec, objective, data_args), encoder, data_args)
+        first = shard[0] if len(shard) else None
+        report += _describe(spec, shard, first, objective, tokenizer)
+        if first is None:
+            nothing = f"{spec.name}: no {objective.unit} is left to train on"
+            raise ValueError("\n".join([nothing, *report]))
+        shards.append(shard)
+    sets, lines = _arranged(shards[: len(specs)], shards[len(specs) :], data_args, seed)
+    for name, dataset in sets.items():
         tokens = f"{dataset.num_tokens:,} tokens an epoch"
-        report.append(f"{name}: {len(dataset):,} {unit}s, {tokens}")
-    if _packs_samples(data_args, stage):
-        found = {name: loader.pack(name, dataset) for name, dataset in found.items()}
-    bundle = DatasetBundle(found.get("train", stream), held_out, report)
-    if each:
-        bundle.eval = {name: found[key] for name, key in each.items()}
-    elif "eval" in found:
-        bundle.eval = found["eval"]
+        lines.append(f"{name}: {len(dataset):,} {objective.unit}s, {tokens}")
+    if packs:
+        sets = {name: _packed(name, dataset, data_args, lines) for name, dataset in sets.items()}
+    report += lines
+    bundle.train = sets.pop("train", bundle.train)
+    bundle.eval = sets.get("eval", bundle.eval)
+    if data_args.eval_on_each_dataset:
+        bundle.eval = {Path(name.removeprefix("eval ")).stem: sets[name] for name in sets}
     return bundle
+
+
+def _arranged(
+    shards: list[Shard], eval_shards: list[Shard], data_args, seed: int
+) -> tuple[dict[str, TokenDataset], list[str]]:
+    """(the datasets of a run by their names, lines for the report): split and mixed."""
+    sets: dict[str, TokenDataset] = {}
+    lines: list[str] = []
+    if shards:
+        sets["train"] = TokenDataset(shards)
+        if data_args.val_size:
+            sets["train"], sets["eval"] = split_off(sets["train"], data_args.val_size, seed)
+        sets["train"], lines = mix(sets["train"], data_args, seed)
+    if data_args.eval_on_each_dataset:
+        each = zip(data_args.eval_dataset, eval_shards, strict=True)
+        sets |= {f"eval {name}": TokenDataset([shard]) for name, shard in each}
+    elif eval_shards:
+        sets["eval"] = TokenDataset(eval_shards)
+    return sets, lines
+
+
+def _packed(name: str, dataset: TokenDataset, data_args, lines: list[str]) -> Packs:
+    # each document may have cutoff_len tokens, and those of a sample go into one row
+    capacity = data_args.cutoff_len * dataset.documents_per_sample
+    packed = Packs(dataset, capacity)
+    lines.append(
+        f"{name}: packed into {len(packed):,} rows of at most {capacity:,} tokens, "
+        f"{100 * packed.padding_fraction:.2f} % padding"
+    )
+    return packed

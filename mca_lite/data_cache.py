@@ -1,12 +1,20 @@
 """The token cache: a shard for each dataset as it is tokenised, under a key of all that decides on
-its content.
+its content. A shard is a folder of files that are memory-mapped:
 
-One process of those that share the cache folder tokenises, the others wait: the operating system's
-lock, a temporary folder, one rename. Nothing here is collective: whoever sees the same file system
-takes part, from this machine or another.
+    ids.bin       int32, the tokens of all documents, one after another, not shifted
+    mask.bin      uint8, of each token whether it is learned; not there where all are
+    spans.bin     int64 [documents, 2], first and last token + 1 of each document
+    learned.bin   int64 [documents], labels of each that are not IGNORE_INDEX
+    meta.json     the report's facts, and size and CRC-32 of each of the other files
+
+A sample is `documents_per_sample` documents in turn. No rank holds the data, and all ranks of a
+machine share it. One process of those that share the cache folder tokenises, the others wait: the
+operating system's lock, a temporary folder, one rename. Nothing here is collective: whoever sees
+the same file system takes part, from this machine or another.
 """
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import inspect
@@ -18,26 +26,60 @@ import socket
 import sys
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+import zlib
 from pathlib import Path
 
+import numpy as np
 import psutil
 from filelock import FileLock, Timeout
 
-from . import data_chat, data_encode, data_files, data_records, data_shard
-from .data_encode import Encoder
-from .data_shard import Shard, damage, write_shard
-from .files import sync
+from . import data_chat, data_encode, data_files, data_records
+from .constants import IGNORE_INDEX
+from .data_encode import Encoder, Reader, Tally, encode_all, num_learned
+from .files import checksum, sync, write_json
 
 CACHE_FORMAT = 3
-CHUNK_RECORDS = 500  # records handed to the tokenizer at once
-PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
 POLL_S, SAY_EVERY_S = 0.2, 10.0  # of those who wait for another process
+_META = {"sources", "formats", "created", "checksums"}
+_META |= {field.name for field in dataclasses.fields(Tally)}
+_FILES = ("ids.bin", "mask.bin", "spans.bin", "learned.bin")
+_whole: set[tuple[Path, bytes]] = set()  # (folder, its meta.json) of what this process has checked
+
+
+def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
+    """The reader's dataset, from the cache or tokenised now: one process of those that share
+    cache_dir writes.
+
+    A shard in the cache that is damaged is tokenised anew, and one line says so; so is one that an
+    earlier run wrote, with overwrite_cache.
+    Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir
+    cannot be written.
+    """
+    name, cache_dir = reader.spec.name, cache_folder(data_args)
+    key, identity = _keys(reader, encoder, cache_dir)
+    folder = cache_dir / "tokens" / key
+
+    def build(temporary: Path, progress) -> None:
+        if folder.exists() and (found := damage(folder)):
+            print(f"{folder}: {found}: tokenising {name} anew", file=sys.stderr, flush=True)
+        parts = encode_all(reader, encoder, data_args.preprocessing_num_workers)
+        meta = {"sources": list(reader.spec.files), "formats": reader.formats}
+        row_length = data_args.cutoff_len + 1 if encoder.joins else None
+        write_shard(temporary, parts, meta, row_length, progress)
+
+    def is_good() -> bool:
+        if not folder.exists() or damage(folder):
+            return False
+        if not data_args.overwrite_cache:
+            return True
+        # what was written since this process began may be another rank's
+        created = json.loads((folder / "meta.json").read_text())["created"]
+        return created >= psutil.Process().create_time()
+
+    build_once(folder, build, f"tokenising {name}", is_good)
+    return Shard(folder, encoder.documents_per_sample, identity)
+
 
 # -- the key ---------------------------------------------------------------------------------------
 
@@ -48,15 +90,38 @@ def cache_folder(data_args) -> Path:
     return Path(named or "~/.cache/mca_lite").expanduser()
 
 
-def _sha256_of_file(path: Path, progress=None) -> str:
-    digest, done = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while block := file.read(8 << 20):
-            digest.update(block)
-            done += len(block)
-            if progress:
-                progress(f"{done / 2**30:.1f} GiB")
-    return digest.hexdigest()
+def tokenizer_identity(tokenizer) -> list:
+    """What names a tokenizer: it writes the same tokens as another one that has the same."""
+    if tokenizer.is_fast:
+        core = tokenizer.backend_tokenizer.to_str()
+    else:
+        core = json.dumps(sorted(tokenizer.get_vocab().items()))
+    special = sorted(map(str, tokenizer.special_tokens_map.items()))
+    return [type(tokenizer).__name__, core, tokenizer.chat_template, special]
+
+
+def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
+    """(the name of the shard's folder, what names the data in a checkpoint).
+
+    The first one changes with the code that tokenises, so that no shard is older than its code. The
+    second one does not: another comment in a module makes no other data, and a checkpoint that
+    lasts longer than this version has to go on.
+    """
+    spec, declared = reader.spec, ("formatting", "columns", "tags", "num_samples")
+    identity = {
+        "tokenizer": tokenizer_identity(encoder.tokenizer),
+        "options": {**encoder.options, "limit": reader.limit},
+        "declaration": {key: getattr(spec, key) for key in declared},
+        # the kind says how the file is read, the name only what it is called
+        "files": [
+            [kind, _content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()
+        ],
+    }
+    parts = (data_files, data_records, data_chat, data_encode, write_shard, _spans)
+    code = {"format": CACHE_FORMAT, "code": [inspect.getsource(part) for part in parts]}
+    facts = [json.dumps(of, sort_keys=True, default=str) for of in (identity | code, identity)]
+    key, name = (hashlib.sha256(text.encode()).hexdigest() for text in facts)
+    return key, name
 
 
 def _content_hash(path: Path, cache_dir: Path) -> str:
@@ -79,122 +144,17 @@ def _content_hash(path: Path, cache_dir: Path) -> str:
     return target.read_text()
 
 
-def tokenizer_identity(tokenizer) -> list:
-    if tokenizer.is_fast:
-        core = tokenizer.backend_tokenizer.to_str()
-    else:
-        core = json.dumps(sorted(tokenizer.get_vocab().items()))
-    special = sorted(map(str, tokenizer.special_tokens_map.items()))
-    return [type(tokenizer).__name__, core, tokenizer.chat_template, special]
+def _sha256_of_file(path: Path, progress=lambda text: None) -> str:
+    digest, done = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while block := file.read(8 << 20):
+            digest.update(block)
+            done += len(block)
+            progress(f"{done / 2**30:.1f} GiB")
+    return digest.hexdigest()
 
 
-def _keys(encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
-    """(the name of the shard's folder, what names the data in a checkpoint).
-
-    The first one changes with the code that tokenises, so that no shard is older than its code. The
-    second one does not: another comment in a module makes no other data, and a checkpoint that
-    lasts longer than this version has to go on.
-    """
-    spec = encoder.spec
-    identity = {
-        "tokenizer": tokenizer_identity(encoder.tokenizer),
-        "options": {**encoder.options(), "limit": encoder.limit},
-        "declaration": {
-            key: getattr(spec, key) for key in ("formatting", "columns", "tags", "num_samples")
-        },
-        # the suffix says how the file is read, the name only what it is called
-        "files": [
-            [how_it_is_read(file, encoder), _content_hash(Path(file), cache_dir)]
-            for file in spec.files
-        ],
-    }
-    modules = (data_files, data_records, data_chat, data_encode, data_shard)
-    code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
-    return _hash(identity | code), _hash(identity)
-
-
-def how_it_is_read(file: str, encoder: Encoder) -> str:
-    is_text = data_files.plain_kind_of(file) == ".txt"
-    is_whole = is_text and encoder.args.sample_by == "document"
-    return data_files.kind_of(file) + (" as a whole" if is_whole else "")
-
-
-def _hash(identity: dict) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-
-
-# -- tokenising ----------------------------------------------------------------------------------
-
-_worker_encoder: Encoder | None = None
-
-
-def _start_worker(encoder: Encoder) -> None:
-    global _worker_encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_encoder = encoder
-
-
-def _encode_in_worker(chunk):
-    return _worker_encoder.encode(chunk)
-
-
-def _chunks(records: Iterator) -> Iterator[list]:
-    while chunk := list(itertools.islice(records, CHUNK_RECORDS)):
-        yield chunk
-
-
-def _encoded_chunks(encoder: Encoder, chunks, workers: int | None):
-    """Encoded chunks in the order of the file, whatever the number of processes."""
-    if workers is None:
-        cpus = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cpus = len(os.sched_getaffinity(0))
-        head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
-        workers = 1 if len(head) * CHUNK_RECORDS < PARALLEL_FROM_RECORDS else min(8, cpus)
-        chunks = itertools.chain(head, chunks)
-    if workers <= 1:
-        yield from map(encoder.encode, chunks)
-        return
-    # spawn: forking a process that has started threads (torch, gloo, CUDA) may hang it
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
-    try:
-        waiting = deque(
-            pool.submit(_encode_in_worker, chunk) for chunk in itertools.islice(chunks, 2 * workers)
-        )
-        while waiting:
-            yield waiting.popleft().result()
-            waiting.extend(
-                pool.submit(_encode_in_worker, chunk) for chunk in itertools.islice(chunks, 1)
-            )
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a tokenising process died at its start or for lack of memory: a script that is not "
-            "guarded by `if __name__ == '__main__':` cannot start processes; set "
-            "preprocessing_num_workers to 1"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-# -- one process builds, the others wait ----------------------------------------------------------
-
-
-def _say(text: str) -> None:
-    # One line a machine is enough, whichever of its processes is the one at work.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
-
-
-def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(target.name + suffix)
-
-
-def _read(path: Path) -> str:
-    """The text of a file, "" where there is none."""
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
+# -- one process builds, the others wait -----------------------------------------------------------
 
 
 def build_once(target: Path, build, what: str, ready=None) -> None:
@@ -241,13 +201,6 @@ def _wait_for(lock: FileLock, target: Path, what: str) -> None:
             _say(f"waiting for {_read(_beside(target, '.progress')) or 'a process'}, {what}")
 
 
-def _not_writable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"the cache folder {folder} cannot be written ({error.strerror or error}): set cache_dir, "
-        "or the environment variable MCA_LITE_CACHE, to a folder that can, with room"
-    )
-
-
 def _build_and_rename(target: Path, build, what: str, ready) -> None:
     """Build beside the target, then rename. The caller holds the lock."""
     host, said = socket.gethostname(), time.monotonic()
@@ -265,8 +218,8 @@ def _build_and_rename(target: Path, build, what: str, ready) -> None:
             _say(f"{what}: {text}")
 
     try:
-        # Who left these is dead, since we hold the lock. Where locks do not reach other machines,
-        # theirs may be alive.
+        # The processes of this machine that left these are dead, since we hold the lock. Those of
+        # other machines may be alive, where locks do not reach them.
         for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
             _remove(left)
         write("starting")
@@ -289,10 +242,22 @@ def _build_and_rename(target: Path, build, what: str, ready) -> None:
         _remove(temporary)
 
 
-def _is_of(folder: Path, error: OSError) -> bool:
-    """Whether an error comes from writing to the folder, and not from reading data."""
-    is_inside = str(error.filename or "").startswith(str(folder))
-    return is_inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+def _say(text: str) -> None:
+    # One line a machine is enough, whichever of its processes is the one at work.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(target.name + suffix)
+
+
+def _read(path: Path) -> str:
+    """The text of a file, "" where there is none."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def _remove(path: Path) -> None:
@@ -300,42 +265,147 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# -- the front door --------------------------------------------------------------------------------
+def _is_of(folder: Path, error: OSError) -> bool:
+    """Whether an error comes from writing to the folder, and not from reading data."""
+    is_inside = str(error.filename or "").startswith(str(folder))
+    return is_inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def load_shard(encoder: Encoder) -> Shard:
-    """The encoder's dataset, from the cache or tokenised now: one process of those that share
-    cache_dir writes.
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"the cache folder {folder} cannot be written ({error.strerror or error}): set cache_dir, "
+        "or the environment variable MCA_LITE_CACHE, to a folder that can, with room"
+    )
 
-    A shard in the cache that is damaged is tokenised anew, and one line says so; so is one that an
-    earlier run wrote, with overwrite_cache.
-    Raises: ValueError with file and line, in every process that asks; ValueError where cache_dir
-    cannot be written.
+
+# -- a shard's files -------------------------------------------------------------------------------
+
+
+def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progress) -> None:
+    """Write a new folder with the documents of `parts`, which is on the disk when the call returns.
+
+    parts: what data_encode.encode_all yields. meta: "sources" and "formats" of the report, complete
+    when the parts are used up. row_length: join the documents and cut them into rows of so many
+    tokens (None: leave them); neighbours share the token at which they meet, as the last target of
+    one and the first input of the next. progress: is told how far it is.
     """
-    args, cache_dir = encoder.args, cache_folder(encoder.args)
-    name_of_folder, identity = _keys(encoder, cache_dir)
-    folder = cache_dir / "tokens" / name_of_folder
+    folder.mkdir()
+    checksums, lengths, learned, tally = {name: [0, 0] for name in _FILES}, [], [], Tally()
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in _FILES}
 
-    def build(temporary: Path, progress) -> None:
-        if folder.exists() and (found := damage(folder)):
-            print(f"{folder}: {found}: tokenising {name} anew", file=sys.stderr, flush=True)
-        formats = {}
-        records = encoder.records(formats, refuse_empty=True)
-        chunks = _chunks(record for record, _ in records)
-        meta = {"sources": encoder.spec.files, "formats": formats, "notes": encoder.notes}
-        row_length = args.cutoff_len + 1 if encoder.joins else None
-        parts = _encoded_chunks(encoder, chunks, args.preprocessing_num_workers)
-        write_shard(temporary, parts, meta, row_length, progress)
+        def write(name: str, array: np.ndarray) -> None:
+            data, (size, crc) = array.tobytes(), checksums[name]
+            files[name].write(data)
+            checksums[name] = [size + len(data), zlib.crc32(data, crc)]
 
-    def is_good() -> bool:
-        if not folder.exists() or damage(folder):
-            return False
-        if not args.overwrite_cache:
-            return True
-        # what was written since this process began may be another rank's
-        created = json.loads((folder / "meta.json").read_text())["created"]
-        return created >= psutil.Process().create_time()
+        for samples, tally in parts:
+            for ids, mask in itertools.chain(*samples):
+                write("ids.bin", ids)
+                if mask is not None:
+                    write("mask.bin", mask)
+                lengths.append(len(ids))
+                learned.append(num_learned(ids, mask))
+            progress(f"{tally.records:,} records, {checksums['ids.bin'][0] // 4:,} tokens")
+        spans = _spans(np.array(lengths, dtype=np.int64), row_length)
+        if row_length is not None:
+            learned = spans[:, 1] - spans[:, 0] - 1
+        write("spans.bin", spans)
+        write("learned.bin", np.array(learned, dtype=np.int64))
+    tally.check()
+    if checksums["mask.bin"][0] == 0:
+        (folder / "mask.bin").unlink()
+        del checksums["mask.bin"]
+    for name in checksums:
+        sync(folder / name)
+    meta = {**meta, **dataclasses.asdict(tally), "created": time.time(), "checksums": checksums}
+    write_json(folder / "meta.json", meta)
+    sync(folder)
 
-    name = encoder.spec.name
-    build_once(folder, build, f"tokenising {name}", is_good)
-    return Shard(folder, encoder.documents_per_sample, identity)
+
+def _spans(lengths: np.ndarray, row_length: int | None) -> np.ndarray:
+    """int64 [documents, 2]: where each begins and ends in the tokens of all; of rows of so many
+    tokens where they are joined."""
+    stops = lengths.cumsum()
+    starts = stops - lengths
+    if row_length is not None and len(stops):
+        starts = np.arange(0, stops[-1] - 1, row_length - 1)
+        stops = np.minimum(starts + row_length, stops[-1])
+    return np.stack([starts, stops], axis=1)
+
+
+def damage(folder: Path) -> str | None:
+    """What does not fit in a shard's folder, None for a whole one.
+
+    Sizes are compared at each call, checksums once in a process for each shard that was written.
+    """
+    try:
+        text = (folder / "meta.json").read_bytes()
+        meta = json.loads(text)
+        if not isinstance(meta, dict) or set(meta) != _META:
+            return "meta.json is not whole"
+        for name, (size, _) in meta["checksums"].items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes and had {size:,}"
+        if (folder, text) not in _whole:
+            for name, (_, crc) in meta["checksums"].items():
+                if checksum(folder / name)[1] != crc:
+                    return f"{name} has other content than was written"
+            _whole.add((folder, text))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({error})"
+    return None
+
+
+class Shard:
+    """Tokenised samples. `shard[r]` is sample r, a list of documents {"input_ids", "labels"}, int64
+    [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
+
+    document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
+    labels that are not IGNORE_INDEX. meta: the report's facts. identity: names the files, keys and
+    tokenizer that it was made from. The process that reads samples opens the maps.
+    """
+
+    def __init__(self, folder: Path, documents_per_sample: int, identity: str):
+        self.folder, self.identity = folder, identity
+        self.meta = json.loads((folder / "meta.json").read_text())
+        spans = np.fromfile(folder / "spans.bin", dtype=np.int64)
+        learned = np.fromfile(folder / "learned.bin", dtype=np.int64)
+        self.spans = spans.reshape(-1, documents_per_sample, 2)
+        self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1
+        self.learned = learned.reshape(-1, documents_per_sample).sum(axis=1)
+        self._maps = None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_maps": None}  # numpy would pickle a map as a copy of the file
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, row: int) -> list[dict]:
+        ids, mask = self.maps()
+        return [
+            shifted(ids[start:stop], None if mask is None else mask[start:stop])
+            for start, stop in self.spans[row]
+        ]
+
+    def maps(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """(tokens of all documents one after another, whether each is learned; None: all are)."""
+        if self._maps is None:
+            ids = np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
+            mask = None
+            if "mask.bin" in self.meta["checksums"]:
+                mask = np.memmap(self.folder / "mask.bin", dtype=np.uint8, mode="r")
+            self._maps = ids, mask
+        return self._maps
+
+
+def shifted(ids: np.ndarray, mask: np.ndarray | None) -> dict:
+    """{"input_ids", "labels"} int64 [n - 1] of n tokens; mask: 1 for those that are learned, None:
+    all are."""
+    tokens = np.array(ids, dtype=np.int64)
+    labels = tokens[1:].copy()
+    if mask is not None:
+        labels[mask[1:] == 0] = IGNORE_INDEX
+    return {"input_ids": tokens[:-1], "labels": labels}

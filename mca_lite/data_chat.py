@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from .chat_templates import BUILT_IN_FOR, TEMPLATES
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
 _QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
-RENDER_S = 30.0  # for the two of them: honest templates take milliseconds
+RENDER_S = 30.0  # at most, for these two: usual templates take milliseconds
 
 
 _TOOLS = """# Tools
@@ -60,59 +61,72 @@ class _Style:
 
 def _in_time(render: Callable):
     """What render() returns or raises, ValueError where it takes longer than RENDER_S."""
-    answers: list = []
+    answer: futures.Future = futures.Future()
 
     def work() -> None:
         try:
-            answers.append((render(), None))
+            answer.set_result(render())
         except Exception as error:
-            answers.append((None, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # it cannot be ended, and ends with us
-    thread.start()
-    thread.join(RENDER_S)
-    if not answers:
+    threading.Thread(target=work, daemon=True).start()  # it cannot be ended, and ends with us
+    try:
+        return answer.result(RENDER_S)
+    except futures.TimeoutError:
         raise ValueError(
             f"the chat template takes longer than {RENDER_S:.0f} s for one question and its "
             "answer: set another one in the tokenizer's folder"
+        ) from None
+
+
+def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
+    """(the renderer of a run, lines for the report), by the keys of DataArguments. In place, the
+    tokenizer gets the template that they name.
+
+    Raises: ConfigError for a file that cannot be read; ValueError for a tokenizer that cannot be
+    used, and for a template that does not end.
+    """
+    report = _set_template(tokenizer, data_args.chat_template, data_args.template)
+    renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
+    if renderer.options and "enable_thinking" not in str(tokenizer.chat_template):
+        report.append("note: the chat template does not read enable_thinking")
+    if not renderer.end_of_turn():
+        report.append(
+            "note: the chat template writes nothing after an answer: the model will not learn to "
+            "stop"
         )
-    value, error = answers[0]
-    if error is not None:
-        raise error
-    return value
+    return renderer, report
 
 
-def set_chat_template(tokenizer, chat_template: str | None, template: str | None) -> list[str]:
+def _set_template(tokenizer, chat_template: str | None, template: str | None) -> list[str]:
     """Give the tokenizer the template of the keys, in place -> lines for the report.
 
     chat_template: the name of a built-in one, a jinja text or a file, used before the tokenizer's
     own. template: a name of LLaMA-Factory's, whose built-in one is used where there is none.
-    Raises: ConfigError for a file that cannot be read.
     """
     if chat_template in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[chat_template]
-        line = f"chat template: the built-in {chat_template}"
+        text, name = TEMPLATES[chat_template], f"the built-in {chat_template}"
     elif chat_template and "{" in chat_template:
-        tokenizer.chat_template, line = chat_template, "chat template: the text of chat_template"
+        text, name = chat_template, "the text of chat_template"
     elif chat_template:
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            text, name = Path(chat_template).read_text(encoding="utf-8"), chat_template
         except (OSError, UnicodeDecodeError) as error:
             names = f"one of {', '.join(TEMPLATES)}, or the file of a jinja template"
             refuse("chat_template", chat_template, f"it cannot be read: {error}", names)
-        line = f"chat template: {chat_template}"
     elif template and tokenizer.chat_template:
         return [f"template {template}: the tokenizer's own chat template is used"]
     elif template in BUILT_IN_FOR:
-        tokenizer.chat_template = TEMPLATES[BUILT_IN_FOR[template]]
-        line = f"chat template: the built-in {BUILT_IN_FOR[template]}, for template {template}"
+        built_in = BUILT_IN_FOR[template]
+        text, name = TEMPLATES[built_in], f"the built-in {built_in}, for template {template}"
     else:
         return []
+    tokenizer.chat_template = text
     vocabulary = tokenizer.get_vocab()
-    marks = dict.fromkeys(re.findall(r"<[|｜][^<>]*[|｜]>|<\w+_of_turn>", tokenizer.chat_template))
+    marks = dict.fromkeys(re.findall(r"<[|｜][^<>]*[|｜]>|<\w+_of_turn>", text))
     if lacks := [mark for mark in marks if mark not in vocabulary]:
-        line += f"; the tokenizer has no token {', '.join(lacks)}: add_special_tokens adds them"
-    return [line]
+        name += f"; the tokenizer has no token {', '.join(lacks)}: add_special_tokens adds them"
+    return [f"chat template: {name}"]
 
 
 class ChatRenderer:
@@ -191,15 +205,27 @@ class ChatRenderer:
         self, messages: list[dict], tools: list | None, first: int, template: str, where: str
     ) -> tuple[str, list]:
         """(text, spans) of messages, of which the turns from number `first` on are trained."""
-        style = self._style(template)
+        style, text = self._style(template), ""
+        spans: list = []
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [n for n in turns if n >= first]
         if _GENERATION_MARK.search(template):
-            text, spans = self._by_marks(messages, tools, template, style, first)
-        else:
-            text, spans = self._render(messages, tools), []
-        spans = spans or self._by_difference(text, messages, tools, style, first)
-        spans = spans or self._by_markers(text, messages, tools, style, first)
+            text, spans = self._said_by_template(messages, tools, template, style)
+            if len(spans) == len(turns):
+                spans = spans[-len(trained) :]
+            elif first:
+                history = os.path.commonprefix([text, self._render(messages[:first], tools)])
+                later = [span for span in spans if span[0] >= len(history)]
+                spans = later or spans[-len(trained) :]
+        text = text or self._render(messages, tools)
+        spans = spans or self._said_after_prompts(text, messages, tools, trained, style)
+        spans = spans or self._said_between(text, messages, tools, style)[-len(trained) :]
         if not spans:
-            raise ValueError(f"{where}: {self._what_differs(text, messages, tools)}")
+            raise ValueError(
+                f"{where}: cannot tell which part of the rendered conversation the assistant says; "
+                f"{self._what_differs(text, messages, tools)}; put {{% generation %}} and "
+                "{% endgeneration %} round it in the chat template, or set train_on_prompt: true"
+            )
         return text, spans
 
     def end_of_turn(self) -> str:
@@ -249,10 +275,9 @@ class ChatRenderer:
         start, minus_length = min(ends)  # of those that begin there the longest
         return tail[: start - minus_length]
 
-    def _by_marks(
-        self, messages, tools, template: str, style: _Style, first: int
-    ) -> tuple[str, list]:
-        """The template's own {% generation %} marks, made to end after the end-of-turn token."""
+    def _said_by_template(self, messages, tools, template: str, style: _Style) -> tuple[str, list]:
+        """(text, the spans of the template's own {% generation %} marks, made to end after the
+        end-of-turn token)."""
         # apply_chat_template would map the marks to tokens itself, one conversation at a time, and
         # a mark that ends in white space which the tokenizer drops would reach to the end of the
         # text.
@@ -274,22 +299,15 @@ class ChatRenderer:
                 elif text.startswith(style.closing, end):
                     end += len(style.closing)
             spans.append((start, end))
-        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = sum(n >= first for n in turns)
-        if len(spans) == len(turns):
-            spans = spans[-trained:]
-        elif first:
-            history = os.path.commonprefix([text, self._render(messages[:first], tools)])
-            spans = [span for span in spans if span[0] >= len(history)] or spans[-trained:]
         return text, spans
 
-    def _by_difference(self, text: str, messages, tools, style: _Style, first: int) -> list:
-        """Renders the conversation up to each turn, and up to and with it. [] where the whole
-        begins otherwise."""
+    def _said_after_prompts(
+        self, text: str, messages, tools, trained: list[int], style: _Style
+    ) -> list:
+        """Renders the conversation up to each trained turn, and up to and with it. [] where the
+        whole begins otherwise."""
         spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or number < first:
-                continue
+        for number in trained:
             try:
                 before = self._prompt(text, messages[:number], tools, style)
                 until = self._render(messages[: number + 1], tools)
@@ -307,8 +325,9 @@ class ChatRenderer:
                 turn = turn.rstrip()
             kept = _longest_end(turn, text, start)
             # the answer without its thinking, the names of called functions
-            said = [message.get("content", "").rpartition("</think>")[2].strip()]
-            said += [call["function"]["name"] for call in message.get("tool_calls", ())]
+            answer = messages[number]
+            said = [answer.get("content", "").rpartition("</think>")[2].strip()]
+            said += [call["function"]["name"] for call in answer.get("tool_calls", ())]
             if not kept.endswith(style.closing) or not all(part in kept for part in said):
                 return []
             spans.append((start, start + len(kept)))
@@ -324,10 +343,10 @@ class ChatRenderer:
             return self._render(messages, tools, style.prompted, options={})
         return prompt
 
-    def _by_markers(self, text: str, messages, tools, style: _Style, first: int) -> list:
+    def _said_between(self, text: str, messages, tools, style: _Style) -> list:
         """Renders the conversation with a marker for each answer: what stands between the markers
         must be what stands between the answers in the real text, from its first character to its
-        last. [] where it is not."""
+        last. The spans of all answers, [] where it is not."""
         answers = [message.get("content") for message in messages if message["role"] == "assistant"]
         if not all(answers) or any("tool_calls" in message for message in messages):
             return []
@@ -346,11 +365,10 @@ class ChatRenderer:
                 return []
             spans.append((at, at + len(said) + len(style.closing)))
             at += len(said) + len(rest)
-        trained = sum(message["role"] == "assistant" for message in messages[first:])
-        return spans[-trained:] if at == len(text) else []
+        return spans if at == len(text) else []
 
     def _what_differs(self, text: str, messages, tools) -> str:
-        reason = "the template changes what it says"
+        """Why what the assistant says was not found."""
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not number:
                 continue
@@ -358,20 +376,14 @@ class ChatRenderer:
             try:
                 before = self._render(messages[:number], tools, prompt=True)
             except TemplateError as error:
-                reason = f"{here}: the template refuses the messages before it: {error}"
-                break
+                return f"{here}: the template refuses the messages before it: {error}"
             at = len(os.path.commonprefix([before, text]))
             if at < len(before):
-                reason = (
+                return (
                     f"{here}: the prompt before it and the whole conversation differ from "
                     f"character {at} on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
                 )
-                break
-        return (
-            f"cannot tell which part of the rendered conversation the assistant says; {reason}; "
-            "put {% generation %} and {% endgeneration %} round it in the chat template, or set "
-            "train_on_prompt: true"
-        )
+        return "the template changes what it says"
 
 
 def _longest_end(turn: str, text: str, start: int) -> str:
@@ -380,10 +392,8 @@ def _longest_end(turn: str, text: str, start: int) -> str:
     A turn may lose its beginning, the thinking, once others follow.
     """
     first = text[start : start + 1]
-    for at, character in enumerate(turn):
-        if character == first and text.startswith(turn[at:], start):
-            return turn[at:]
-    return ""
+    ends = (turn[at:] for at, character in enumerate(turn) if character == first)
+    return next((end for end in ends if text.startswith(end, start)), "")
 
 
 # -- thinking and tools ---------------------------------------------------------------------------

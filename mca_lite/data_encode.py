@@ -1,17 +1,22 @@
-"""From the files of a dataset to token ids with a loss mask: its records one after another, and
-the documents of each sample, not shifted yet."""
+"""From the files of a dataset to token ids with a loss mask: what its records say, one after
+another (Reader), and the documents of each sample, not shifted yet (Encoder)."""
 
 import itertools
+import os
 import re
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 
 import numpy as np
 
 from .data_chat import ChatRenderer
-from .data_files import SIDES, Cursor, DatasetSpec, plain_kind_of, read_records
+from .data_files import SIDES, Cursor, DatasetSpec, read_records
 from .data_records import conversations, detect_format, document
-from .objectives import objective_of
+from .objectives import Objective
 
 # in the words of tallies, by which a reader of counts knows them
 CUT = "longer than cutoff_len"
@@ -19,12 +24,16 @@ NO_LABELS = "token to train on"
 BAD = "records cannot be used and were left out: "
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 _MAX_BAD_SHARE = 0.1  # of the records: above it, it is the declaration that is wrong
-_LISTED = 10  # bad records whose places are told
+_LISTED = 10  # bad records that are listed with their places
+CHUNK_RECORDS = 500  # records handed to the tokenizer at once
+PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 
+# (its place, what it says: a text, or (conversations, tools); or the ValueError of one that cannot
+# be used) of a record
+Record = tuple[str, str | tuple | ValueError]
 # (ids int32 [n], mask uint8 [n]: 1 for tokens that are learned; None: all are) of a document
 Document = tuple[np.ndarray, np.ndarray | None]
-# (number of its record in the chunk, its documents) of a sample
-Sample = tuple[int, list[Document]]
+Sample = list[Document]
 # in a dataset: the file, lines or records and bytes of it, and records in all, that are behind
 Place = tuple[int, ...]
 BEGINNING: Place = (0, 0, 0, 0)
@@ -42,10 +51,6 @@ class Tally:
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     first_bad: list[str] = field(default_factory=list)
-
-    @property
-    def num_bad(self) -> int:
-        return sum(count for what, count in self.counts.items() if what.startswith(BAD))
 
     def count(self, what: str, where: str, times: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + times
@@ -65,96 +70,45 @@ class Tally:
 
     def check(self, few_records: int = 0) -> None:
         """ValueError for too many bad records; few_records: so many are not judged yet."""
-        if self.num_bad > _MAX_BAD_SHARE * max(self.records, few_records):
+        bad = sum(count for what, count in self.counts.items() if what.startswith(BAD))
+        if bad > _MAX_BAD_SHARE * max(self.records, few_records):
             raise ValueError(
-                f"{self.num_bad:,} of {self.records:,} records cannot be used, and on_bad_record: "
-                f"skip leaves out at most {100 * _MAX_BAD_SHARE:.0f} %; the first:\n  "
+                f"{bad:,} of {self.records:,} records cannot be used, and on_bad_record: skip "
+                f"leaves out at most {100 * _MAX_BAD_SHARE:.0f} %; the first:\n  "
                 + "\n  ".join(self.first_bad)
             )
 
 
-def joins_texts(data_args) -> bool:
-    """Whether texts are joined and cut into full rows, in which they see each other."""
-    return data_args.packing is not False and not data_args.neat_packing
+# -- files to records ------------------------------------------------------------------------------
 
 
-class Encoder:
-    """Turns the records of a dataset into the documents of samples: one for a text or a
-    conversation, chosen and rejected for a pair.
+class Reader:
+    """Reads the records of one dataset. formats: of each file, once one of its records shows it."""
 
-    A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the
-    beginning of its prompt instead, the same tokens on both sides and all but the last one at most,
-    and then the end of an answer. Where texts are joined (joins), they are kept whole, to be cut
-    later. data_args: DataArguments. Picklable, for worker processes.
-    Raises: ValueError for a tokenizer that cannot be used in this stage.
-    """
-
-    def __init__(self, tokenizer, spec: DatasetSpec, stage: str, data_args):
-        self.tokenizer, self.spec, self.stage, self.args = tokenizer, spec, stage, data_args
-        self.skips = data_args.on_bad_record == "skip"
+    def __init__(self, spec: DatasetSpec, objective: Objective, data_args):
+        self.spec, self.objective = spec, objective
+        self.skips, self.system = data_args.on_bad_record == "skip", data_args.default_system
         limits = [n for n in (data_args.max_samples, spec.num_samples) if n is not None]
         self.limit = min(limits, default=None)  # only the first so many records
-        # asked once: worker processes need not know the objectives that a script registers
-        objective = objective_of(stage)
-        self.has_pairs, self.is_text = objective.has_pairs, objective.joins_documents
-        self.joins = self.is_text and joins_texts(data_args)
-        self.last_answer_only = data_args.mask_history or self.has_pairs
-        self.documents_per_sample = len(SIDES) if self.has_pairs else 1
-        self.notes: list[str] = []
-        if any(plain_kind_of(file) == ".txt" for file in spec.files):
-            by = data_args.sample_by
-            what = "the whole file" if by == "document" else "each line"
-            self.notes.append(f"of a .txt file {what} is a document (sample_by: {by})")
-        if self.is_text:
-            if tokenizer.eos_token_id is None:
-                raise ValueError(
-                    f"the tokenizer has no eos_token to end a document of stage: {stage}: set it "
-                    "in its config"
-                )
-            return
-        thinking = data_args.enable_thinking
-        self.renderer = ChatRenderer(tokenizer, thinking)
-        if thinking is not None and "enable_thinking" not in str(tokenizer.chat_template):
-            self.notes.append("the chat template does not read enable_thinking")
-        if not self.renderer.end_of_turn():
-            self.notes.append(
-                "the chat template writes nothing after an answer: the model will not learn to stop"
-            )
-
-    def options(self) -> dict:
-        """What decides on the result, beside the records and the tokenizer."""
-        keys = ("cutoff_len", "train_on_prompt", "default_system", "enable_thinking")
-        return {
-            "records": [self.is_text, self.has_pairs],
-            "joins": self.joins,
-            "last_answer_only": self.last_answer_only,
-            "skips": self.skips,
-            **{key: getattr(self.args, key) for key in keys},
-        }
-
-    # -- files to records
+        self.formats: dict[str, str] = {}
 
     def records(
-        self, formats: dict[str, str], start: Place = BEGINNING, refuse_empty: bool = False
-    ) -> Iterator[tuple[tuple[str, str, object], Place]]:
-        """((place in the user's data, format, record), where the next one begins) of the records
-        from `start` on; a ValueError stands for one that could not be read.
+        self, start: Place = BEGINNING, refuse_empty: bool = False
+    ) -> Iterator[tuple[Record, Place]]:
+        """(record, where the next one begins) of the records from `start` on.
 
-        formats: gets the format of each file, from the first record that shows one. refuse_empty:
-        a file without a record is a ValueError, as no record at all is in any case.
+        refuse_empty: a file without a record is a ValueError, as no record at all is in any case.
         """
         first, number, offset, behind = start
         cursor, taken = Cursor(number, offset), behind
-        for at, file in enumerate(self.spec.files[first:], first):
-            form = self._format_above(file) if cursor.number else ""
+        for at, (file, kind) in list(enumerate(self.spec.files.items()))[first:]:
+            if cursor.number:
+                self._find_format(file, kind)
             before = taken
-            for where, record in read_records(file, self.skips, self.args.sample_by, cursor):
-                if not form:
-                    form, record = self._first_format(record, where)
-                    if form:
-                        formats[file] = form
+            for where, record in read_records(file, kind, self.skips, cursor):
                 taken += 1
-                yield (where, form, record), (at, cursor.number, cursor.offset, taken)
+                said = self._read(file, where, record)
+                yield (where, said), (at, cursor.number, cursor.offset, taken)
                 if taken == self.limit:
                     return
             if refuse_empty and taken == before:
@@ -164,96 +118,127 @@ class Encoder:
             after = ", without those that val_size holds out" if behind else ""
             raise ValueError(f"{self.spec.name}: there is no record to train on{after}")
 
-    def format_of(self, record, where: str) -> str:
-        """The format of a file, from its first record."""
-        self._refuse_other_kinds(record, where)
-        return detect_format(record, self.spec, self.stage, where)
+    def _find_format(self, file: str, kind: str) -> None:
+        """The format of a file of which some records are behind, from its first ones."""
+        records = read_records(file, kind, self.skips)
+        while file not in self.formats and (item := next(records, None)):
+            self._read(file, *item)
 
-    def _first_format(self, record, where: str) -> tuple[str, object]:
-        """(format, record), or ("", its ValueError) of one that shows none."""
+    def _read(self, file: str, where: str, record):
+        """What a record says, or the ValueError of one that cannot be used.
+
+        Raises: that ValueError, where the record should show the format of its file and may not be
+        left out.
+        """
+        if isinstance(record, ValueError):
+            return record
         try:
-            if isinstance(record, ValueError):
-                raise record
-            return self.format_of(record, where), record
+            _refuse_other_kinds(record, self.objective, where)
+            if file not in self.formats:
+                self.formats[file] = detect_format(record, self.spec, self.objective, where)
+            if self.objective.joins_documents:
+                return document(record, self.spec, where)
+            form, pairs = self.formats[file], self.objective.has_pairs
+            return conversations(record, self.spec, form, pairs, self.system, where)
         except ValueError as error:
-            if not self.skips:
+            if file not in self.formats and not self.skips:
                 raise
-            return "", error
+            return error
 
-    def _format_above(self, file: str) -> str:
-        """The format of a file of which some records are behind."""
-        records = read_records(file, self.skips, self.args.sample_by)
-        found = (self._first_format(record, where)[0] for where, record in records)
-        return next(filter(None, found), "")
 
-    # -- records to samples
+def _refuse_other_kinds(record, objective: Objective, where: str) -> None:
+    """ValueError for records of which a text model would learn what they do not mean."""
+    if objective.joins_documents or not isinstance(record, dict):
+        return
+    for column in () if objective.has_pairs else ("kto_tag", "label"):
+        if isinstance(record.get(column), bool):
+            raise ValueError(
+                f"{where}: the column {column!r} says whether an answer is good, and every "
+                "answer would be trained: keep the good ones, and leave the column out"
+            )
+    if media := [column for column in ("images", "videos", "audios") if record.get(column)]:
+        raise ValueError(f"{where}: the column {media[0]!r} is there, and models here read text")
 
-    def encode(self, chunk: list[tuple[str, str, object]]) -> tuple[list[Sample], Tally]:
-        """The samples that are kept, in their order, and what happened to the records. chunk:
-        (place, format, record) of each, as records() gives them.
+
+# -- records to samples ----------------------------------------------------------------------------
+
+
+def joins_texts(data_args) -> bool:
+    """Whether texts are joined and cut into full rows, in which they see each other."""
+    return data_args.packing is not False and not data_args.neat_packing
+
+
+class Encoder:
+    """Turns records into the documents of samples: one for a text or a conversation, chosen and
+    rejected for a pair.
+
+    A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the
+    beginning of its prompt instead, the same tokens on both sides and all but the last one at most,
+    and then the end of an answer. Where texts are joined (joins), they are kept whole, to be cut
+    later. renderer: of conversations, None for texts. data_args: DataArguments. options: what
+    decides on the result, beside the records and the tokenizer. Picklable, for worker processes.
+    Raises: ValueError for a tokenizer that cannot end a text.
+    """
+
+    def __init__(self, tokenizer, renderer: ChatRenderer | None, objective: Objective, data_args):
+        self.tokenizer, self.renderer = tokenizer, renderer
+        # not the objective: worker processes need not know those that a script registers
+        self.has_pairs, self.is_text = objective.has_pairs, objective.joins_documents
+        self.cutoff_len, self.skips = data_args.cutoff_len, data_args.on_bad_record == "skip"
+        self.joins = self.is_text and joins_texts(data_args)
+        self.documents_per_sample = len(SIDES) if self.has_pairs else 1
+        last_answer_only = data_args.mask_history or self.has_pairs
+        self.trained = "last" if last_answer_only else "answers"
+        if data_args.train_on_prompt:
+            self.trained = "all"
+        keys = ("cutoff_len", "train_on_prompt", "default_system", "enable_thinking")
+        self.options = {
+            "records": [self.is_text, self.has_pairs],
+            "joins": self.joins,
+            "last_answer_only": last_answer_only,
+            "skips": self.skips,
+            **{key: getattr(data_args, key) for key in keys},
+        }
+        if self.is_text and tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has no eos_token to end a document of stage: "
+                f"{objective.stage}: set it in its config"
+            )
+
+    def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
+        """The samples that are kept, in their order, and what happened to the records.
 
         Raises: ValueError with the place for a record that cannot be used, unless it skips them.
         """
         tally, places, rendered = Tally(records=len(chunk)), [], []
-        for number, (where, form, record) in enumerate(chunk):
+        for where, said in chunk:
             try:
-                if isinstance(record, ValueError):
-                    raise record
-                self._refuse_other_kinds(record, where)
-                found = self._rendered(where, form, record, tally)
+                found = self._rendered(where, said, tally)
             except ValueError as error:
                 if not self.skips:
                     raise
                 tally.refuse(where, str(error).removeprefix(where).removeprefix(": "))
                 continue
-            places += [(number, where)] * (len(found) // self.documents_per_sample)
+            places += [where] * (len(found) // self.documents_per_sample)
             rendered += found
         documents, kept = iter(self._tokenize(rendered)), []
-        for number, where in places:
+        for where in places:
             sample = list(itertools.islice(documents, self.documents_per_sample))
             sample = self._cut(sample, tally, where)
             if reason := self._why_left_out(sample):
                 tally.count(reason, where)
             else:
-                kept.append((number, sample))
+                kept.append(sample)
         return kept, tally
 
-    def _why_left_out(self, documents: list[Document]) -> str | None:
-        targets = [num_learned(*document) for document in documents]
-        if self.has_pairs:
-            if not all(targets):
-                return f"pairs have an answer without a {NO_LABELS} and were left out"
-            (chosen, _), (rejected, _) = documents
-            return _IDENTICAL if np.array_equal(chosen, rejected) else None
-        if targets[0] == 0 and not (self.joins and len(documents[0][0]) > 1):
-            return f"samples have no {NO_LABELS} and were left out"
-        return None
-
-    # -- records to documents
-
-    def _refuse_other_kinds(self, record, where: str) -> None:
-        """ValueError for records of which a text model would learn what they do not mean."""
-        if self.is_text or not isinstance(record, dict):
-            return
-        for column in () if self.has_pairs else ("kto_tag", "label"):
-            if isinstance(record.get(column), bool):
-                raise ValueError(
-                    f"{where}: the column {column!r} says whether an answer is good, and every "
-                    "answer would be trained: keep the good ones, and leave the column out"
-                )
-        for column in ("images", "videos", "audios"):
-            if record.get(column):
-                raise ValueError(
-                    f"{where}: the column {column!r} is there, and models here read text"
-                )
-
-    def _rendered(self, where: str, form: str, record, tally: Tally) -> list[tuple[str, list]]:
+    def _rendered(self, where: str, said, tally: Tally) -> list[tuple[str, list]]:
         """(text, spans that are learned) of each document of a record, [] for one that has nothing
         to learn."""
-        if self.is_text:
-            return [(document(record, self.spec, where), [])]
-        system = self.args.default_system
-        found, tools = conversations(record, self.spec, form, self.has_pairs, system, where)
+        if isinstance(said, ValueError):
+            raise said
+        if self.renderer is None:
+            return [(said, [])]
+        found, tools = said
         if any(_is_empty(messages[-1]) for messages in found):
             what = "pairs" if self.has_pairs else "samples"
             tally.count(f"{what} have an empty answer and were left out", where)
@@ -261,14 +246,9 @@ class Encoder:
         if self.has_pairs and found[0] == found[1]:
             tally.count(_IDENTICAL, where)
             return []
-        trained = "answers"
-        if self.args.train_on_prompt:
-            trained = "all"
-        elif self.last_answer_only:
-            trained = "last"
-        rendered = []
+        rendered: list[tuple[str, list]] = []
         for messages in found:
-            samples = self.renderer.render(messages, tools, trained, where)
+            samples = self.renderer.render(messages, tools, self.trained, where)
             if len(samples) > 1:
                 what = "became several samples, for the template strips their thinking"
                 tally.count(f"conversations {what}", where)
@@ -306,11 +286,9 @@ class Encoder:
             ids = [*ids, eos]
         return np.array(ids, dtype=np.int32)
 
-    # -- cutting
-
     def _cut(self, documents: list[Document], tally: Tally, where: str) -> list[Document]:
         """The documents cut to cutoff_len + 1 tokens."""
-        limit, longest = self.args.cutoff_len + 1, max(len(ids) for ids, _ in documents)
+        limit, longest = self.cutoff_len + 1, max(len(ids) for ids, _ in documents)
         if self.joins or longest <= limit:
             return documents
         start = 0
@@ -325,6 +303,17 @@ class Encoder:
             tally.count(what, where)
         kept = slice(start, start + limit)
         return [(ids[kept], None if mask is None else mask[kept]) for ids, mask in documents]
+
+    def _why_left_out(self, documents: list[Document]) -> str | None:
+        targets = [num_learned(*document) for document in documents]
+        if self.has_pairs:
+            if not all(targets):
+                return f"pairs have an answer without a {NO_LABELS} and were left out"
+            (chosen, _), (rejected, _) = documents
+            return _IDENTICAL if np.array_equal(chosen, rejected) else None
+        if targets[0] == 0 and not (self.joins and len(documents[0][0]) > 1):
+            return f"samples have no {NO_LABELS} and were left out"
+        return None
 
 
 def num_learned(ids: np.ndarray, mask: np.ndarray | None) -> int:
@@ -353,3 +342,69 @@ def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) 
     for start, end in spans:
         mask[(starts < end) & (ends > start)] = 1
     return mask
+
+
+# -- in several processes --------------------------------------------------------------------------
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker_encoder = encoder
+
+
+def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
+    assert _worker_encoder is not None, "the pool starts each process with _start_worker"
+    return _worker_encoder.encode(chunk)
+
+
+def encode_all(
+    reader: Reader, encoder: Encoder, workers: int | None
+) -> Iterator[tuple[list[Sample], Tally]]:
+    """(samples, what happened so far) after each chunk of a dataset's records, in their order.
+
+    workers: the processes that tokenise, which change nothing of it; None: their number is chosen.
+    """
+    tally = Tally()
+    for samples, of_chunk in _in_processes(encoder, _chunks(reader), workers):
+        tally.add(of_chunk)
+        yield samples, tally
+
+
+def _chunks(reader: Reader) -> Iterator[list[Record]]:
+    records = reader.records(refuse_empty=True)
+    while chunk := [record for record, _ in itertools.islice(records, CHUNK_RECORDS)]:
+        yield chunk
+
+
+def _in_processes(
+    encoder: Encoder, chunks: Iterator[list[Record]], workers: int | None
+) -> Iterator[tuple[list[Sample], Tally]]:
+    if workers is None:
+        head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
+        cpus = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cpus = len(os.sched_getaffinity(0))
+        workers = 1 if len(head) * CHUNK_RECORDS < PARALLEL_FROM_RECORDS else min(8, cpus)
+        chunks = itertools.chain(head, chunks)
+    if workers <= 1:
+        yield from map(encoder.encode, chunks)
+        return
+    # spawn: forking a process that has started threads (torch, gloo, CUDA) may hang it
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
+    try:
+        tasks = (pool.submit(_encode_in_worker, chunk) for chunk in chunks)
+        waiting = deque(itertools.islice(tasks, 2 * workers))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(itertools.islice(tasks, 1))
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a tokenising process died at its start or for lack of memory: a script that is not "
+            "guarded by `if __name__ == '__main__':` cannot start processes; set "
+            "preprocessing_num_workers to 1"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)

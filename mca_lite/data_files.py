@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .files import describe_error
-from .objectives import objective_of
+from .objectives import Objective
 
 _COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_AS_A_WHOLE = " as a whole"  # ends the kind of a text file that is one document
 _TOO_DEEP = "it is nested too deep"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
@@ -51,12 +52,13 @@ class DatasetSpec:
     """One dataset: its files, and how dataset_info.json declares it (None, {}: found by the first
     record).
 
-    formatting: the name of a record format. columns: our name of a column -> the file's. tags:
-    names within messages. num_samples: only the first so many records. notes: lines for the report.
+    files: each with its kind, which says how it is read. formatting: the name of a record format.
+    columns: our name of a column -> the file's. tags: names within messages. num_samples: only the
+    first so many records. notes: lines for the report.
     """
 
     name: str
-    files: list[str]
+    files: dict[str, str] = field(default_factory=dict)
     formatting: str | None = None
     columns: dict = field(default_factory=dict)
     tags: dict = field(default_factory=dict)
@@ -67,32 +69,39 @@ class DatasetSpec:
 # -- which files ---------------------------------------------------------------------------------
 
 
-def resolve(entries: list[str], dataset_dir: str | None, stage: str = "sft") -> list[DatasetSpec]:
+def resolve(entries: list[str], data_args, objective: Objective) -> list[DatasetSpec]:
     """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
     (as given, or in dataset_dir), else a dataset of the Hugging Face hub, whose files are taken
     from its cache where they are there.
 
     Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
     """
-    folder = Path(dataset_dir or ".")
+    folder = Path(data_args.dataset_dir)
     info_file = folder / "dataset_info.json"
     info = _read_info(info_file) if info_file.is_file() else {}
     specs = []
     for entry in entries:
-        if entry in info:
-            specs.append(_declared(entry, info[entry], info_file, stage))
-            continue
         path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
-        if path is None and _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
-            specs.append(DatasetSpec(entry, _files_of_hub(entry, {}, f"dataset {entry!r}")))
-            continue
-        if path is None:
+        if entry in info:
+            spec, files = _declared(entry, info[entry], info_file, objective)
+        elif path is not None:
+            spec, files = DatasetSpec(entry), _files_of(path)
+        elif _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
+            spec, files = DatasetSpec(entry), _files_of_hub(entry, {}, f"dataset {entry!r}")
+        else:
             names = f"it has {', '.join(sorted(info))}" if info else "which is not there"
             raise ValueError(
                 f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} ({names})"
                 + _did_you_mean(entry, info, "; ")
             )
-        specs.append(DatasetSpec(str(entry), _files_of(path)))
+        spec.files = {file: kind_of(file) for file in files}
+        specs.append(spec)
+        if texts := [file for file in files if spec.files[file].startswith(".txt")]:
+            by, what = data_args.sample_by, "each line"
+            if by == "document":
+                what = "the whole file"
+                spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
+            spec.notes.append(f"of a .txt file {what} is a document (sample_by: {by})")
     return specs
 
 
@@ -119,11 +128,6 @@ def kind_of(file: str | Path) -> str:
     """The suffix that says how a file is read: one of SUFFIXES, where it can be."""
     path = Path(file)
     return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
-
-
-def plain_kind_of(file: str | Path) -> str:
-    """The same of what a compressed file holds."""
-    return kind_of(file).removesuffix(".gz")
 
 
 def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
@@ -177,7 +181,10 @@ def _read_info(path: Path) -> dict:
     return info
 
 
-def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpec:
+def _declared(
+    name: str, entry, info_file: Path, objective: Objective
+) -> tuple[DatasetSpec, list[str]]:
+    """(the dataset, its files) of an entry of dataset_info.json."""
     here = f"{info_file}: dataset {name!r}"
     if not isinstance(entry, dict):
         raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
@@ -190,23 +197,22 @@ def _declared(name: str, entry: dict, info_file: Path, stage: str) -> DatasetSpe
             f"hf_hub_url{instead}"
         )
     columns, tags = _names_of(entry, "columns", here), _names_of(entry, "tags", here)
-    _check_entry(entry, columns, tags, stage, here)
-    if repository:
-        files, notes = _files_of_hub(repository, entry, here), []
-    else:
-        path = info_file.parent / entry["file_name"]
-        if not path.exists():
-            raise ValueError(f"{here}: there is no file {path}")
-        files = _files_of(path)
-        unused = [key for key in _UNUSED_KEYS if key in entry]
-        notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
+    _check_entry(entry, columns, tags, objective, here)
     formatting, num_samples = entry.get("formatting"), entry.get("num_samples")
-    return DatasetSpec(name, files, formatting, columns, tags, num_samples, notes)
+    spec = DatasetSpec(name, {}, formatting, columns, tags, num_samples)
+    if repository:
+        return spec, _files_of_hub(repository, entry, here)
+    path = info_file.parent / entry["file_name"]
+    if not path.exists():
+        raise ValueError(f"{here}: there is no file {path}")
+    unused = [key for key in _UNUSED_KEYS if key in entry]
+    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
+    return spec, _files_of(path)
 
 
-def _check_entry(entry: dict, columns: dict, tags: dict, stage: str, here: str) -> None:
+def _check_entry(entry: dict, columns: dict, tags: dict, objective: Objective, here: str) -> None:
     """ValueError for what of a declaration cannot be honoured."""
-    has_pairs, num_samples = objective_of(stage).has_pairs, entry.get("num_samples")
+    has_pairs, stage, num_samples = objective.has_pairs, objective.stage, entry.get("num_samples")
     if entry.get("ranking") and not has_pairs:
         raise ValueError(
             f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
@@ -254,27 +260,26 @@ class Cursor:
 
 
 def read_records(
-    file: str, skip: bool = False, sample_by: str = "line", cursor: Cursor | None = None
+    file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
     """Yield (place, record) in the file's order. A .txt file has one document a line, where blank
-    lines are no records, or is one (sample_by: document). A .csv file has the columns of its first
-    line.
+    lines are no records, or is one. A .csv file has the columns of its first line.
 
-    skip: a record of .jsonl or .txt that cannot be read is yielded as its ValueError. cursor: begin
-    there; with each record it moves behind it. Lines are found again by their bytes; records of
-    other files are read, and left out.
+    kind: as DatasetSpec.files has it (None: that of the file's name). skip: a record of .jsonl or
+    .txt that cannot be read is yielded as its ValueError. cursor: begin there; with each record it
+    moves behind it. Lines are found again by their bytes; records of other files are read, and left
+    out.
     Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
     pyarrow.
     """
-    suffix, cursor = plain_kind_of(file), cursor or Cursor()
-    read_whole = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}.get(suffix)
-    is_text, is_whole = suffix == ".txt", suffix == ".txt" and sample_by == "document"
+    kind, cursor = kind or kind_of(file), cursor or Cursor()
+    read_whole = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     try:
-        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as raw:
-            if read_whole is None:
-                yield from _read_lines(file, raw, is_text, is_whole, skip, cursor)
+        with gzip.open(file) if ".gz" in kind else open(file, "rb") as raw:
+            if (read := read_whole.get(kind.removesuffix(".gz"))) is None:
+                yield from _read_lines(file, raw, kind, skip, cursor)
                 return
-            for record in itertools.islice(read_whole(file, raw), cursor.number, None):
+            for record in itertools.islice(read(file, raw), cursor.number, None):
                 cursor.number += 1
                 yield record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -282,8 +287,9 @@ def read_records(
 
 
 def _read_lines(
-    file: str, raw, is_text: bool, is_whole: bool, skip: bool, cursor: Cursor
+    file: str, raw, kind: str, skip: bool, cursor: Cursor
 ) -> Iterator[tuple[str, object]]:
+    is_text, is_whole = kind.startswith(".txt"), kind.endswith(_AS_A_WHOLE)
     if is_whole:
         lines = [raw.read()][cursor.number :]
     else:
@@ -353,11 +359,7 @@ def parse_json(text: str, where: str):
 def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
     """A list of records, or objects one after another. Elements are decoded one by one to know
     their lines."""
-
-    def invalid(place: str, what: str) -> ValueError:
-        return ValueError(f"{place}: not valid JSON: {what}")
-
-    text = _decode(raw.read(), file)
+    text, invalid = _decode(raw.read(), file), "not valid JSON:"
     decoder, space = json.JSONDecoder(), re.compile(r"\s*")
     may_be_no_text = _SURROGATE.search(text) is not None
     at = space.match(text).end()
@@ -370,22 +372,23 @@ def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
         try:
             record, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise invalid(f"{file}:{error.lineno}", error.msg) from None
+            raise ValueError(f"{file}:{error.lineno}: {invalid} {error.msg}") from None
         except RecursionError:
-            raise invalid(where, _TOO_DEEP) from None
+            raise ValueError(f"{where}: {invalid} {_TOO_DEEP}") from None
         yield where, _check_text(record, where) if may_be_no_text else record
         at = space.match(text, at).end()
         if is_list and text[at : at + 1] not in (",", "]"):
             line += text.count("\n", counted, at)
             got = repr(text[at : at + 20]) if at < len(text) else "the end of the file"
-            raise invalid(f"{file}:{line}", f"expected ',' or ']' after a record, got {got}")
+            reason = f"expected ',' or ']' after a record, got {got}"
+            raise ValueError(f"{file}:{line}: {invalid} {reason}")
         if is_list and text[at] == ",":
             at = space.match(text, at + 1).end()
     if is_list and text[at + 1 :].strip():
-        raise invalid(file, "there is more text after the list of records")
+        raise ValueError(f"{file}: {invalid} there is more text after the list of records")
     if is_list and at >= len(text):
         lines = text.count("\n") + 1
-        raise invalid(f"{file}:{lines}", "the list does not end with ']'")
+        raise ValueError(f"{file}:{lines}: {invalid} the list does not end with ']'")
 
 
 def _read_parquet(file: str, raw) -> Iterator[tuple[str, object]]:

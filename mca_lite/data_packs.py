@@ -27,11 +27,9 @@ class Packs(Dataset):
         self.costs = np.array([squares[pack].sum() for pack in self.packs])
         self.num_tokens, self.num_trained_tokens = dataset.num_tokens, dataset.num_trained_tokens
         self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
-        name = getattr(dataset, "identity", dataset.fingerprint)  # other people's have one name
+        name = getattr(dataset, "identity", dataset.fingerprint)  # a user's own dataset may lack it
         self.identity = f"{name} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
-
-    unit = "packs"  # what a row is, in reports
 
     def __len__(self) -> int:
         return len(self.packs)

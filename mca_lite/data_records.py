@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
-from .objectives import TEXT, objective_of
+from .objectives import Objective
 
 # -- what all formats share ----------------------------------------------------------------------
 
@@ -29,20 +29,17 @@ def get_column(record, column: str, where: str, kind=str, required=True):
                 f"{where}: the column {column!r} is missing or null; it has {sorted(record)}"
             )
     elif not isinstance(value, kind):
-        expected = {str: "a text", list: "a list"}.get(kind, "a list or a text")
-        raise ValueError(
-            f"{where}: the column {column!r}: expected {expected}, got {_kind_of(value)}"
+        expected, got = (
+            {str: "a text", list: "a list"}.get(kind, "a list or a text"),
+            _kind_of(value),
         )
+        raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {got}")
     return value
 
 
 def _kind_of(value) -> str:
     names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
     return names.get(type(value), repr(value))
-
-
-def _columns_of(record) -> str:
-    return f"the columns {sorted(record)}" if isinstance(record, dict) else _kind_of(record)
 
 
 def _first_turn(turns) -> dict:
@@ -65,6 +62,11 @@ def _message(role: str, content: str) -> dict:
 
 def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
     return []
+
+
+# tags of dataset_info.json, and the role of those that they name
+_ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
+_ROLE_TAGS["observation_tag"] = "tool"
 
 
 # -- alpaca --------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
 
 
 def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    return _turns_column(record, spec) is not None and not _is_openai(record, spec, pairs)
+    return _turns_column(record, spec) is not None  # openai is tried before it
 
 
 def _sharegpt(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -119,13 +121,8 @@ def _sharegpt(record, spec: DatasetSpec, where: str) -> list[dict]:
 def _sharegpt_turns(turns: list, spec: DatasetSpec, where: str) -> list[dict]:
     tags = TAGS | spec.tags
     roles = {} if spec.tags else {"user": "user", "assistant": "assistant", "tool": "tool"}
-    roles |= {
-        tags["user_tag"]: "user",
-        tags["assistant_tag"]: "assistant",
-        tags["system_tag"]: "system",
-        tags["observation_tag"]: "tool",
-        tags["function_tag"]: "function_call",
-    }
+    roles |= {tags[tag]: role for tag, role in _ROLE_TAGS.items()}
+    roles[tags["function_tag"]] = "function_call"
     messages = []
     for turn in turns:
         role = get_column(turn, tags["role_tag"], where)
@@ -190,9 +187,7 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
     content = get_column(turn, content_tag, where, (str, list), required=False)
     blocks = _read_blocks(content, where) if isinstance(content, list) else {}
     content = blocks.pop("content", content)
-    renamed = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
-    renamed["observation_tag"] = "tool"
-    roles = {tags[tag]: name for tag, name in renamed.items() if tag in tags}
+    roles = {tags[tag]: name for tag, name in _ROLE_TAGS.items() if tag in tags}
     message = {key: value for key, value in turn.items() if value is not None}
     for key in (tags.get("role_tag"), content_tag):
         message.pop(key, None)
@@ -297,28 +292,27 @@ FORMATS = {
 }
 
 
-def detect_format(record, spec: DatasetSpec, stage: str, where: str) -> str:
+def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -> str:
     """The format of a file, from its first record: "text" for documents, else a name in FORMATS.
 
-    Raises: ValueError with the place for a record that the stage cannot use.
+    Raises: ValueError with the place for a record that the objective cannot use.
     """
-    objective = objective_of(stage)
-    if objective.records == TEXT:
+    stage, pairs = objective.stage, objective.has_pairs
+    is_object = isinstance(record, dict)
+    got = f"got the columns {sorted(record)}" if is_object else f"got {_kind_of(record)}"
+    if objective.joins_documents:
         column = _text_column(spec)
-        if isinstance(record, str) or (isinstance(record, dict) and column in record):
+        if isinstance(record, str) or (is_object and column in record):
             return "text"
         raise ValueError(
-            f"{where}: stage {stage} expects the column {column!r} or plain text, got "
-            f"{_columns_of(record)}: set columns: {{prompt: <name>}} in dataset_info.json, or "
-            "stage: sft for conversations"
+            f"{where}: stage {stage} expects the column {column!r} or plain text, {got}: set "
+            "columns: {prompt: <name>} in dataset_info.json, or stage: sft for conversations"
         )
-    pairs = objective.has_pairs
     rows = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
     listed = ", ".join(f"{name} ({columns})" for name, columns in rows.items() if columns)
     also = "pairs: the columns chosen and rejected, and " if pairs else ""
     expected = f"stage {stage} expects {also}{listed}"
-    got, other_names = f"got {_columns_of(record)}", "other names: columns in dataset_info.json"
-    is_object = isinstance(record, dict)
+    other_names = "other names: columns in dataset_info.json"
     if not is_object and not pairs:
         raise ValueError(f"{where}: {expected}, {got}; plain text is for stage: pt")
     has_pair = is_object and all(spec.columns.get(side, side) in record for side in SIDES)
@@ -342,8 +336,7 @@ def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
     too."""
     if {spec.columns.get("response", "output"), "completion", "response"} & record.keys():
         return True
-    tags = TAGS | spec.tags
-    turns = record.get(_turns_column(record, spec))
+    tags, turns = TAGS | spec.tags, record.get(_turns_column(record, spec))
     last = _first_turn(turns[-1:] if isinstance(turns, list) else None)
     role = last.get(tags["role_tag"], last.get("role"))
     return role in (tags["assistant_tag"], "gpt", "assistant")
@@ -383,19 +376,16 @@ def conversations(
     row = FORMATS[form]
     prompt = row.prompt(record, spec, where)
     answers = {}
-    if pairs:
-        for side in SIDES:
-            column = spec.columns.get(side, side)
-            answers[f"{where}: {side}"] = _pair_answer(record, column, spec, form, where)
-    else:
+    for side in SIDES if pairs else ():
+        answers[f"{where}: {side}"] = _pair_answer(record, side, spec, form, where)
+    if not pairs:
         answers[where] = row.answer(record, spec, where)
     system = get_column(record, spec.columns.get("system", "system"), where, required=False)
-    found = []
+    system, found = system or default_system, []
     for place, answer in answers.items():
         messages = [*prompt, *answer]
-        begins_with_system = bool(messages) and messages[0]["role"] in ("system", "developer")
-        if (system or default_system) and messages and not begins_with_system:
-            messages = [_message("system", system or default_system), *messages]
+        if system and messages and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, _message("system", system))
         _check_turns(messages, place)
         found.append(messages)
     if pairs:
@@ -418,7 +408,7 @@ def _check_turns(messages: list[dict], where: str) -> None:
         raise ValueError(f"{where}: the conversation has no messages")
     before = None
     for number, message in enumerate(messages, 1):
-        role = {"developer": "system"}.get(message["role"], message["role"])
+        role = "system" if message["role"] == "developer" else message["role"]
         if role not in _MAY_FOLLOW:
             known = ", ".join(_MAY_FOLLOW)
             raise ValueError(f"{where}: message {number}: unknown role {role!r}: expected {known}")
@@ -454,8 +444,9 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
 # -- the answers of a pair -----------------------------------------------------------------------
 
 
-def _pair_answer(record, column: str, spec: DatasetSpec, form: str, where: str) -> list[dict]:
+def _pair_answer(record, side: str, spec: DatasetSpec, form: str, where: str) -> list[dict]:
     """A text, a message or a list of messages, as messages."""
+    column = spec.columns.get(side, side)
     answer = get_column(record, column, where, (str, dict, list))
     turns = [answer] if isinstance(answer, dict) else answer
     first, tag = _first_turn(turns), spec.tags.get("role_tag", "from")
@@ -468,11 +459,9 @@ def _pair_answer(record, column: str, spec: DatasetSpec, form: str, where: str) 
 def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -> None:
     if chosen[:-1] == rejected[:-1]:
         return
-    number = 1
-    for ours, theirs in zip(chosen, rejected, strict=False):
-        if ours != theirs:
-            break
-        number += 1
+    both = enumerate(zip(chosen, rejected, strict=False), 1)
+    shorter = min(len(chosen), len(rejected))
+    number = next((n for n, (ours, theirs) in both if ours != theirs), shorter + 1)
     raise ValueError(
         f"{where}: chosen and rejected differ from message {number} on, and have {len(chosen)} and "
         f"{len(rejected)} messages: expected one prompt, and one answer of each, the last message"

@@ -25,9 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from .args_values import refuse
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Turns
-from .data_cache import how_it_is_read, tokenizer_identity
-from .data_encode import BEGINNING, Document, Encoder, Place, Tally
-from .data_shard import shifted
+from .data_cache import shifted, tokenizer_identity
+from .data_encode import BEGINNING, Encoder, Place, Reader, Record, Sample, Tally
 
 CHUNK_RECORDS = 100  # tokenised at once
 _FEW_RECORDS = 1000  # of which a tenth may be bad before all are read
@@ -50,78 +49,73 @@ class Position:
 
 
 class _Source:
-    """The records of one dataset, over and over. One is read ahead: the last is known as such."""
+    """The records of one dataset, over and over. One is read ahead, to know which is the last."""
 
-    def __init__(self, encoder: Encoder, start: Place):
-        self.encoder, self.start = encoder, start
+    def __init__(self, reader: Reader, start: Place):
+        self.reader, self.start = reader, start
 
     def begin(self, place: Place) -> None:
-        self.place, self._items = place, self.encoder.records({}, place)
+        self.place, self._items = place, self.reader.records(place)
         self._next = next(self._items)
 
-    @property
-    def is_at_end(self) -> bool:
-        return self._next is None
-
-    def take(self) -> tuple[str, str, object]:
-        """(place in the user's data, format, record)."""
-        item, self.place = self._next
+    def take(self) -> tuple[Record, bool]:
+        """(the next record, whether it is the last)."""
+        record, self.place = self._next
         self._next = next(self._items, None)
-        return item
+        return record, self._next is None
 
 
 class _Records:
-    """(dataset, place, format, record) of all records in the order of mix_strategy, pass after
-    pass."""
+    """All records in the order of mix_strategy, pass after pass."""
 
     def __init__(self, stream: "TokenStream", position: Position):
         self.stream, self.passes = stream, position.passes
-        self.sources = list(map(_Source, stream.encoders, stream.starts))
-        self._take_turns(position)
+        self.sources = list(map(_Source, stream.readers, stream.starts))
+        self._begin_pass(position)
 
-    def next_block(self, size: int) -> tuple[Position, list[tuple]]:
+    def next_block(self, size: int) -> tuple[Position, list[Record]]:
         """(its position, at most so many records): the last block of a pass has what is left."""
         while True:
             exhausted = tuple(sorted(self.turns.exhausted))
             begin = Position(self.passes, self.turns.taken, exhausted, self.places())
-            if block := list(itertools.islice(self._items, size)):
+            if block := list(itertools.islice(self._records, size)):
                 return begin, block
             self.passes += 1
-            self._take_turns(Position())
+            self._begin_pass(Position())
 
     def places(self) -> tuple[Place, ...]:
         return tuple(source.place for source in self.sources)
 
-    def _take_turns(self, position: Position) -> None:
+    def _begin_pass(self, position: Position) -> None:
         for source, place in zip(self.sources, position.places or self.stream.starts, strict=True):
             source.begin(place)
         args, count, seed = self.stream.args, len(self.sources), self.stream.seed
         behind = position.turns, position.exhausted
         self.turns = Turns(count, args.mix_strategy, args.mix_weights, seed, *behind)
-        self._items = self._one_pass()
+        self._records = self._one_pass()
 
-    def _one_pass(self) -> Iterator[tuple]:
+    def _one_pass(self) -> Iterator[Record]:
         for number in self.turns:
             source = self.sources[number]
-            item = source.take()
-            if source.is_at_end:
+            record, is_last = source.take()
+            if is_last:
                 self.turns.exhausted.add(number)
                 source.begin(source.start)
-            yield number, *item
+            yield record
 
 
 class TokenStream:
     """The rows of datasets that are read over and over.
 
-    encoders: of each dataset. data_args: DataArguments. packs: samples are put into rows of at most
+    readers: of each dataset. data_args: DataArguments. packs: samples are put into rows of at most
     cutoff_len tokens in the order in which they come, and documents do not see each other. Every
     rank must read the same files.
     """
 
-    def __init__(self, encoders: list[Encoder], data_args, packs: bool, seed: int):
-        self.encoders, self.starts = encoders, (BEGINNING,) * len(encoders)
-        self.args, self.packs, self.seed, self.num_held_out = data_args, packs, seed, 0
-        self.shuffles, self.joins = not data_args.disable_shuffling, encoders[0].joins
+    def __init__(self, readers: list[Reader], encoder: Encoder, data_args, packs: bool, seed: int):
+        self.readers, self.starts = readers, (BEGINNING,) * len(readers)
+        self.encoder, self.args, self.packs, self.seed = encoder, data_args, packs, seed
+        self.shuffles, self.num_held_out = not data_args.disable_shuffling, 0
         self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
         self._tally = Tally()
         self._speaks = False
@@ -134,11 +128,11 @@ class TokenStream:
         facts = {name: getattr(args, name) for name in names}
         facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
         facts["chunk"] = CHUNK_RECORDS
-        facts["tokenizer"] = tokenizer_identity(self.encoders[0].tokenizer)
-        for number, encoder in enumerate(self.encoders):
-            spec = encoder.spec
-            declared = [spec.formatting, spec.columns, spec.tags, encoder.limit, encoder.options()]
-            files = [[how_it_is_read(file, encoder), *_begin_of(file)] for file in spec.files]
+        facts["tokenizer"] = tokenizer_identity(self.encoder.tokenizer)
+        for number, reader in enumerate(self.readers):
+            spec, options = reader.spec, self.encoder.options
+            declared = [spec.formatting, spec.columns, spec.tags, reader.limit, options]
+            files = [[kind, *_begin_of(file)] for file, kind in spec.files.items()]
             facts[f"dataset {number}"] = declared + files
         text = json.dumps(facts, sort_keys=True, default=str)
         return f"streamed-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -181,10 +175,10 @@ class TokenStream:
     def _position_of(self, state: dict | None) -> Position:
         try:
             position = Position(**state or {})
-            places = position.places or [BEGINNING] * len(self.encoders)
+            places = position.places or [BEGINNING] * len(self.readers)
             numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
             numbers += [position.sample, position.token, *itertools.chain(*places)]
-            fits = [len(place) for place in places] == [len(BEGINNING)] * len(self.encoders)
+            fits = [len(place) for place in places] == [len(BEGINNING)] * len(self.readers)
             fits = fits and all(type(number) is int and number >= 0 for number in numbers)
         except TypeError:
             fits = False
@@ -194,7 +188,7 @@ class TokenStream:
 
     # -- records to samples to rows
 
-    def _samples(self, position: Position) -> Iterator[tuple[Position, list[Document]]]:
+    def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
         """(its position, its documents) of each sample from a position on."""
         records = _Records(self, position)
         chunk, done, passes, found = position.chunk, position.sample, position.passes, 1
@@ -215,28 +209,11 @@ class TokenStream:
                 found, done = found + len(samples), 0
             chunk = 0
 
-    def _tokenize(self, chunk: list[tuple]) -> list[list[Document]]:
-        """The documents of each sample of a chunk, in the order of its records."""
-        found, tally = [[] for _ in chunk], Tally()
-        for source, encoder in enumerate(self.encoders):
-            own = [place for place, item in enumerate(chunk) if item[0] == source]
-            samples, of_source = encoder.encode([chunk[place][1:] for place in own])
-            tally.add(of_source)
-            for number, documents in samples:
-                found[own[number]].append(documents)
-        self._count(tally)
-        return list(itertools.chain(*found))
-
-    def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
-        if self.joins:
-            return _joined(samples, self.args.cutoff_len, token)
-        if self.packs:
-            return _packed(samples, self.args.cutoff_len)
-        return _one_each(samples)
-
-    def _count(self, tally: Tally) -> None:
-        """Say what happened to records, at each first time and each tenfold, and list the first ten
-        that cannot be used. ValueError where these are too many."""
+    def _tokenize(self, chunk: list[Record]) -> list[Sample]:
+        """The samples of some records. Says what happened to records, at each first time and each
+        tenfold, and lists the first ten that cannot be used. ValueError where these are too many.
+        """
+        samples, tally = self.encoder.encode(chunk)
         total = self._tally
         listed = len(total.first_bad)
         total.add(tally)
@@ -249,6 +226,14 @@ class TokenStream:
                     first = tally.places[what]
                     print(f"stream: {count:,} {what}, one of them at {first}", flush=True)
         total.check(_FEW_RECORDS)
+        return samples
+
+    def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
+        if self.encoder.joins:
+            return _joined(samples, self.args.cutoff_len, token)
+        if self.packs:
+            return _packed(samples, self.args.cutoff_len)
+        return _one_each(samples)
 
 
 def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:

@@ -12,7 +12,7 @@ from .data import TokenDataset, marked_runs, tokens_of
 from .data_chat import ChatRenderer
 from .data_encode import BAD, CUT, NO_LABELS, joins_texts
 from .data_files import SIDES
-from .data_packs import Packs
+from .data_packs import Packs, samples_of
 
 # what can be wrong with a sample
 FOUND = {
@@ -88,7 +88,7 @@ class DataInspector:
     def records(self) -> dict[str, int]:
         """Counts over the files of all datasets: what was read, and what became of it."""
         sets = self.sets.values()
-        shards = {shard.folder: shard for one in sets for shard in _tokens(one).shards}
+        shards = {shard.folder: shard for one in sets for shard in samples_of(one).shards}
         counts = dict.fromkeys(("read", "bad", "truncated", "label-less", "left out besides"), 0)
         for shard in shards.values():
             counts["read"] += shard.meta["records"]
@@ -108,7 +108,7 @@ class DataInspector:
         trained_on: set[int] = set()
         shards: set = set()
         for name, dataset in self.sets.items():
-            tokens, part = _tokens(dataset), Part(name, _summary(dataset, self.objective))
+            tokens, part = samples_of(dataset), Part(name, _summary(dataset, self.objective))
             folders = {shard.folder for shard in tokens.shards}
             if not (self.joins and folders <= shards):  # else its texts were those of training
                 seen = self._scan(tokens, part, trained_on)
@@ -230,17 +230,13 @@ class DataInspector:
         return marked_runs(tokens, trained, self.tokenizer)
 
 
-def _tokens(dataset) -> TokenDataset:
-    return dataset.dataset if isinstance(dataset, Packs) else dataset
-
-
 def _ends_of_texts(ids: np.ndarray, tokenizer) -> np.ndarray:
     """Behind the end token of each text of a stream."""
     return np.flatnonzero(ids == tokenizer.eos_token_id) + 1
 
 
 def _summary(dataset, objective) -> str:
-    tokens, count = _tokens(dataset), dataset.num_tokens
+    tokens, count = samples_of(dataset), dataset.num_tokens
     share = dataset.num_trained_tokens / max(count, 1)
     return f"{len(tokens):,} {objective.unit}s, {count:,} tokens, {share:.1%} of them trained"
 

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite import data, data_cache, data_shard
+from mca_lite import data, data_cache, data_encode
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets, show_document
@@ -298,13 +298,16 @@ def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_p
     file = write(tmp_path / "a.jsonl", "b")
     folder = load(tokenizer, "sft", file).train.shards[0].folder
     meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "created": 0, "notes": ["old"]}))
-    assert "  note: old" in load(tokenizer, "sft", file).report
-    assert "  note: old" not in load(tokenizer, "sft", file, overwrite_cache=True).report
+    (folder / "meta.json").write_text(json.dumps({**meta, "created": 0, "first_bad": ["old"]}))
+    shards = [
+        load(tokenizer, "sft", file, overwrite_cache=again).train.shards[0]
+        for again in (False, True)
+    ]
+    assert [shard.meta["first_bad"] for shard in shards] == [["old"], []]
 
 
 def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_cache, "CHUNK_RECORDS", 2)
+    monkeypatch.setattr(data_encode, "CHUNK_RECORDS", 2)
     file = write(tmp_path / "a.jsonl", *"bcdefgh", "x" * 50)
     options = {"cutoff_len": 40, "preprocessing_num_workers": 2}
     two = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "two"), **options)
@@ -451,10 +454,10 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set
         ):
             load(tokenizer, "sft", file, cache_dir=str(folder))
 
-    def full(self, array):
+    def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(data_shard._File, "write", full)
+    monkeypatch.setattr(data_cache, "sync", full)
     with pytest.raises(ValueError, match=r"cannot be written \(No space left.*set cache_dir"):
         load(tokenizer, "sft", file)
     # what cannot be read is no fault of the cache
@@ -503,7 +506,7 @@ def test_a_damaged_shard_is_tokenised_anew_with_one_line(
     file = write(tmp_path / "a.jsonl", "bc", "def", "g")
     train = load(tokenizer, "sft", file).train
     wanted, folder = contents(train), train.shards[0].folder
-    monkeypatch.setattr(data_shard, "_whole", set())  # another process
+    monkeypatch.setattr(data_cache, "_whole", set())  # another process
     part, harm, line = DAMAGE[name]
     harm(folder / part)
     capsys.readouterr()
@@ -517,9 +520,9 @@ def test_a_damaged_shard_is_tokenised_anew_with_one_line(
 
 def test_checksums_are_compared_once_in_a_process(tokenizer, tmp_path, monkeypatch):
     file, read = write(tmp_path / "a.jsonl", "b"), []
-    checksum = data_shard.checksum
+    checksum = data_cache.checksum
     monkeypatch.setattr(
-        data_shard, "checksum", lambda path: (read.append(path.name), checksum(path))[1]
+        data_cache, "checksum", lambda path: (read.append(path.name), checksum(path))[1]
     )
     for _ in range(3):
         load(tokenizer, "sft", file)

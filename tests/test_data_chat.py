@@ -10,8 +10,7 @@ from mca_lite.args import DataArguments
 from mca_lite.args_values import ConfigError
 from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
 from mca_lite.data import load_datasets
-from mca_lite.data_encode import Encoder
-from mca_lite.data_files import DatasetSpec
+from mca_lite.data_chat import chat_renderer
 from tests.shared import toy_tokenizer
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
@@ -140,8 +139,8 @@ def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messa
     [_, part] = encode(PLAIN, TEMPLATES["qwen3"])
     assert trained_turns(tokenizer, part)[-1][1] == EMPTY + "3<|im_end|>"
     data_args = DataArguments(dataset=["t"], enable_thinking=False)
-    encoder = Encoder(byte_tokenizer(CHATML), DatasetSpec("t", []), "sft", data_args)
-    assert encoder.notes == ["the chat template does not read enable_thinking"]
+    _, report = chat_renderer(byte_tokenizer(CHATML), data_args)
+    assert report == ["note: the chat template does not read enable_thinking"]
 
 
 def test_blocks_of_llama_factory_are_read():

@@ -20,7 +20,7 @@ from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 PROMPT = len(
     "SuserNaENSassistantN"
 )  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
-NONE = DatasetSpec("t", [])
+NONE = DatasetSpec("t")
 
 
 def user(text: str) -> dict:
@@ -407,7 +407,7 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
 )
 def test_a_bad_pair_is_an_error_with_its_place(record, message):
     with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
-        form = detect_format(record, NONE, "dpo", "t.json:1")
+        form = detect_format(record, NONE, objectives.OBJECTIVES["dpo"], "t.json:1")
         conversations(record, NONE, form, True, None, "t.json:1")
 
 

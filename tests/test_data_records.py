@@ -8,9 +8,10 @@ import pytest
 
 from mca_lite import data_chat
 from mca_lite.args import DataArguments
-from mca_lite.data_encode import Encoder, mask_of_spans, num_learned
+from mca_lite.data_encode import Reader, mask_of_spans, num_learned
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
+from mca_lite.objectives import OBJECTIVES
 from tests.shared import toy_tokenizer
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
@@ -51,6 +52,14 @@ DEEPSEEK = (
     "{% else %}<|Assistant|>{{ m['content'].split('</think>')[-1] }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
 )
+
+PT, SFT, DPO = (OBJECTIVES[stage] for stage in ("pt", "sft", "dpo"))
+
+
+def declared(entry: str, folder) -> DatasetSpec:
+    """What a dataset is, with the dataset_info.json of a folder."""
+    [spec] = resolve([entry], DataArguments(dataset=[entry], dataset_dir=str(folder)), SFT)
+    return spec
 
 
 def encode(record, template: str, form: str = "openai", spec: DatasetSpec | None = None, **options):
@@ -229,34 +238,31 @@ def test_prompt_and_completion_may_be_texts_or_messages():
 
 
 def test_formats_are_detected_from_the_first_record():
-    none = DatasetSpec("t", [])
-    assert detect_format({"instruction": "", "output": ""}, none, "sft", "t:1") == "alpaca"
+    none = DatasetSpec("t")
+    assert detect_format({"instruction": "", "output": ""}, none, SFT, "t:1") == "alpaca"
     assert (
-        detect_format({"conversations": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
+        detect_format({"conversations": [{"from": "human", "value": ""}]}, none, SFT, "t:1")
         == "sharegpt"
     )
     assert (
-        detect_format({"messages": [{"role": "user", "content": ""}]}, none, "sft", "t:1")
-        == "openai"
+        detect_format({"messages": [{"role": "user", "content": ""}]}, none, SFT, "t:1") == "openai"
     )
     assert (
-        detect_format({"messages": [{"from": "human", "value": ""}]}, none, "sft", "t:1")
+        detect_format({"messages": [{"from": "human", "value": ""}]}, none, SFT, "t:1")
         == "sharegpt"
     )
+    assert detect_format({"prompt": "", "completion": ""}, none, SFT, "t:1") == "prompt-completion"
+    assert detect_format({"text": ""}, none, PT, "t:1") == "text"
     assert (
-        detect_format({"prompt": "", "completion": ""}, none, "sft", "t:1") == "prompt-completion"
-    )
-    assert detect_format({"text": ""}, none, "pt", "t:1") == "text"
-    assert (
-        detect_format({"body": ""}, DatasetSpec("t", [], columns={"prompt": "body"}), "pt", "t:1")
+        detect_format({"body": ""}, DatasetSpec("t", columns={"prompt": "body"}), PT, "t:1")
         == "text"
     )
     with pytest.raises(
         ValueError, match=r"t:1: stage sft expects alpaca .*got the columns \['text'\].*stage: pt"
     ):
-        detect_format({"text": ""}, none, "sft", "t:1")
+        detect_format({"text": ""}, none, SFT, "t:1")
     with pytest.raises(ValueError, match="t:1: stage pt expects the column 'text'.*stage: sft"):
-        detect_format({"messages": []}, none, "pt", "t:1")
+        detect_format({"messages": []}, none, PT, "t:1")
 
 
 def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
@@ -271,19 +277,19 @@ def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
 
     row = Format(fits, prompt, answer, alone="q, a", in_pairs="q")
     monkeypatch.setitem(FORMATS, "question-answer", row)
-    none = DatasetSpec("t", [])
+    none = DatasetSpec("t")
     record = {"q": "Hi", "a": "Hello"}
-    assert detect_format(record, none, "sft", "t:1") == "question-answer"
+    assert detect_format(record, none, SFT, "t:1") == "question-answer"
     assert trained_texts(record, CHATML, form="question-answer") == ["Hello<|im_end|>"]
     pair = {"q": "Hi", "chosen": "Hello", "rejected": "What"}
-    assert detect_format(pair, none, "dpo", "t:1") == "question-answer"
+    assert detect_format(pair, none, DPO, "t:1") == "question-answer"
     found, _ = conversations(pair, none, "question-answer", True, None, "t:1")
     assert [[turn["content"] for turn in turns] for turns in found] == [
         ["Hi", "Hello"],
         ["Hi", "What"],
     ]
     with pytest.raises(ValueError, match=r"stage sft expects .*question-answer \(q, a\), got"):
-        detect_format({"x": ""}, none, "sft", "t:1")
+        detect_format({"x": ""}, none, SFT, "t:1")
 
 
 @pytest.mark.parametrize(
@@ -403,17 +409,17 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         "gone": {"file_name": "gone.json"},
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    [spec] = resolve(["x"], str(tmp_path))
+    spec = declared("x", tmp_path)
     assert (spec.files, spec.columns, spec.num_samples) == (
-        [str(tmp_path / "x.jsonl")],
+        {str(tmp_path / "x.jsonl"): ".jsonl"},
         {"prompt": "text"},
         3,
     )
     assert spec.notes == ["split of dataset_info.json has no meaning for a local file"]
     assert (
-        resolve([str(tmp_path)], None)[0].files
+        declared(str(tmp_path), tmp_path / "data").files
         == spec.files
-        == resolve(["x.jsonl"], str(tmp_path))[0].files
+        == declared("x.jsonl", tmp_path).files
     )
     for name, message in [
         ("hub", "hub: set file_name or hf_hub_url instead of ms_hub_url"),
@@ -424,7 +430,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         ("hubb", "expected a file, a folder, or a name in .*did you mean 'hub'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            resolve([name], str(tmp_path))
+            declared(name, tmp_path)
 
 
 def test_tags_of_dataset_info_rename_roles():
@@ -437,8 +443,8 @@ def test_tags_of_dataset_info_rename_roles():
     }
     record = {"log": [{"who": "me", "says": "Hi"}, {"who": "it", "says": "Hello"}]}
     for form in ("sharegpt", "openai"):
-        spec = DatasetSpec("t", [], form, {"messages": "log"}, tags)
-        assert detect_format(record, spec, "sft", "t:1") == form
+        spec = DatasetSpec("t", {}, form, {"messages": "log"}, tags)
+        assert detect_format(record, spec, SFT, "t:1") == form
         tokenizer, part = encode(record, CHATML, form=form, spec=spec)
         text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         assert tokenizer.decode(part.ids) == text
@@ -466,16 +472,29 @@ def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path,
 
 
 @pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("images", ["a"])])
-def test_records_that_mean_something_else_are_refused_by_path_too(column, value):
-    spec, data_args = DatasetSpec("x", []), DataArguments(dataset=["x"])
-    encoder = Encoder(byte_tokenizer(CHATML), spec, "sft", data_args)
-    with pytest.raises(ValueError, match=f"x.jsonl:1: the column '{column}'"):
-        encoder.format_of(TWO_TURNS | {column: value}, "x.jsonl:1")
-    assert encoder.format_of(TWO_TURNS | {column: None}, "x.jsonl:1") == "openai"
-    with pytest.raises(ValueError, match=f"x.jsonl:2: the column '{column}'"):  # not the first one
-        encoder.encode([("x.jsonl:2", "openai", TWO_TURNS | {column: value})])
-    texts = Encoder(byte_tokenizer(CHATML), spec, "pt", data_args)
-    assert texts.format_of({"text": "a", column: value}, "x.jsonl:1") == "text"
+def test_records_that_mean_something_else_are_refused_by_path_too(tmp_path, column, value):
+    first, later, data_args = (
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        DataArguments(dataset=["x"]),
+    )
+    other = json.dumps(TWO_TURNS | {"text": "a", column: value}) + "\n"
+    first.write_text(other)
+    later.write_text(json.dumps(TWO_TURNS | {column: None}) + "\n" + other)
+
+    def read(path, objective) -> list:
+        reader = Reader(DatasetSpec("x", {str(path): ".jsonl"}), objective, data_args)
+        said = [said for (_, said), _ in reader.records()]
+        for error in said:
+            if isinstance(error, ValueError):
+                raise error
+        return said
+
+    with pytest.raises(ValueError, match=f"a.jsonl:1: the column '{column}'"):
+        read(first, SFT)
+    with pytest.raises(ValueError, match=f"b.jsonl:2: the column '{column}'"):
+        read(later, SFT)
+    assert read(first, PT) == ["a"]
 
 
 def test_empty_answers_are_left_out_and_counted_with_the_first_place():
@@ -505,17 +524,17 @@ def test_a_declaration_of_other_types_is_named(tmp_path, change, words):
     info = {"mine": {"file_name": "a.jsonl", **change}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=f"dataset_info.json: dataset 'mine': {words}"):
-        resolve(["mine"], str(tmp_path))
+        declared("mine", tmp_path)
 
 
 def test_null_columns_are_none_and_deep_nesting_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     info = {"mine": {"file_name": "a.jsonl", "columns": None, "tags": None}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    assert resolve(["mine"], str(tmp_path))[0].columns == {}
+    assert declared("mine", tmp_path).columns == {}
     (tmp_path / "dataset_info.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="dataset_info.json: not valid JSON"):
-        resolve(["mine"], str(tmp_path))
+        declared("mine", tmp_path)
 
 
 def test_a_broken_parquet_file_is_named(tmp_path):

@@ -13,6 +13,7 @@ from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
 from mca_lite.data_files import read_records, resolve
+from mca_lite.objectives import OBJECTIVES
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 
@@ -24,6 +25,12 @@ def chat(answer: str, role="user") -> str:
 def load(tmp_path, *dataset, stage="sft", **keys):
     keys |= {"dataset": [str(name) for name in dataset], "cache_dir": str(tmp_path / "cache")}
     return load_datasets(DataArguments(**keys), stage, byte_tokenizer(CHATML))
+
+
+def spec_of(entry: str, folder):
+    arguments = DataArguments(dataset=[entry], dataset_dir=str(folder))
+    [spec] = resolve([entry], arguments, OBJECTIVES["sft"])
+    return spec
 
 
 def answers(bundle) -> list[str]:
@@ -86,7 +93,7 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path):
         assert len(records) == 2
         moved = [(place.replace(str(path), str(packed)), value) for place, value in records]
         assert list(read_records(str(packed))) == moved
-    assert len(resolve([str(tmp_path)], None)[0].files) == 8
+    assert len(spec_of(str(tmp_path), tmp_path / "data").files) == 8
     (tmp_path / "e.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-9])
     with pytest.raises(ValueError, match="e.jsonl.gz: it cannot be decompressed"):
         list(read_records(str(tmp_path / "e.jsonl.gz")))
@@ -149,9 +156,9 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path,
         "number": "split: expected a path or a name, got 3",
     }.items():
         with pytest.raises(ValueError, match=message):
-            resolve([name], str(tmp_path))
+            spec_of(name, tmp_path)
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, hub):
     with pytest.raises(ValueError, match="expected a file, a folder, or a name in"):
-        resolve([os.path.join("some", "chats.jsonl")], str(tmp_path))
+        spec_of(os.path.join("some", "chats.jsonl"), tmp_path)

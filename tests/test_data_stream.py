@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import pickle
 import random
 
 import numpy as np
@@ -179,7 +180,7 @@ def test_a_bounded_number_of_records_is_read_ahead(tmp_path, monkeypatch):
     """
     ahead = []
 
-    def endless(file, skip, sample_by, cursor=None):
+    def endless(file, kind, skip, cursor=None):
         cursor = cursor or data_files.Cursor()
         for number in itertools.count(cursor.number + 1):
             cursor.number = number
@@ -195,6 +196,13 @@ def test_a_bounded_number_of_records_is_read_ahead(tmp_path, monkeypatch):
         next(rows)
         assert len(ahead) - number <= 300 + 2 * 2  # a record shows the format of its file
     assert len(ahead) > 1800
+
+
+def test_a_stream_can_be_sent_to_another_process(tmp_path):
+    for keys in (*SFT, PT):
+        train = stream(tmp_path, write(tmp_path / "a.jsonl", 30), **keys)
+        again = pickle.loads(pickle.dumps(train))
+        assert take(again, 5) == take(train, 5)
 
 
 # -- several kinds of files, evaluation, bad records

@@ -14,8 +14,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from mca_lite import cli, files, output_folder
 from mca_lite import world as launcher
+from mca_lite.args import DataArguments
 from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.data_files import resolve
+from mca_lite.objectives import OBJECTIVES
 from mca_lite.output_folder import OutputFolderError
 from mca_lite.weights_files import name_shards, write_shards
 from mca_lite.weights_sources import resolve_folder
@@ -335,6 +337,6 @@ def test_pipes_are_refused_as_data_and_as_configuration(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for entry in (str(tmp_path / "pipe.jsonl"), str(tmp_path)):
         with pytest.raises(ValueError, match=r"pipe.jsonl: expected a file; .* a pipe"):
-            resolve([entry], None)
+            resolve([entry], DataArguments(dataset=[entry]), OBJECTIVES["sft"])
     with pytest.raises(ConfigError, match="it is no file, but a folder, a pipe"):
         read_config_file(tmp_path / "pipe.yaml")

@@ -1,5 +1,6 @@
 """Tokenizers made on the spot, and what they make of a conversation."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,13 +71,20 @@ def byte_tokenizer(template: str | None = None, merges: tuple = ()) -> PreTraine
 def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> SimpleNamespace:
     """What a conversation becomes: ids and mask of its samples end to end, lengths, tallies."""
     from mca_lite.args import DataArguments
+    from mca_lite.data_chat import chat_renderer
     from mca_lite.data_encode import Encoder
     from mca_lite.data_files import DatasetSpec
+    from mca_lite.data_records import conversations
+    from mca_lite.objectives import OBJECTIVES
 
     data_args = DataArguments(dataset=["t"], **{"cutoff_len": 9999, **keys})
-    encoder = Encoder(tokenizer, spec or DatasetSpec("t", []), "sft", data_args)
-    samples, tally = encoder.encode([("t.json:1", form, record)])
-    documents = [document for _, documents in samples for document in documents]
+    renderer, _ = chat_renderer(tokenizer, data_args)
+    encoder = Encoder(tokenizer, renderer, OBJECTIVES["sft"], data_args)
+    where, spec, system = "t.json:1", spec or DatasetSpec("t"), data_args.default_system
+    samples, tally = encoder.encode(
+        [(where, conversations(record, spec, form, False, system, where))]
+    )
+    documents = list(itertools.chain(*samples))
     return SimpleNamespace(
         ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in documents)]),
         mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in documents)]),
