@@ -137,7 +137,7 @@ def create_megatron_optimizer(
     config = get_optimizer_config(args, params_dtype)
     config.bf16 = config.bf16 and not split  # megatron makes no masters then
     optimizer = get_megatron_optimizer(config, chunks)
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:
             continue  # nothing to train on this rank
@@ -157,6 +157,11 @@ def create_megatron_optimizer(
         group.pop("max_lr", None)
     config.optimizer = args.optim  # checkpoints find the names of the states by it
     return optimizer
+
+
+def parts_of(optimizer: MegatronOptimizer | None) -> list:
+    """The optimizers that megatron has chained, or the only one; of a chain its own list."""
+    return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
