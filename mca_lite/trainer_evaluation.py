@@ -21,7 +21,7 @@ from .data_files import SIDES
 from .data_packs import samples_of
 from .packed_rows import Targets
 from .trainer_generate import check_room, generate, scores
-from .trainer_step import EvalLoopOutput, Numbers
+from .trainer_step import EvalLoopOutput, Numbers, plan_batches
 
 
 def check_metrics(trainer) -> None:
@@ -119,7 +119,7 @@ def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
 
 
 def _loader_of(trainer, dataset):
-    plan = trainer._plan(dataset, training=False)
+    plan = plan_batches(trainer, dataset, training=False)
     return make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
 
 
@@ -198,7 +198,7 @@ class PredictionOutput(NamedTuple):
 
 def predict(trainer, dataset, prefix: str) -> PredictionOutput:
     """McaTrainer.predict."""
-    trainer._plan(dataset, training=False)  # refuses several sets, and a stream
+    plan_batches(trainer, dataset, training=False)  # refuses several sets, and a stream
     found = log_probabilities(trainer, dataset)
     if trainer.documents_per_sample == 1:
         total, count = found.sum(axis=(0, 1))

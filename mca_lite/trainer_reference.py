@@ -37,16 +37,12 @@ PART_PAIRS = 1024  # pairs of a part that the pass keeps: what is lost when it d
 
 def files_of_model(name_or_path: str | None) -> list:
     """[name, bytes, time of change] of what a model's folder loads; [] for what is no folder."""
-    folder = Path(name_or_path or "")
-    if not name_or_path or not folder.is_dir():
-        return []
-    files = sorted(
-        [*folder.glob("*.safetensors"), *folder.glob("dist/*"), *folder.glob(HF_CONFIG_NAME)]
-    )
-    return [
-        [path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns]
-        for path in files
-    ]
+    found: list = []
+    for pattern in ("*.safetensors", "dist/*", HF_CONFIG_NAME) if name_or_path else ():
+        for path in Path(name_or_path).glob(pattern):
+            name, state = path.relative_to(name_or_path).as_posix(), path.stat()
+            found.append([name, state.st_size, state.st_mtime_ns])
+    return sorted(found)
 
 
 class ReferenceStore:

@@ -109,7 +109,7 @@ class RunSums:
 # -- micro-batches
 
 
-def plan_batches(trainer, dataset, training: bool) -> BatchPlan:
+def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
     """Which samples make up which micro-batch on which rank. ValueError for a dataset without a
     length."""
     args, backend, size = trainer.args, trainer.backend, trainer.args.per_device_eval_batch_size
