@@ -109,37 +109,11 @@ class CheckpointWriter:
         if job.thread.is_alive():
             job.thread.join()
         try:
-            _complete(job)
+            job.complete()
         except CheckpointError as error:
             parallel.on_main(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
             raise CheckpointError(f"{error}; earlier checkpoints are untouched") from None
         return job.final, job.facts["step"]
-
-
-def _complete(job: "_Job") -> None:
-    """When every rank has written its part: the index, the manifest, and the name. Collective.
-
-    CheckpointError on every rank, with what went wrong on any.
-    """
-    answers = parallel.gather((job.error, job.entries, job.results))
-    errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
-    if errors:
-        raise CheckpointError(f"{job.final} could not be written: {'; '.join(errors)}")
-
-    def finish():
-        try:
-            files = {name: entry for _, entries, _ in answers for name, entry in entries.items()}
-            for name in job.snapshot.finish(job.temporary, [results for _, _, results in answers]):
-                files[name] = ckpt_folder.measure(job.temporary / name)
-            ckpt_folder.write_manifest(job.temporary, job.facts, files)
-            if job.temporary != job.final:
-                ckpt_folder.publish(job.temporary, job.final)
-        except Exception as error:
-            raise CheckpointError(
-                f"{job.final} could not be finished: {describe_error(error)}"
-            ) from error
-
-    parallel.on_main(finish, CheckpointError)
 
 
 class _Job:
@@ -170,8 +144,33 @@ class _Job:
                     self.entries[name] = ckpt_folder.measure(self.temporary / name)
                 for answer in flushed:
                     answer.result()
-        except Exception as error:  # told to all ranks by finish()
+        except Exception as error:  # complete() tells all ranks
             self.error = describe_error(error)
+
+    def complete(self) -> None:
+        """When every rank has written its part: the index, the manifest, and the name. Collective.
+
+        CheckpointError on every rank, with what went wrong on any.
+        """
+        answers = parallel.gather((self.error, self.entries, self.results))
+        errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
+        if errors:
+            raise CheckpointError(f"{self.final} could not be written: {'; '.join(errors)}")
+
+        def finish() -> None:
+            folder, files = self.temporary, {}
+            for _, entries, _ in answers:
+                files |= entries
+            for name in self.snapshot.finish(folder, [results for _, _, results in answers]):
+                files[name] = ckpt_folder.measure(folder / name)
+            ckpt_folder.write_manifest(folder, self.facts, files)
+            if folder != self.final:
+                ckpt_folder.publish(folder, self.final)
+
+        try:
+            parallel.on_main(finish, CheckpointError)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.final} could not be finished: {error}") from None
 
 
 def _make_empty(folder: Path) -> None:
@@ -337,7 +336,7 @@ def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None
     Collective; CheckpointError on every rank where any fails."""
     job = _Job(folder, folder, snapshot, _facts(backend, hf_config))
     job.write()
-    _complete(job)
+    job.complete()
 
 
 def _training_record(trainer) -> dict:

@@ -52,15 +52,16 @@ class MegatronSnapshot:
         holders, chunks = _holders_of_all(models, optimizer), models.sharded_state_dict()
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
-            state["optimizer"] = _optimizer_to_write(optimizer, models, holders, copy)
+            tensors = _by_parameter(chunks)
+            state["optimizer"] = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             state["optimizer_steps"] = _optimizer_steps(optimizer, models)
         sharded, self._common = save_preprocess(state)
         by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
         self._planner = torch_strategy.MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False
         )
-        tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
-        self._planner.set_up_planner(tensors, is_coordinator=parallel.is_main())
+        to_write = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
+        self._planner.set_up_planner(to_write, is_coordinator=parallel.is_main())
         plan = self._planner.create_local_plan()
         plans = [None] * parallel.world_size() if parallel.is_main() else None
         dist.gather_object(plan, plans)
@@ -115,7 +116,8 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
         kept[chunk] = {name: tensors.pop(name).data for name in objects}
     places = {}
     if optimizer is not None:
-        state["optimizer"], places = _optimizer_to_fill(optimizer, models)
+        by_parameter = _by_parameter(state)
+        state["optimizer"], places = _optimizer_to_fill(optimizer, models, by_parameter)
     # ranks ask for the states that they step, not each tensor once: megatron's check of that would
     # refuse it
     try:
@@ -244,15 +246,15 @@ def _is_distributed(part) -> bool:
     return hasattr(part, "gbuf_ranges")
 
 
-def _tensors(models) -> dict:
+def _by_parameter(chunks: dict) -> dict:
     """{id of a parameter: its sharded tensor, or the factory of some}"""
-    found = extract_sharded_tensors_and_factories(models.sharded_state_dict())[0]
+    found = extract_sharded_tensors_and_factories(chunks)[0]
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
 
-def _replica(tensor, here: bool) -> tuple[int, int, int]:
+def _replica(tensor, i_write: bool) -> tuple[int, int, int]:
     """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): megatron writes 0s."""
-    return (*tensor.replica_id[:2], 0 if here else 1)
+    return (*tensor.replica_id[:2], 0 if i_write else 1)
 
 
 def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
@@ -265,7 +267,7 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
         if isinstance(tensor, ShardedObject):
             continue
         holder, data, replica = holders.get(id(tensor.data)), tensor.data, tensor.replica_id
-        if holder is not None:  # no buffer, which all write
+        if holder is not None:  # it is no buffer, whose replica_id is right already
             replica = _replica(tensor, holder.i_write)
         if copy and (holder is None or holder.i_write):
             data = data.detach().to("cpu", copy=True)
@@ -310,14 +312,14 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
 
 
-def _optimizer_to_write(optimizer, models, holders: dict[int, _Holders], copy: bool) -> dict:
+def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
     """{key: sharded tensor} of the states that this rank writes. Collective, parameter by
     parameter."""
     held = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
-    tensors, out = _tensors(models), {}
+    out = {}
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor, holder = tensors[id(parameter)], holders[id(parameter)]
         for name in _state_names(optimizer, parameter):
@@ -365,10 +367,10 @@ def _join(part, parameter, group, writer: int, pieces: dict):
     return whole.view(parameter.shape)
 
 
-def _optimizer_to_fill(optimizer, models) -> tuple[dict, dict]:
+def _optimizer_to_fill(optimizer, models, tensors: dict) -> tuple[dict, dict]:
     """What is asked for: ({key: empty sharded tensor of a state that this rank steps},
     {key: (id of the parameter, name of the state)})."""
-    tensors, sharded, places = _tensors(models), {}, {}
+    sharded, places = {}, {}
     for _, parameter, _, _ in _owned(optimizer, models):
         for name in _state_names(optimizer, parameter):
             key = f"{len(sharded)}.{name}"

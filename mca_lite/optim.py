@@ -118,8 +118,8 @@ class SplitMasterOptimizer(FP32Optimizer):
 
 
 def splits_masters(args, params_dtype: torch.dtype, has_adapters: bool) -> bool:
-    """Whether SplitMasterOptimizer updates a model of this dtype, the same on all ranks: adapters
-    are float32, and what megatron's distributed or offloaded optimizer keeps is elsewhere anyway.
+    """Whether SplitMasterOptimizer updates a model of this dtype, the same on all ranks. Adapters
+    are float32 themselves; the distributed and the offloaded optimizer have masters elsewhere.
     """
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and not has_adapters

@@ -69,7 +69,8 @@ class McaTrainer:
     metrics_keys = ["loss"]
     documents_per_sample = 1
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
-    _reference_model = None  # what each batch passes forward only
+    _reference_model = None  # a second model that each batch goes through, forward only
+    _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
@@ -105,7 +106,7 @@ class McaTrainer:
         self.data_collator = data_collator or Collator(self._pad_token_id)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shuffle, self.extra_summary = shuffle, summary or {}
-        # until they are made
+        # made when training begins
         self.optimizer = self.lr_scheduler = self.batch_plan = cast(Any, None)
         self.state, self.control = TrainerState(), TrainerControl()
         self._signals, self.report = StopSignals(), Report(args, parallel.is_main())
@@ -145,14 +146,11 @@ class McaTrainer:
                 batches = iter(loader)
             begin_step(self, epoch_begins)
             self._throughput.start()
-            data, seq_length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
-            of_step = self.training_step(self.models, data, seq_length)
-            _, metrics, skipped, grad_norm, num_zeros = of_step
-            metrics, grad_norm = self._guard.after_step(
-                skipped, grad_norm, metrics, data, seq_length
-            )
+            data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
+            _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
+            metrics, grad_norm = self._guard.after_step(skipped, grad_norm, metrics, data, length)
             numbers = self._over_ranks(numbers.add_metrics(metrics))
-            self._sums.add(numbers, skipped, grad_norm, num_zeros)
+            self._sums.add(numbers, skipped, grad_norm, zeros)
             loss, (tokens, squares, positions) = numbers.read()
             self._guard.note_loss(loss, metrics)
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
@@ -243,8 +241,6 @@ class McaTrainer:
             total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
-
-    _micro_batch_weight = 1.0
 
     def _count_of_loss(self, batch: dict) -> int:
         """The count that _post_compute_loss will give for a whole micro-batch."""

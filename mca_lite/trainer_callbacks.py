@@ -5,10 +5,10 @@ every callback on every rank with the same numbers. A flag of `TrainerControl` t
 counts on all. A callback that writes files does so on one rank only (state.is_world_process_zero).
 
 SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGINT (Ctrl-C)
-mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself,
-SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1, without which it dies of it
-and leaves its ranks behind. It kills them --shutdown-timeout seconds later (30 where it is not
-set): set that above the time of a step and a checkpoint.
+mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself. It
+passes on SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; without that,
+SIGUSR1 ends torchrun, and its ranks run on. It kills ranks --shutdown-timeout seconds (30 by
+default) after it has passed a signal on: set that above the time of a step and a checkpoint.
 """
 
 import math
@@ -20,15 +20,13 @@ from dataclasses import asdict, dataclass, field
 from . import parallel
 from .files import read_json, write_json
 
+_COUNTS = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
 _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are not looked at
-    "global_step": (int,),
-    "consumed_samples": (int,),
-    "consumed_tokens": (int,),
+    **dict.fromkeys(_COUNTS, (int,)),
     "log_history": (list,),
     "best_metric": (int, float, type(None)),
     "best_global_step": (int, type(None)),
     "best_model_checkpoint": (str, type(None)),
-    "left_out_steps": (int,),
     "data_position": (dict, type(None)),
     "log_sums": (dict, type(None)),
     "stateful_callbacks": (dict,),
@@ -99,8 +97,7 @@ class TrainerState:
         for name, value in found.items():
             if type(value) not in _STATE_TYPES.get(name, (type(value),)):
                 raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
-        counts = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
-        if any(found.get(name, 0) < 0 for name in counts):
+        if any(found.get(name, 0) < 0 for name in _COUNTS):
             raise ValueError(f"{path}: expected counts of at least 0")
         if not all(isinstance(line, dict) for line in found.get("log_history", [])):
             raise ValueError(f"{path}: log_history is no list of objects")
@@ -343,9 +340,8 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While it is entered, SIGNALS are noted in `received` (0: none) instead of ending the process.
-
-    Handlers are a matter of the main thread: in another one nothing is changed."""
+    """While this context is open, SIGNALS are noted in `received` (0: none) instead of ending the
+    process. Only the main thread can set handlers: in another one nothing is changed."""
 
     def __init__(self):
         self.received = 0

@@ -1,4 +1,4 @@
-"""What happens round a step: callbacks hear of it, all ranks agree on what they ask for, and log
+"""What happens around a step: callbacks hear of it, all ranks agree on what they ask for, and log
 lines, evaluations and checkpoints follow.
 
 Flags that callbacks raise on one rank count on all: they travel with the signals in one small
@@ -112,10 +112,10 @@ def agree(trainer) -> list[int]:
     control, writer = trainer.control, trainer._writer
     flags = [int(getattr(control, name)) for name in FLAGS]
     own = [trainer._signals.received, writer.still_writes, trainer._guard.is_spike]
-    *agreed, stop, epoch_stop, log, evaluate, save = parallel.largest(*own, *flags)
-    for name, raised in zip(FLAGS, (stop, epoch_stop, log, evaluate, save), strict=True):
+    of_all = parallel.largest(*own, *flags)
+    for name, raised in zip(FLAGS, of_all[len(own) :], strict=True):
         setattr(control, name, bool(raised))
-    return agreed
+    return of_all[: len(own)]
 
 
 def begin_step(trainer, epoch_begins: bool) -> None:

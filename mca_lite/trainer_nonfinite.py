@@ -141,6 +141,7 @@ class FiniteGuard:
     def name_spike(self) -> None:
         """Warn of the last step's loss, with the samples of the micro-batches that had the highest.
         Collective."""
+        self.is_spike = False  # the end of an epoch asks again
         loss, metrics = self._last_loss
         pairs = enumerate(of_batch["loss"].tolist() for of_batch in metrics)
         found = self._of_all_ranks({n: total / max(count, 1) for n, (total, count) in pairs})

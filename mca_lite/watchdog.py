@@ -64,7 +64,7 @@ _current: "Watchdog | None" = None
 
 def note(phase: str, step: int | None = None) -> None:
     """Say that this rank begins a phase, after `step` steps (None: as before). All ranks must call
-    it alike: who has called it less often is behind."""
+    it alike: a rank that has called it fewer times than others is behind."""
     if _current is not None:
         _current.note(phase, step)
 
