@@ -1,9 +1,9 @@
 """What the trainer asks of a backend, and what both backends answer in the same way.
 
 The trainer knows no parallelism: it calls these methods on every rank together. The abstract
-methods are each backend's own, and megatron's contract of a schedule holds for
-both: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
-count, metrics). What has an answer here is that of one data parallel rank that holds a whole model.
+methods are each backend's own. A method with a body is right for both, or for a rank that holds a
+whole model. megatron's contract of a schedule holds for both: forward_step(iterator, model) ->
+(output, loss_func), and loss_func(output) -> (loss sum, count, metrics).
 """
 
 import abc

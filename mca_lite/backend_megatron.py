@@ -28,7 +28,7 @@ from .model import VirtualModels
 from .model_moe import Experts, routers_of
 from .model_routing import BalancingLosses, RouterStatistics
 from .model_te import accumulate_in_place
-from .optim import SplitMasterOptimizer, create_megatron_optimizer
+from .optim import SplitMasterOptimizer, create_megatron_optimizer, parts_of
 from .packed_rows import Targets, row_layout
 
 PACKED_BUCKET = 128  # tokens
@@ -70,7 +70,7 @@ class MegatronBackend(Backend):
 
     @property
     def grad_scalers(self) -> list:
-        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
+        scalers = [getattr(part, "grad_scaler", None) for part in parts_of(self.optimizer)]
         return [scaler for scaler in scalers if scaler is not None]
 
     @property
@@ -251,16 +251,12 @@ class MegatronBackend(Backend):
             forward_only=forward_only,
         )
 
-    @property
-    def _parts(self) -> list:
-        """The optimizers that megatron has chained, or the only one."""
-        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-
     def _finalize_gradients(self, chunks, num_tokens=None, **kwargs) -> None:
         """megatron's, but for the division by the tokens of all ranks, where the update multiplies
         gradients anyway. Collective."""
         self._tokens = None
-        if num_tokens is not None and all(isinstance(p, SplitMasterOptimizer) for p in self._parts):
+        split = [isinstance(part, SplitMasterOptimizer) for part in parts_of(self.optimizer)]
+        if num_tokens is not None and all(split):
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(num_tokens, src=last, group=mpu.get_pipeline_model_parallel_group())
             dist.all_reduce(
@@ -284,7 +280,7 @@ class MegatronBackend(Backend):
         grad_norm = float(optimizer.get_grad_norm()) * factor
         if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
             return False, grad_norm, None
-        for part in self._parts:
+        for part in parts_of(self.optimizer):
             if isinstance(part, SplitMasterOptimizer):
                 part.optimizer.factor = factor * min(1, part.config.clip_grad / (grad_norm + 1e-6))
             elif parameters := part.get_parameters():

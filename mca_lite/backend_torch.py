@@ -253,8 +253,7 @@ class TorchBackend(Backend):
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
         return parallel.sum_over_all(totals)
 
-    def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        return parallel.sum_over_all(values)
+    _sum_over_data_parallel = reduce
 
     def _export(self, folder, max_shard_size, change=None) -> list[str]:
         mine = self._tensors_of_files(self.dtype, change) if parallel.is_main() else iter(())

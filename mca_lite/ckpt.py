@@ -20,7 +20,7 @@ import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING
+from dataclasses import MISSING, asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from .data_stream import TokenStream
 from .files import describe_error, read_json, write_file
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
-from .trainer_callbacks import TrainerState
+from .trainer_callbacks import TrainerState, restore_states
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -65,8 +65,7 @@ class CheckpointWriter:
     @property
     def still_writes(self) -> bool:
         """Whether this rank's thread is at work."""
-        thread = self._job.thread if self._job is not None else None
-        return thread is not None and thread.is_alive()
+        return self._job is not None and self._job.thread.is_alive()
 
     def begin(self) -> None:
         """Catch the state of this step and write it; with async_save it is being written when this
@@ -86,15 +85,19 @@ class CheckpointWriter:
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
             files[TRAINING_NAME] = _json({**_training_record(trainer), "base": self._base})
-        model, with_optimizer = identity(trainer.backend), not args.save_only_model
-        facts = _facts(trainer.backend.name, model, step, with_optimizer)
-        snapshot = trainer.backend.snapshot(with_optimizer, copy=args.async_save)
-        self._job = _Job(final, temporary, snapshot, files, facts)
+        with_optimizer, backend = not args.save_only_model, trainer.backend
+        facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
+        snapshot = backend.snapshot(with_optimizer, copy=args.async_save)
+        exported = []
         if args.save_hf_checkpoints:
-            names = trainer.backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
-            self._job.exported = [f"{HF_FOLDER}/{name}" for name in names]
-        self._job.exported += trainer.backend.export_adapters(temporary)
-        self._job.start(in_thread=args.async_save)
+            names = backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
+            exported = [f"{HF_FOLDER}/{name}" for name in names]
+        exported += backend.export_adapters(temporary)
+        self._job = _Job(final, temporary, snapshot, facts, files, exported)
+        if args.async_save:
+            self._job.thread.start()
+        else:
+            self._job.write()
 
     def finish(self) -> tuple[Path, int]:
         """Wait for the writing, then name the folder -> (the folder, its step).
@@ -103,64 +106,31 @@ class CheckpointWriter:
         untouched.
         """
         job, self._job = self._job, None
-        job.wait()
+        if job.thread.is_alive():
+            job.thread.join()
         try:
-            _complete(job, lambda: ckpt_folder.publish(job.temporary, job.final))
+            job.complete()
         except CheckpointError as error:
             parallel.on_main(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
             raise CheckpointError(f"{error}; earlier checkpoints are untouched") from None
         return job.final, job.facts["step"]
 
 
-def _complete(job: "_Job", name_it=lambda: None) -> None:
-    """When every rank has written its part: the index, the manifest, and the name. Collective.
-
-    CheckpointError on every rank, with what went wrong on any.
-    """
-    answers = parallel.gather((job.error, job.entries, job.results))
-    errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
-    if errors:
-        raise CheckpointError(f"{job.final} could not be written: {'; '.join(errors)}")
-
-    def finish():
-        try:
-            files = {name: entry for _, entries, _ in answers for name, entry in entries.items()}
-            for name in job.snapshot.finish(job.temporary, [results for _, _, results in answers]):
-                files[name] = ckpt_folder.measure(job.temporary / name)
-            ckpt_folder.write_manifest(job.temporary, job.facts, files)
-            name_it()
-        except Exception as error:
-            raise CheckpointError(
-                f"{job.final} could not be finished: {describe_error(error)}"
-            ) from error
-
-    parallel.on_main(finish, CheckpointError)
-
-
 class _Job:
-    """One checkpoint on its way."""
+    """One checkpoint on its way: what this rank writes, and what came of it."""
 
-    def __init__(self, final, temporary, snapshot, files: dict[str, str | bytes], facts: dict):
-        self.final, self.temporary = final, temporary
-        self.snapshot, self.files, self.facts = snapshot, files, facts
-        self.thread: threading.Thread | None = None
+    def __init__(
+        self, final: Path, temporary: Path, snapshot, facts: dict, files=None, exported=()
+    ):
+        """files: name -> content; exported: names of files that are written already."""
+        self.final, self.temporary, self.snapshot, self.facts = final, temporary, snapshot, facts
+        self.files, self.exported = files or {}, exported
+        self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
         self.error: str | None = None
-        self.results = None
-        self.exported: list[str] = []
-        self.entries: dict[str, dict] = {}
+        self.results = None  # of the snapshot
+        self.entries: dict[str, dict] = {}  # in the manifest
 
-    def start(self, in_thread: bool) -> None:
-        if not in_thread:
-            self._write()
-            return
-        self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        self.thread.start()
-
-    def wait(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
-
-    def _write(self) -> None:
+    def write(self) -> None:
         try:
             for name, data in self.files.items():
                 write_file(self.temporary / name, data)
@@ -174,8 +144,33 @@ class _Job:
                     self.entries[name] = ckpt_folder.measure(self.temporary / name)
                 for answer in flushed:
                     answer.result()
-        except Exception as error:  # told to all ranks by finish()
+        except Exception as error:  # complete() tells all ranks
             self.error = describe_error(error)
+
+    def complete(self) -> None:
+        """When every rank has written its part: the index, the manifest, and the name. Collective.
+
+        CheckpointError on every rank, with what went wrong on any.
+        """
+        answers = parallel.gather((self.error, self.entries, self.results))
+        errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
+        if errors:
+            raise CheckpointError(f"{self.final} could not be written: {'; '.join(errors)}")
+
+        def finish() -> None:
+            folder, files = self.temporary, {}
+            for _, entries, _ in answers:
+                files |= entries
+            for name in self.snapshot.finish(folder, [results for _, _, results in answers]):
+                files[name] = ckpt_folder.measure(folder / name)
+            ckpt_folder.write_manifest(folder, self.facts, files)
+            if folder != self.final:
+                ckpt_folder.publish(folder, self.final)
+
+        try:
+            parallel.on_main(finish, CheckpointError)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.final} could not be finished: {error}") from None
 
 
 def _make_empty(folder: Path) -> None:
@@ -186,42 +181,42 @@ def _make_empty(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be made: {error}") from error
 
 
-def _facts(backend: str, model: dict, step: int = 0, with_optimizer: bool = False) -> dict:
+def _facts(backend: str, hf_config: dict, step: int = 0, with_optimizer: bool = False) -> dict:
+    model = ckpt_folder.model_identity(hf_config)
     return dict(backend=backend, step=step, with_optimizer=with_optimizer, model=model)
-
-
-def identity(backend) -> dict:
-    """What tells the backend's model from others."""
-    return ckpt_folder.model_identity(backend.hf_config)
 
 
 def _state_to_store(state: TrainerState, final: Path) -> str:
     """The state as it will be once this checkpoint is there: the best one, where this step
     evaluated best."""
-    best = str(final) if state.best_step == state.global_step else state.best_model_checkpoint
-    return _json(state.to_record() | {"best_model_checkpoint": best})
+    best = state.best_model_checkpoint
+    if state.best_global_step == state.global_step:
+        best = str(final)
+    return _json(asdict(state) | {"best_model_checkpoint": best})
 
 
 def _json(record: dict) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
-def find(trainer, asked: str | bool | None) -> Path | None:
-    """The checkpoint to resume from, verified, or None; see ckpt_folder.find. Collective."""
-    backend = trainer.backend
-    return ckpt_folder.find(
-        trainer.args, asked, backend.name, identity(backend), trainer.report.print
-    )
+def resume(trainer, asked: str | bool | None) -> None:
+    """Put a trainer where a checkpoint was, if there is one; asked: see ckpt_folder.find.
+    Collective; CheckpointError for what cannot be gone on from."""
+    backend, say = trainer.backend, trainer.report.print
+    model = ckpt_folder.model_identity(backend.hf_config)
+    folder = ckpt_folder.find(trainer.args, asked, backend.name, model, say)
+    if folder is not None:
+        load(folder, trainer)
+        restore_states(trainer.callbacks, trainer.state.stateful_callbacks)
 
 
-def load(folder: str | os.PathLike, trainer) -> None:
-    """Put a trainer where the checkpoint was. All ranks must call it, on a folder that find() has
+def load(folder: Path, trainer) -> None:
+    """Put a trainer where the checkpoint was. All ranks must call it, on a folder that was
     verified.
 
     CheckpointError where the checkpoint has no optimizer state, or where the data, the global batch
     or the optimizer are not what they were. Other settings are taken, and a line says which.
     """
-    folder = Path(folder)
     record, state = _read_records(folder)
     if not record["with_optimizer"]:
         raise CheckpointError(
@@ -247,13 +242,11 @@ def load(folder: str | os.PathLike, trainer) -> None:
         trainer.report.print(
             f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
         )
-    max_steps, epochs = trainer.state.max_steps, trainer.state.num_train_epochs
-    trainer.state = state
-    trainer.state.max_steps, trainer.state.num_train_epochs = max_steps, epochs
-    best = trainer.state.best_model_checkpoint
-    # the run's folder may have been moved since
-    if best is not None and (folder.parent / Path(best).name).is_dir():
-        trainer.state.best_model_checkpoint = str(folder.parent / Path(best).name)
+    state.max_steps = trainer.state.max_steps
+    state.num_train_epochs = trainer.state.num_train_epochs
+    trainer.state, best = state, folder.parent / Path(state.best_model_checkpoint or ".").name
+    if state.best_model_checkpoint is not None and best.is_dir():
+        state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
     # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
     trainer.lr_scheduler.num_steps = 0
     trainer.lr_scheduler.step(record["scheduler_steps"])
@@ -322,7 +315,8 @@ def _tidy(trainer, folder: Path) -> None:
 
 def load_model(folder: str | os.PathLike, backend) -> None:
     """The weights alone, verified first. Collective. CheckpointError for what cannot be read."""
-    bad = ckpt_folder.inspect(Path(folder), backend.name, identity(backend))
+    model = ckpt_folder.model_identity(backend.hf_config)
+    bad = ckpt_folder.inspect(Path(folder), backend.name, model)
     if bad:
         raise CheckpointError(bad)
     backend.load_state(Path(folder), with_optimizer=False)
@@ -340,14 +334,13 @@ def save_model(folder: str | os.PathLike, backend) -> None:
 def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None:
     """Write a snapshot and its manifest into a folder. backend: the name of the one that wrote it.
     Collective; CheckpointError on every rank where any fails."""
-    facts = _facts(backend, ckpt_folder.model_identity(hf_config))
-    job = _Job(folder, folder, snapshot, {}, facts)
-    job.start(in_thread=False)
-    _complete(job)
+    job = _Job(folder, folder, snapshot, _facts(backend, hf_config))
+    job.write()
+    job.complete()
 
 
 def _training_record(trainer) -> dict:
-    args, plan = trainer.args, trainer._plan(trainer.train_dataset)
+    args, plan = trainer.args, trainer.batch_plan
     streams = isinstance(trainer.train_dataset, TokenStream)
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
     layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]

@@ -264,7 +264,7 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
         remove(old)
 
 
-def set_newer_aside(output_dir: str | os.PathLike, step: int, say=print) -> None:
+def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
     """Rename what is newer than the step that a run resumes from.
 
     The next resume_from_checkpoint: auto must not mistake it for a checkpoint of this run.
@@ -282,7 +282,7 @@ def set_newer_aside(output_dir: str | os.PathLike, step: int, say=print) -> None
 # -- which one to resume from -----------------------------------------------------------------
 
 
-def find(args, asked: str | bool | None, backend: str, identity: dict, say=print) -> Path | None:
+def find(args, asked: str | bool | None, backend: str, identity: dict, say) -> Path | None:
     """The checkpoint to resume from, every byte of it verified, or None to start anew.
 
     asked: "auto" or True: the newest good one in output_dir, if any; a path; None or False: start
@@ -297,7 +297,7 @@ def find(args, asked: str | bool | None, backend: str, identity: dict, say=print
     return choose(args, asked, backend, identity, say)
 
 
-def choose(args, asked: str | bool, backend: str, identity: dict, say=print) -> Path | None:
+def choose(args, asked: str | bool, backend: str, identity: dict, say) -> Path | None:
     """As find(), of what output_dir holds as it is: nothing is changed. Collective."""
     if asked not in (True, "auto"):
         bad = inspect(Path(asked), backend, identity)
@@ -357,13 +357,13 @@ def check_new(args) -> list[Path]:
     return there
 
 
-def _start_anew(args, say=print) -> None:
+def _start_anew(args, say) -> None:
     for old in check_new(args):
         remove(old)
     _clean(args.output_dir, say)
 
 
-def _clean(output_dir: str | os.PathLike, say=print) -> None:
+def _clean(output_dir: str | os.PathLike, say) -> None:
     """Remove what a run that died left unfinished, and say what is passed over."""
     for left in sorted(Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)

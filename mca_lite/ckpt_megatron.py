@@ -12,6 +12,7 @@ not stored: fp8 begins its history anew.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from .ckpt_folder import CheckpointError
 from .ckpt_index import INDEX_NAME, IndexedReader, read_index
 from .constants import MCA_CONFIG_NAME
 from .files import describe_error, read_json, sync, write_file
-from .optim import OffloadedOptimizer
+from .optim import OffloadedOptimizer, parts_of
 from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS, Optimizer
 
@@ -48,18 +49,19 @@ class MegatronSnapshot:
     """
 
     def __init__(self, models, optimizer=None, copy: bool = False):
-        owners = _Owners(models, optimizer)
-        state = {k: _mine_to_write(v, owners, copy) for k, v in models.sharded_state_dict().items()}
+        holders, chunks = _holders_of_all(models, optimizer), models.sharded_state_dict()
+        state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
-            state["optimizer"] = _optimizer_to_write(optimizer, models, owners, copy)
+            tensors = _by_parameter(chunks)
+            state["optimizer"] = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             state["optimizer_steps"] = _optimizer_steps(optimizer, models)
         sharded, self._common = save_preprocess(state)
         by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
         self._planner = torch_strategy.MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False
         )
-        tensors = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
-        self._planner.set_up_planner(tensors, is_coordinator=parallel.is_main())
+        to_write = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
+        self._planner.set_up_planner(to_write, is_coordinator=parallel.is_main())
         plan = self._planner.create_local_plan()
         plans = [None] * parallel.world_size() if parallel.is_main() else None
         dist.gather_object(plan, plans)
@@ -110,10 +112,12 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
     _check_common(folder / DIST_NAME, optimizer is not None)
     state, kept = models.sharded_state_dict(), {}
     for chunk, tensors in state.items():
-        kept[chunk] = {name: tensors.pop(name).data for name in _objects(tensors)}
+        objects = [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
+        kept[chunk] = {name: tensors.pop(name).data for name in objects}
     places = {}
     if optimizer is not None:
-        state["optimizer"], places = _optimizer_to_fill(optimizer, models)
+        by_parameter = _by_parameter(state)
+        state["optimizer"], places = _optimizer_to_fill(optimizer, models, by_parameter)
     # ranks ask for the states that they step, not each tensor once: megatron's check of that would
     # refuse it
     try:
@@ -185,117 +189,87 @@ class _LoadByIndex(torch_strategy.TorchDistLoadShardedStrategy):
         return filled
 
 
-def _objects(tensors: dict) -> list[str]:
-    return [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
-
-
 # -- who writes what ---------------------------------------------------------------------------
 
 
-class _Owners:
-    """Which of the data parallel ranks that hold a parameter writes it.
+class _Holders(NamedTuple):
+    """The data parallel ranks that hold a parameter: their group, the rank in it that writes, and
+    {rank: (start, stop)} of each one's piece where a distributed optimizer has cut its state."""
 
-    Where a distributed optimizer has cut the parameter's state, the owner is the rank with the
-    largest piece, so that hardly anything has to be sent; else parameters are dealt out by size.
-    """
+    group: Any
+    writer: int
+    pieces: dict[int, tuple[int, int]]
 
-    def __init__(self, models, optimizer):
-        parameters = list(models.parameters())
-        groups = _shard_groups(optimizer)
-        self.pieces = _pieces_of_all(parameters, groups, optimizer, models)
-        self._of: dict[int, tuple] = {}
-        loads: dict[int, list[int]] = {}
-        for parameter in parameters:
-            of_expert = not getattr(parameter, "allreduce", True)
-            group = groups.get(id(parameter)) or parallel.replica_group(of_expert)
-            load = loads.setdefault(id(group), [0] * group.size())
-            pieces = self.pieces.get(id(parameter))
-            if pieces:
-                sizes = {rank: stop - start for rank, (start, stop) in pieces.items()}
-                owner = max(sizes, key=sizes.get)
-            else:
-                owner = load.index(min(load))
-            load[owner] += parameter.numel()
-            self._of[id(parameter)] = group, owner
-
-    def group_and_owner(self, parameter):
-        """(the group of ranks that hold the parameter, the owner's rank in it)"""
-        return self._of[id(parameter)]
-
-    def is_mine(self, tensor) -> bool | None:
-        """Whether this rank writes a parameter; None for a buffer, which has no owner."""
-        if id(tensor) not in self._of:
-            return None
-        group, owner = self._of[id(tensor)]
-        return group.rank() == owner
+    @property
+    def i_write(self) -> bool:
+        return self.group.rank() == self.writer
 
 
-def _pieces_of_all(
-    parameters: list, groups: dict, optimizer, models
-) -> dict[int, dict[int, tuple[int, int]]]:
-    """Where the ranks' pieces of each parameter lie that a distributed optimizer cuts.
-
-    {id of the parameter: {rank in the group: (start, stop)}}. Collective over each group.
-    """
-    index = {id(p): i for i, p in enumerate(parameters)}
-    pieces: dict[int, dict[int, tuple[int, int]]] = {}
-    for group in {id(g): g for g in groups.values()}.values():
-        mine = {
-            index[id(p)]: (cut.start, cut.stop)
-            for _, p, _, cut in _owned(optimizer, models)
-            if groups.get(id(p)) is group
-        }
-        everyone = [mine] * group.size()
-        if group.size() > 1:
-            dist.all_gather_object(everyone, mine, group=group)
-        for rank, theirs in enumerate(everyone):
-            for i, cut in theirs.items():
-                pieces.setdefault(id(parameters[i]), {})[rank] = cut
-    return pieces
+def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
+    """{id of a parameter: its holders}. Who has the largest piece of the state writes, so that
+    hardly anything has to be sent; whole parameters are dealt out by size."""
+    cuts, found = _cuts(optimizer), {}
+    loads: dict[int, list[int]] = {}
+    for parameter in models.parameters():
+        of_expert = not getattr(parameter, "allreduce", True)
+        whole = parallel.replica_group(of_expert), {}
+        group, pieces = cuts.get(id(parameter), whole)
+        load = loads.setdefault(id(group), [0] * group.size())
+        writer = load.index(min(load))
+        if pieces:
+            writer = max(pieces, key=lambda rank: pieces[rank][1] - pieces[rank][0])
+        load[writer] += parameter.numel()
+        found[id(parameter)] = _Holders(group, writer, pieces)
+    return found
 
 
-def _parts(optimizer) -> list:
-    """The optimizers that megatron has chained, or the only one."""
-    if optimizer is None:
-        return []
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+def _cuts(optimizer) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
+    """{id of a parameter: (group, pieces)} where the optimizer is a distributed one, which cuts
+    each bucket of gradients into equal shares, one for each rank of a group."""
+    found = {}
+    for part in parts_of(optimizer):
+        for buffer in part.buffers if _is_distributed(part) else ():
+            group = part.data_parallel_group
+            for parameter, (start, stop, number) in buffer.param_index_map.items():
+                bucket, pieces = buffer.buckets[number], {}
+                share = bucket.grad_data.numel() // group.size()
+                for rank in range(group.size()):
+                    shift = bucket.offset + rank * share - start
+                    piece = max(0, shift), min(stop - start, shift + share)
+                    if piece[0] < piece[1]:
+                        pieces[rank] = piece
+                found[id(parameter)] = group, pieces
+    return found
 
 
-def _shard_groups(optimizer) -> dict:
-    """{id of a parameter: the group among which the distributed optimizer cuts its state}"""
-    distributed = [part for part in _parts(optimizer) if hasattr(part, "gbuf_ranges")]
-    return {
-        id(p): part.data_parallel_group
-        for part in distributed
-        for buffer in part.buffers
-        for p in buffer.params
-    }
+def _is_distributed(part) -> bool:
+    return hasattr(part, "gbuf_ranges")
 
 
-def _tensors(models) -> list:
-    """The sharded tensors, or factories of some, of the models' parameters."""
-    return list(
-        nested_values(extract_sharded_tensors_and_factories(models.sharded_state_dict())[0])
-    )
+def _by_parameter(chunks: dict) -> dict:
+    """{id of a parameter: its sharded tensor, or the factory of some}"""
+    found = extract_sharded_tensors_and_factories(chunks)[0]
+    return {id(tensor.data): tensor for tensor in nested_values(found)}
 
 
-def _replica(tensor, here: bool) -> tuple[int, int, int]:
+def _replica(tensor, i_write: bool) -> tuple[int, int, int]:
     """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): megatron writes 0s."""
-    return (*tensor.replica_id[:2], 0 if here else 1)
+    return (*tensor.replica_id[:2], 0 if i_write else 1)
 
 
-def _mine_to_write(tensors: dict, owners: _Owners, copy: bool) -> dict:
+def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
     """A chunk's sharded tensors: those that this rank writes are marked as the main ones.
 
     copy: the data of those is copied to host memory.
     """
     out = {}
-    for name in tensors.keys() - set(_objects(tensors)):
-        tensor = tensors[name]
-        here = owners.is_mine(tensor.data)
-        replica = tensor.replica_id if here is None else _replica(tensor, here)
-        data = tensor.data
-        if copy and here is not False:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, ShardedObject):
+            continue
+        holder, data, replica = holders.get(id(tensor.data)), tensor.data, tensor.replica_id
+        if holder is not None:  # it is no buffer, whose replica_id is right already
+            replica = _replica(tensor, holder.i_write)
+        if copy and (holder is None or holder.i_write):
             data = data.detach().to("cpu", copy=True)
         out[name] = replace(tensor, data=data, replica_id=replica)
     return out
@@ -307,9 +281,9 @@ def _mine_to_write(tensors: dict, owners: _Owners, copy: bool) -> dict:
 def _owned(optimizer, models):
     """What this rank steps, a tuple for each parameter: (torch optimizer, model parameter, its
     float32 master or this rank's flat piece of it, the piece's slice)."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner = part.optimizer
-        if hasattr(part, "gbuf_ranges"):  # the distributed optimizer
+        if _is_distributed(part):
             for parameter, (group, i) in part.model_param_group_index_map.items():
                 piece = part._get_model_param_range_map(parameter)["param"]
                 main = inner.param_groups[group]["params"][i]
@@ -328,7 +302,7 @@ def _state_names(optimizer, parameter) -> list[str]:
 
 
 def _row(optimizer) -> Optimizer:
-    return OPTIMIZERS[_parts(optimizer)[0].config.optimizer]
+    return OPTIMIZERS[parts_of(optimizer)[0].config.optimizer]
 
 
 def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
@@ -338,25 +312,22 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
 
 
-def _optimizer_to_write(optimizer, models, owners: _Owners, copy: bool) -> dict:
+def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
     """{key: sharded tensor} of the states that this rank writes. Collective, parameter by
     parameter."""
     held = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
-    tensors = {id(tensor.data): tensor for tensor in _tensors(models)}
     out = {}
     for parameter in (p for p in models.parameters() if p.requires_grad):
-        group, owner = owners.group_and_owner(parameter)
-        here = group.rank() == owner
+        tensor, holder = tensors[id(parameter)], holders[id(parameter)]
         for name in _state_names(optimizer, parameter):
             part = None
-            if id(parameter) in held and (here or id(parameter) in owners.pieces):
+            if id(parameter) in held and (holder.i_write or holder.pieces):
                 part = _state_of(*held[id(parameter)], name)
-            value = _join(part, parameter, group, owner, owners.pieces.get(id(parameter), {}))
-            if here:
-                tensor = tensors[id(parameter)]
+            value = _join(part, parameter, *holder)
+            if holder.i_write:
                 value = value.to("cpu", copy=True) if copy else value
                 replica = _replica(tensor, True)
                 out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)
@@ -374,15 +345,15 @@ def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
     return state.detach().float().to(main.device).view(-1)
 
 
-def _join(part, parameter, group, owner: int, pieces: dict):
-    """On the owner the whole of a state, from the pieces of all ranks that hold one; else None.
+def _join(part, parameter, group, writer: int, pieces: dict):
+    """On the writer the whole of a state, from the pieces of all ranks that hold one; else None.
 
-    Point to point within the group; mostly the owner holds everything.
+    Point to point within the group; mostly the writer holds everything.
     """
     me = group.rank()
-    if me != owner:
+    if me != writer:
         if me in pieces:
-            dist.send(part.contiguous(), dist.get_global_rank(group, owner), group=group)
+            dist.send(part.contiguous(), dist.get_global_rank(group, writer), group=group)
         return None
     if part.numel() == parameter.numel():
         return part.view(parameter.shape)
@@ -396,10 +367,9 @@ def _join(part, parameter, group, owner: int, pieces: dict):
     return whole.view(parameter.shape)
 
 
-def _optimizer_to_fill(optimizer, models) -> tuple[dict, dict]:
+def _optimizer_to_fill(optimizer, models, tensors: dict) -> tuple[dict, dict]:
     """What is asked for: ({key: empty sharded tensor of a state that this rank steps},
     {key: (id of the parameter, name of the state)})."""
-    tensors = {id(tensor.data): tensor for tensor in _tensors(models)}
     sharded, places = {}, {}
     for _, parameter, _, _ in _owned(optimizer, models):
         for name in _state_names(optimizer, parameter):

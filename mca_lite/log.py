@@ -238,7 +238,7 @@ class Report(TrainerCallback):
         write_json(os.path.join(self.args.output_dir, RUN_SUMMARY_NAME), self._facts, default=str)
 
     def _draw(self) -> None:
-        """Draws training_loss.png and report.html. A run does not end of it that this fails."""
+        """Draws training_loss.png and report.html. A failure here does not end the run."""
         began = self._clock()
         try:
             if self._folder is None:

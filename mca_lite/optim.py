@@ -118,8 +118,8 @@ class SplitMasterOptimizer(FP32Optimizer):
 
 
 def splits_masters(args, params_dtype: torch.dtype, has_adapters: bool) -> bool:
-    """Whether SplitMasterOptimizer updates a model of this dtype, the same on all ranks: adapters
-    are float32, and what megatron's distributed or offloaded optimizer keeps is elsewhere anyway.
+    """Whether SplitMasterOptimizer updates a model of this dtype, the same on all ranks. Adapters
+    are float32 themselves; the distributed and the offloaded optimizer have masters elsewhere.
     """
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and not has_adapters
@@ -137,7 +137,7 @@ def create_megatron_optimizer(
     config = get_optimizer_config(args, params_dtype)
     config.bf16 = config.bf16 and not split  # megatron makes no masters then
     optimizer = get_megatron_optimizer(config, chunks)
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:
             continue  # nothing to train on this rank
@@ -157,6 +157,11 @@ def create_megatron_optimizer(
         group.pop("max_lr", None)
     config.optimizer = args.optim  # checkpoints find the names of the states by it
     return optimizer
+
+
+def parts_of(optimizer: MegatronOptimizer | None) -> list:
+    """The optimizers that megatron has chained, or the only one; of a chain its own list."""
+    return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:

@@ -27,11 +27,12 @@ class OutputFolderError(ValueError):
 
 @contextlib.contextmanager
 def hold(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Keep other runs out of output_dir, which is made, while this is entered.
+    """Keep other runs out of output_dir while this context is open; make the folder where it is not
+    there.
 
-    The main rank holds a lock of the operating system, which dies with it. May be entered again
-    within. OutputFolderError where another run has the folder, where it cannot be written, and
-    where the nodes do not share it. Collective on entry.
+    The main rank holds a lock of the operating system, which ends with the process. May be entered
+    again within. OutputFolderError where another run has the folder, where it cannot be written,
+    and where the nodes do not share it. Collective on entry.
     """
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:

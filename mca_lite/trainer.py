@@ -33,15 +33,17 @@ from .packed_rows import (
     packed_row,
     pad_packed,
 )
-from .trainer_callbacks import (
-    StopSignals,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    restore_states,
-)
+from .trainer_callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
 from .trainer_evaluation import PredictionOutput, check_metrics, evaluate, predict, run_loop
-from .trainer_events import StepEnd, agree, as_callback, callbacks_of, check_hooks, finish_run
+from .trainer_events import (
+    agree,
+    as_callback,
+    begin_step,
+    callbacks_of,
+    check_hooks,
+    end_step,
+    finish_run,
+)
 from .trainer_nonfinite import FiniteGuard
 from .trainer_step import EvalLoopOutput, Numbers, RunSums, TrainOutput, plan_batches, read_step
 
@@ -67,7 +69,8 @@ class McaTrainer:
     metrics_keys = ["loss"]
     documents_per_sample = 1
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
-    _reference_model = None  # what each batch passes forward only
+    _reference_model = None  # a second model that each batch goes through, forward only
+    _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
@@ -103,7 +106,8 @@ class McaTrainer:
         self.data_collator = data_collator or Collator(self._pad_token_id)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shuffle, self.extra_summary = shuffle, summary or {}
-        self.optimizer = self.lr_scheduler = cast(Any, None)  # until they are made
+        # made when training begins
+        self.optimizer = self.lr_scheduler = self.batch_plan = cast(Any, None)
         self.state, self.control = TrainerState(), TrainerControl()
         self._signals, self.report = StopSignals(), Report(args, parallel.is_main())
         self.compute_metrics = compute_metrics
@@ -112,21 +116,6 @@ class McaTrainer:
         self._loaders = {"train_dataloader": None, "eval_dataloader": None}
         self.callbacks = [*map(as_callback, callbacks or ()), *callbacks_of(args), self.report]
         self._notify("on_init_end")
-
-    # -- a run of the command line: what an objective needs beside model, data and arguments
-
-    @classmethod
-    def second_model_folder(cls, arguments, planned) -> Path | None:
-        """The folder of a second model that this objective needs, None without one. arguments:
-        RunArguments; planned: a run.PlannedModel, the one to be trained. ValueError, before ranks
-        meet, for what cannot be trained so."""
-        return None
-
-    @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
-        second_model: as built."""
-        return {}
 
     # -- the loop
 
@@ -146,41 +135,28 @@ class McaTrainer:
 
     def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
-        started, self._throughput = time.perf_counter(), Throughput.of(self.args)
-        self._work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
-        self._sums = RunSums(self._numbers(), self.state.log_sums)
-        epoch_begins, loader = True, None
+        started, batches = time.perf_counter(), None
         self._notify("on_train_begin")
         agree(self)
         while not (self.state.is_over or self.control.should_training_stop):
             epoch, step = divmod(self.state.position, plan.steps_per_epoch)
-            if loader is None or self.control.should_epoch_stop:
-                loader = self._train_loader(plan, epoch, step)
-                self._loaders["train_dataloader"], batches = loader, iter(loader)
-            self._begin_step(epoch_begins)
+            epoch_begins = batches is None or step == 0
+            if batches is None or self.control.should_epoch_stop:
+                self._loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
+                batches = iter(loader)
+            begin_step(self, epoch_begins)
             self._throughput.start()
-            data, seq_length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
-            of_step = self.training_step(self.models, data, seq_length)
-            _, metrics, skipped, grad_norm, num_zeros = of_step
-            metrics, grad_norm = self._guard.after_step(
-                skipped, grad_norm, metrics, data, seq_length
-            )
+            data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
+            _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
+            metrics, grad_norm = self._guard.after_step(skipped, grad_norm, metrics, data, length)
             numbers = self._over_ranks(numbers.add_metrics(metrics))
-            self._sums.add(numbers, skipped, grad_norm, num_zeros)
+            self._sums.add(numbers, skipped, grad_norm, zeros)
             loss, (tokens, squares, positions) = numbers.read()
             self._guard.note_loss(loss, metrics)
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
             self._throughput.stop(tokens, positions, self._work.flops(tokens, squares))
-            epoch_begins = StepEnd(self, plan.steps_per_epoch - step - 1).run()
+            end_step(self)
         return finish_run(self, time.perf_counter() - started)
-
-    def _begin_step(self, epoch_begins: bool) -> None:
-        control = self.control
-        if epoch_begins:
-            control.should_epoch_stop = False
-            self._notify("on_epoch_begin")
-        control.should_log = control.should_evaluate = control.should_save = False
-        self._notify("on_step_begin")
 
     def training_step(self, models, data_iterator, seq_length: int):
         """One optimizer step over the micro-batches of `data_iterator` -> (loss: mean per token of
@@ -204,7 +180,7 @@ class McaTrainer:
         if updated:
             self.lr_scheduler.step(1)
         total, count = self._numbers(metrics).vector[:2]
-        return total / max(count, 1), metrics, int(not updated), grad_norm, num_zeros
+        return total / count.clamp(min=1), metrics, int(not updated), grad_norm, num_zeros
 
     # -- the objective
 
@@ -232,7 +208,8 @@ class McaTrainer:
         watchdog.alive()
         batch = next(data_iterator)
         if self.args.sequence_packing:
-            batch = self._packing_sequence(batch)
+            place = *self.backend.context_parallel, parallel.device()
+            batch = {**batch, "packed_seq_params": packed_row(batch["cu_seqlens"], *place)}
         else:  # rows are padded on the right and attention is causal: no mask is built
             mask, position_ids = get_ltor_masks_and_position_ids(
                 batch["input_ids"], build_attention_mask=False
@@ -241,21 +218,6 @@ class McaTrainer:
             padding = {} if real is None else {"padding_mask": real == 0}
             batch = {**batch, **padding, "attention_mask": mask, "position_ids": position_ids}
         return self.backend.model_inputs(batch)
-
-    def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, cu_seqlens and
-        packed_seq_params.
-
-        attention_mask numbers the documents of each row (1, 2, ...; 0 is padding, which is
-        dropped); without numbers each row is a document. A batch that is packed already is taken as
-        it is.
-        """
-        if "cu_seqlens" not in inputs:
-            inputs = self._to_length(
-                pack_batch(inputs, self.backend.document_multiple, self._pad_token_id)
-            )
-        params = packed_row(inputs["cu_seqlens"], *self.backend.context_parallel, parallel.device())
-        return {**inputs, "packed_seq_params": params}
 
     @property
     def _pad_token_id(self) -> int:
@@ -280,8 +242,6 @@ class McaTrainer:
         total, count = self.backend.over_context_parallel(total, count)
         return total * self._micro_batch_weight, count.int(), metrics
 
-    _micro_batch_weight = 1.0
-
     def _count_of_loss(self, batch: dict) -> int:
         """The count that _post_compute_loss will give for a whole micro-batch."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
@@ -290,10 +250,7 @@ class McaTrainer:
 
     def get_train_dataloader(self):
         """A DataLoader of this data parallel rank's micro-batches, epoch after epoch."""
-        return self._train_loader(self._plan(self.train_dataset), 0, 0)
-
-    def _plan(self, dataset, training: bool = True) -> BatchPlan:
-        return plan_batches(self, dataset, training)
+        return self._train_loader(plan_batches(self, self.train_dataset), 0, 0)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
         workers, dataset = self.args.dataloader_num_workers, self.train_dataset
@@ -340,7 +297,8 @@ class McaTrainer:
     # -- around a step
 
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
-        args, plan = self.args, self._plan(self.train_dataset)
+        args = self.args
+        self.batch_plan = plan = plan_batches(self, self.train_dataset)
         max_steps = steps_of_run(args, plan.steps_per_epoch)
         self.state = TrainerState(
             max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch
@@ -351,8 +309,12 @@ class McaTrainer:
         self.create_scheduler(max_steps)
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
-        self._load_from_checkpoint(resume_from_checkpoint)
-        self._guard.start_run(plan)
+        ckpt.resume(self, resume_from_checkpoint)
+        self._guard = FiniteGuard(self, plan)
+        self._guard.check_weights("before the first step")
+        self._throughput = Throughput.of(args)
+        self._work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
+        self._sums = RunSums(self._numbers(), self.state.log_sums)
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -429,14 +391,6 @@ class McaTrainer:
     def check_objective(self, facts: dict, folder: Path) -> None:
         """CheckpointError where a run with these facts cannot go on in this one."""
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        """Continue where a checkpoint stopped: weights, optimizer, schedule, random states,
-        position in the data."""
-        folder = ckpt.find(self, resume_from_checkpoint)
-        if folder is not None:
-            ckpt.load(folder, self)
-            restore_states(self.callbacks, self.state.stateful_callbacks)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All
         ranks must call it.
@@ -462,3 +416,18 @@ class McaTrainer:
         if self.tokenizer is not None and parallel.is_main():
             self.tokenizer.save_pretrained(folder)
         parallel.barrier()
+
+    # -- a run of the command line: what an objective needs beside model, data and arguments
+
+    @classmethod
+    def second_model_folder(cls, arguments, planned) -> Path | None:
+        """The folder of a second model that this objective needs, None without one. arguments:
+        RunArguments; planned: a run.PlannedModel, the one to be trained. ValueError, before ranks
+        meet, for what cannot be trained so."""
+        return None
+
+    @classmethod
+    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+        """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
+        second_model: as built."""
+        return {}

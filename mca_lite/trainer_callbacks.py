@@ -5,13 +5,14 @@ every callback on every rank with the same numbers. A flag of `TrainerControl` t
 counts on all. A callback that writes files does so on one rank only (state.is_world_process_zero).
 
 SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGINT (Ctrl-C)
-mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself,
-SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1, without which it dies of it
-and leaves its ranks behind. It kills them --shutdown-timeout seconds later (30 where it is not
-set): set that above the time of a step and a checkpoint.
+mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself. It
+passes on SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; without that,
+SIGUSR1 ends torchrun, and its ranks run on. It kills ranks --shutdown-timeout seconds (30 by
+default) after it has passed a signal on: set that above the time of a step and a checkpoint.
 """
 
 import math
+import os
 import signal
 import threading
 from dataclasses import asdict, dataclass, field
@@ -19,17 +20,13 @@ from dataclasses import asdict, dataclass, field
 from . import parallel
 from .files import read_json, write_json
 
-# TrainerState's names that Hugging Face's trainer_state.json spells differently.
-_HF_NAMES = {"best_step": "best_global_step"}
+_COUNTS = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
 _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are not looked at
-    "global_step": (int,),
-    "consumed_samples": (int,),
-    "consumed_tokens": (int,),
+    **dict.fromkeys(_COUNTS, (int,)),
     "log_history": (list,),
     "best_metric": (int, float, type(None)),
-    "best_step": (int, type(None)),
+    "best_global_step": (int, type(None)),
     "best_model_checkpoint": (str, type(None)),
-    "left_out_steps": (int,),
     "data_position": (dict, type(None)),
     "log_sums": (dict, type(None)),
     "stateful_callbacks": (dict,),
@@ -49,7 +46,7 @@ class TrainerState:
     consumed_tokens: int = 0
     log_history: list[dict] = field(default_factory=list)
     best_metric: float | None = None
-    best_step: int | None = None
+    best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     left_out_steps: int = 0  # of epochs that a callback stopped early
     data_position: dict | None = None  # of a stream: where the next step begins
@@ -80,38 +77,27 @@ class TrainerState:
         return parallel.local_rank() == 0
 
     @property
-    def best_global_step(self) -> int | None:
-        return self.best_step
-
-    @property
     def num_input_tokens_seen(self) -> int:
         return self.consumed_tokens
 
-    def to_record(self) -> dict:
-        """The state under Hugging Face's names."""
-        return {_HF_NAMES.get(name, name): value for name, value in asdict(self).items()}
-
-    def save(self, path: str) -> None:
+    def save(self, path: str | os.PathLike) -> None:
         """Writes the state as JSON, in one step."""
-        write_json(path, self.to_record())
+        write_json(path, asdict(self))
 
     @classmethod
-    def load(cls, path: str) -> "TrainerState":
+    def load(cls, path: str | os.PathLike) -> "TrainerState":
         """Returns the state in the JSON file `path`. Keys that only Hugging Face's Trainer knows
         are passed over.
 
         Raises OSError where there is no such file, ValueError where it does not hold a state.
         """
-        record = read_json(path)
-        names = {name: _HF_NAMES.get(name, name) for name in cls.__dataclass_fields__}
-        found = {name: record[hf_name] for name, hf_name in names.items() if hf_name in record}
+        found = {k: v for k, v in read_json(path).items() if k in cls.__dataclass_fields__}
         if "global_step" not in found:
             raise ValueError(f"{path}: expected a JSON object with global_step")
         for name, value in found.items():
             if type(value) not in _STATE_TYPES.get(name, (type(value),)):
                 raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
-        counts = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
-        if any(found.get(name, 0) < 0 for name in counts):
+        if any(found.get(name, 0) < 0 for name in _COUNTS):
             raise ValueError(f"{path}: expected counts of at least 0")
         if not all(isinstance(line, dict) for line in found.get("log_history", [])):
             raise ValueError(f"{path}: log_history is no list of objects")
@@ -245,8 +231,8 @@ def _is_better(args, value: float, best: float | None, threshold: float = 0.0) -
 
 
 class BestModel(TrainerCallback):
-    """Keeps state.best_metric, best_step and best_model_checkpoint; the trainer reloads from there
-    at the end.
+    """Keeps state.best_metric, best_global_step and best_model_checkpoint, from which the trainer
+    reloads at the end.
 
     The checkpoint counts for the best step when it is saved at that very step, before or after the
     evaluation.
@@ -258,7 +244,7 @@ class BestModel(TrainerCallback):
         value = _value_of(args, metrics)
         if value is None or not _is_better(args, value, state.best_metric):
             return
-        state.best_metric, state.best_step = value, state.global_step
+        state.best_metric, state.best_global_step = value, state.global_step
         if self._last_saved is not None and self._last_saved[0] == state.global_step:
             state.best_model_checkpoint = self._last_saved[1]
         elif args.load_best_model_at_end:
@@ -266,7 +252,7 @@ class BestModel(TrainerCallback):
 
     def on_save(self, args, state, control, path, step, **kwargs):
         self._last_saved = (step, path)
-        if state.best_step == step:
+        if state.best_global_step == step:
             state.best_model_checkpoint = path
 
 
@@ -354,9 +340,8 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While it is entered, SIGNALS are noted in `received` (0: none) instead of ending the process.
-
-    Handlers are a matter of the main thread: in another one nothing is changed."""
+    """While this context is open, SIGNALS are noted in `received` (0: none) instead of ending the
+    process. Only the main thread can set handlers: in another one nothing is changed."""
 
     def __init__(self):
         self.received = 0

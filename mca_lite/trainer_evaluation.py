@@ -6,11 +6,13 @@ that each sample comes once, under its number in the data set, in whichever layo
 computed.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
@@ -21,7 +23,7 @@ from .data_files import SIDES
 from .data_packs import samples_of
 from .packed_rows import Targets
 from .trainer_generate import check_room, generate, scores
-from .trainer_step import EvalLoopOutput, Numbers
+from .trainer_step import EvalLoopOutput, Numbers, plan_batches
 
 
 def check_metrics(trainer) -> None:
@@ -109,7 +111,7 @@ def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
         )
     for _, data, seq_length, numbers in _steps(trainer, dataloader, plan):
         data = trainer._prepare_micro_batches(data, seq_length)
-        metrics = _forward(trainer, trainer.forward_step)(data, seq_length)
+        metrics = _forward(trainer, trainer.forward_step, data, seq_length)
         whole = whole + numbers.add_metrics(metrics)
     whole = trainer._over_ranks(whole)
     return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
@@ -119,7 +121,7 @@ def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
 
 
 def _loader_of(trainer, dataset):
-    plan = trainer._plan(dataset, training=False)
+    plan = plan_batches(trainer, dataset, training=False)
     return make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
 
 
@@ -133,15 +135,11 @@ def _steps(trainer, loader, plan: BatchPlan) -> Iterator[tuple[int, list[dict], 
     trainer.backend.train_mode(True)
 
 
-def _forward(trainer, step: Callable) -> Callable[[list[dict], int], list]:
-    """run(micro-batches, length) -> what the forward_step `step` says of each."""
-
-    def run(data: list[dict], seq_length: int) -> list:
-        found = trainer.backend.forward_backward(step, data, seq_length, forward_only=True)
-        trainer._notify("on_prediction_step")
-        return found
-
-    return run
+def _forward(trainer, forward_step: Callable, data: list[dict], seq_length: int) -> list:
+    """What the forward_step finds of each micro-batch; [] on pipeline stages before the last."""
+    found = trainer.backend.forward_backward(forward_step, data, seq_length, forward_only=True)
+    trainer._notify("on_prediction_step")
+    return found
 
 
 def passes(trainer, dataset, run: Callable[[list[dict], int], list]) -> Iterator[list[tuple]]:
@@ -198,7 +196,7 @@ class PredictionOutput(NamedTuple):
 
 def predict(trainer, dataset, prefix: str) -> PredictionOutput:
     """McaTrainer.predict."""
-    trainer._plan(dataset, training=False)  # refuses several sets, and a stream
+    plan_batches(trainer, dataset, training=False)  # refuses several sets, and a stream
     found = log_probabilities(trainer, dataset)
     if trainer.documents_per_sample == 1:
         total, count = found.sum(axis=(0, 1))
@@ -262,7 +260,7 @@ def log_probabilities(trainer, dataset) -> np.ndarray:
 
     trainer.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
     try:
-        run = _forward(trainer, collecting(trainer, collect))
+        run = functools.partial(_forward, trainer, collecting(trainer, collect))
         return by_sample(trainer, samples_of(dataset), run, (count, 2))
     finally:
         trainer.backend.use_loss(trainer._loss_of_logits)
@@ -310,7 +308,7 @@ def user_metrics(trainer, dataset, prefix: str) -> dict[str, float]:
         ]
 
     rows: dict[int, tuple] = {}  # on the main rank
-    run = _forward(trainer, collecting(trainer, collect, with_labels=False))
+    run = functools.partial(_forward, trainer, collecting(trainer, collect, with_labels=False))
     for step in passes(trainer, dataset, run):
         own = [pair for numbers, found in step for pair in zip(numbers, found, strict=False)]
         for theirs in parallel.gather(own):
@@ -319,10 +317,9 @@ def user_metrics(trainer, dataset, prefix: str) -> dict[str, float]:
     def compute() -> dict[str, float]:
         from transformers import EvalPrediction
 
-        predictions, label_ids = zip(*(rows[n] for n in range(len(dataset))), strict=True)
-        parts = [_stacked(part) for part in zip(*predictions, strict=True)]
-        whole = parts[0] if len(parts) == 1 else tuple(parts)
-        return trainer.compute_metrics(EvalPrediction(whole, _stacked(label_ids)))
+        *parts, label_ids = map(_stacked, zip(*(rows[n] for n in range(len(dataset))), strict=True))
+        predictions = parts[0] if len(parts) == 1 else tuple(parts)
+        return trainer.compute_metrics(EvalPrediction(predictions, label_ids))
 
     found = parallel.on_main(compute, ValueError)
     named = {key.removeprefix(f"{prefix}_"): value for key, value in found.items()}
@@ -341,27 +338,20 @@ def _borders(batch: dict) -> list[tuple[int, int, int]]:
     ]
 
 
-def _processed(trainer, logits: torch.Tensor, labels: torch.Tensor) -> tuple:
-    """((arrays that preprocess_logits_for_metrics returned,), label_ids) of a document, as
-    transformers has it: one place more, since its labels are not shifted."""
+def _processed(trainer, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(what preprocess_logits_for_metrics returned, label_ids) of a document, on the CPU: as
+    transformers has it, with one place more, since its labels are not shifted."""
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     found = trainer.preprocess_logits_for_metrics(logits, labels)
-    parts = found if isinstance(found, tuple) else (found,)
-    return tuple(_array(part) for part in parts), _array(labels)
+    parts = (*(found if isinstance(found, tuple) else (found,)), labels)
+    floats = (part.float() if part.is_floating_point() else part for part in parts)
+    return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
-
-
-def _stacked(rows) -> np.ndarray:
-    """Arrays [1, n, ...] of unequal n as one, padded with IGNORE_INDEX."""
-    if rows[0].ndim < 2:
-        return np.concatenate([np.atleast_1d(row) for row in rows])
-    shape = (len(rows), max(row.shape[1] for row in rows), *rows[0].shape[2:])
-    whole = np.full(shape, IGNORE_INDEX, dtype=rows[0].dtype)
-    for place, row in zip(whole, rows, strict=True):
-        place[: row.shape[1]] = row[0]
-    return whole
+def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
+    """Tensors [1, n, ...] of unequal n as one array, padded with IGNORE_INDEX."""
+    if parts[0].dim() < 2:
+        return torch.cat([part.reshape(-1) for part in parts]).numpy()
+    rows = [part[0] for part in parts]
+    return pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX).numpy()

@@ -1,4 +1,4 @@
-"""What happens round a step: callbacks hear of it, all ranks agree on what they ask for, and log
+"""What happens around a step: callbacks hear of it, all ranks agree on what they ask for, and log
 lines, evaluations and checkpoints follow.
 
 Flags that callbacks raise on one rank count on all: they travel with the signals in one small
@@ -32,13 +32,16 @@ _OTHER_HOOKS = {
     "_compute_loss": "_post_compute_loss(labels, losses)",
     "_inner_forward_step": "forward_step(data_iterator, model)",
     "get_batch": "_prepare_train_inputs(data_iterator)",
+    "_packing_sequence": "_arrange(batch)",
     "_prepare_inputs": "_prepare_train_inputs(data_iterator)",
     "get_batch_on_this_cp_rank": "_prepare_train_inputs(data_iterator)",
     "_pad_batched_inputs": "_to_length(batch, at_least)",
+    "compute_reference_log_probs": "_prepare_micro_batches(micro_batches, seq_length)",
     "create_optimizer_and_scheduler": "create_optimizer() or create_scheduler(num_training_steps)",
     "get_test_dataloader": "eval_dataset and data_collator",
     "_get_eval_sampler": "eval_dataset and data_collator",
     "_prepare_model": "the model that the trainer is given",
+    "_load_from_checkpoint": "train(resume_from_checkpoint)",
     "_inner_training_loop": "train(resume_from_checkpoint), or callbacks",
     "_maybe_log_save_evaluate": "callbacks and the flags of TrainerControl",
     "_save_checkpoint": "TrainerCallback.on_save, or save_model(output_dir)",
@@ -109,69 +112,66 @@ def agree(trainer) -> list[int]:
     control, writer = trainer.control, trainer._writer
     flags = [int(getattr(control, name)) for name in FLAGS]
     own = [trainer._signals.received, writer.still_writes, trainer._guard.is_spike]
-    *agreed, stop, epoch_stop, log, evaluate, save = parallel.largest(*own, *flags)
-    for name, raised in zip(FLAGS, (stop, epoch_stop, log, evaluate, save), strict=True):
+    of_all = parallel.largest(*own, *flags)
+    for name, raised in zip(FLAGS, of_all[len(own) :], strict=True):
         setattr(control, name, bool(raised))
-    return agreed
+    return of_all[: len(own)]
 
 
-class StepEnd:
-    """What is due after a step that has been counted. steps_left: of this epoch."""
+def begin_step(trainer, epoch_begins: bool) -> None:
+    """Lower the flags of the step before, and tell the callbacks."""
+    if epoch_begins:
+        trainer.control.should_epoch_stop = False
+        trainer._notify("on_epoch_begin")
+    for flag in _ACTIONS:
+        setattr(trainer.control, flag, False)
+    trainer._notify("on_step_begin")
 
-    def __init__(self, trainer, steps_left: int):
-        self.trainer, self.steps_left = trainer, steps_left
-        self.done: set[str] = set()
 
-    def run(self) -> bool:
-        """Log, evaluate, save and answer signals where it is time -> whether the epoch ends.
-        Collective; Interrupted after a signal."""
-        trainer, state, control = self.trainer, self.trainer.state, self.trainer.control
-        watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
-        raise_flags(control, trainer.args, state, self.steps_left == 0)
-        trainer._notify("on_step_end")
-        self._agree_and_act()
-        if not (control.should_training_stop or state.is_over or self.steps_left == 0):
-            return False
-        raise_flags(control, trainer.args, state, True)
-        for name in self.done:  # of this step already
-            setattr(control, name, False)
+def end_step(trainer) -> None:
+    """Log, evaluate, save and answer signals where it is time, after a step that has been counted.
+    Collective; Interrupted after a signal."""
+    args, state, steps_per_epoch = trainer.args, trainer.state, trainer.batch_plan.steps_per_epoch
+    watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
+    raise_flags(trainer.control, args, state, state.position % steps_per_epoch == 0)
+    trainer._notify("on_step_end")
+    done = _act(trainer)
+    is_last = state.is_over or trainer.control.should_training_stop
+    if is_last or state.position % steps_per_epoch == 0:
+        raise_flags(trainer.control, args, state, end_of_epoch=True)
+        for flag in done:  # for this step already
+            setattr(trainer.control, flag, False)
         trainer._notify("on_epoch_end")
-        self._agree_and_act()
-        return True
+        _act(trainer)
 
-    def _agree_and_act(self) -> None:
-        trainer, control = self.trainer, self.trainer.control
-        self._agree()
-        if control.should_log:
-            self._lower("should_log")
-            log_line(trainer)
-            self._agree()
-        if control.should_evaluate and trainer.eval_dataset is not None:
-            self._lower("should_evaluate")
-            trainer._guard.check_evaluation(trainer.evaluate())
-            self._agree()
-        if control.should_save:
-            self._lower("should_save")
-            save_checkpoint(trainer)
-            self._agree()
-        signal, still_writes, is_spike = self._agreed
-        if is_spike:
-            trainer._guard.name_spike()
-        if trainer._writer.is_busy and (signal or not still_writes):
-            finish_checkpoint(trainer)
-            self._agree()
-        if signal:
-            answer_signals(trainer, signal)
 
-    def _agree(self) -> None:
-        self._agreed = agree(self.trainer)
-        if self.trainer.control.should_epoch_stop:  # before a checkpoint is written
-            self.trainer.state.left_out_steps += self.steps_left
-            self.steps_left = 0
+def _act(trainer) -> list[str]:
+    """Do what flags and signals on any rank ask for -> the flags that were raised."""
+    done = []
+    signal, still_writes, is_spike = _agree_on_epoch(trainer)
+    for flag, action in _ACTIONS.items():
+        if getattr(trainer.control, flag):
+            setattr(trainer.control, flag, False)
+            done.append(flag)
+            action(trainer)
+            signal, still_writes, is_spike = _agree_on_epoch(trainer)
+    if is_spike:
+        trainer._guard.name_spike()
+    if trainer._writer.is_busy and (signal or not still_writes):
+        finish_checkpoint(trainer)
+        signal, *_ = _agree_on_epoch(trainer)
+    if signal:
+        answer_signals(trainer, signal)
+    return done
 
-    def _lower(self, flag: str) -> None:
-        setattr(self.trainer.control, flag, False)
-        self.done.add(flag)
+
+def _agree_on_epoch(trainer) -> list[int]:
+    """agree(), and the steps that an epoch has left count as left out where it is to stop: before a
+    checkpoint is written."""
+    agreed, state = agree(trainer), trainer.state
+    if trainer.control.should_epoch_stop:
+        state.left_out_steps += -state.position % trainer.batch_plan.steps_per_epoch
+    return agreed
 
 
 def log_line(trainer) -> None:
@@ -193,6 +193,11 @@ def log_line(trainer) -> None:
     trainer._notify("on_log", logs=logs)
 
 
+def _evaluate(trainer) -> None:
+    if trainer.eval_dataset is not None:
+        trainer._guard.check_evaluation(trainer.evaluate())
+
+
 # -- checkpoints, and the end of a run
 
 
@@ -210,6 +215,10 @@ def save_checkpoint(trainer) -> None:
     trainer._writer.begin()
     if not trainer.args.async_save:
         finish_checkpoint(trainer)
+
+
+# {a flag of one step: what it asks for}, in the order of a step
+_ACTIONS = {"should_log": log_line, "should_evaluate": _evaluate, "should_save": save_checkpoint}
 
 
 def finish_checkpoint(trainer) -> None:

@@ -16,7 +16,7 @@ import math
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,29 +61,22 @@ class BadLoss(NamedTuple):
 
 
 class FiniteGuard:
-    """Watches the steps of one trainer. All ranks must call its methods together."""
+    """Watches the steps of one run of a trainer; `plan` says which samples are in which step. All
+    ranks must call its methods together."""
 
-    def __init__(self, trainer):
-        self.trainer, self.args = trainer, trainer.args
+    def __init__(self, trainer, plan: BatchPlan | None = None):
+        self.trainer, self.args, self.plan = trainer, trainer.args, plan
         self.is_on = trainer.args.check_for_nan_in_loss_and_grad
-        self._start()
-
-    def _start(self) -> None:
-        self.steps = self.skipped = self.dropped = 0
-        # named, and not pruned for: no step has been made from its weights yet
+        self.steps = self.skipped = 0
+        self.dropped = 0  # of those that are skipped: for numbers that are not finite
+        # the newest checkpoint, while no step has been made from its weights: older ones stay
         self.unproven: Path | None = None
         self._losses: list[torch.Tensor] = []  # of this step's micro-batches, on the device
         self.is_spike = False
-        self._usual: deque[float] = deque(maxlen=_SPIKE_STEPS)
+        self._losses_before: deque[float] = deque(maxlen=_SPIKE_STEPS)  # means of steps
         self._last_loss: tuple = ()  # of a step, and the metrics of its micro-batches
 
     # -- the fast path
-
-    def start_run(self, plan: BatchPlan) -> None:
-        """Begin anew, before the first step of a run in whose steps `plan` places the samples."""
-        self._start()
-        self.plan = plan
-        self.check_weights("before the first step")
 
     def start_step(self) -> None:
         state = self.trainer.state
@@ -116,18 +109,19 @@ class FiniteGuard:
             self.prune_if_proven()
         if not skipped or not self.is_on:
             return metrics, grad_norm
-        found = self._bad_losses()
+        losses = [float(loss) for loss in self._losses]  # none on stages before the last
+        found = self._of_all_ranks({n: x for n, x in enumerate(losses) if not math.isfinite(x)})
         if not found and math.isfinite(grad_norm):
             return metrics, grad_norm
         self.dropped += 1
-        what, args = f"step {self.step}: {_describe(found, grad_norm)}", self.args
-        if args.nan_policy == "skip" and self.dropped <= args.nan_skip_limit:
+        what, limit = f"step {self.step}: {_describe(found, grad_norm)}", self.args.nan_skip_limit
+        if self.args.nan_policy == "skip" and self.dropped <= limit:
             self.trainer.report.print(
-                f"warning: {what}: its update is left out ({self.dropped} of at most "
-                f"{args.nan_skip_limit}, nan_skip_limit)"
+                f"warning: {what}: its update is left out ({self.dropped} of at most {limit}, "
+                "nan_skip_limit)"
             )
-            losses = zip(metrics, self._losses, strict=False)
-            return [of for of, loss in losses if math.isfinite(loss)], 0.0
+            pairs = zip(metrics, losses, strict=False)
+            return [of_batch for of_batch, loss in pairs if math.isfinite(loss)], 0.0
         self._stop_before_update(what, found, micro_batches, seq_length)
 
     def note_loss(self, loss: float | None, metrics: list[dict]) -> None:
@@ -137,20 +131,22 @@ class FiniteGuard:
         if loss is None or not math.isfinite(loss):
             return
         self._last_loss = loss, metrics
-        if len(self._usual) >= _SPIKE_AFTER:
-            mean, deviation = statistics.fmean(self._usual), statistics.pstdev(self._usual)
+        before = self._losses_before
+        if len(before) >= _SPIKE_AFTER:
+            mean, deviation = statistics.fmean(before), statistics.pstdev(before)
             # losses that hardly differ have no deviation to measure by
             self.is_spike = loss > mean + _SPIKE * max(deviation, 0.01 * abs(mean))
-        self._usual.append(loss)
+        before.append(loss)
 
     def name_spike(self) -> None:
         """Warn of the last step's loss, with the samples of the micro-batches that had the highest.
         Collective."""
+        self.is_spike = False  # the end of an epoch asks again
         loss, metrics = self._last_loss
         pairs = enumerate(of_batch["loss"].tolist() for of_batch in metrics)
         found = self._of_all_ranks({n: total / max(count, 1) for n, (total, count) in pairs})
         highest = sorted(found, key=lambda bad: -bad.loss)[:_SHOWN]
-        before = list(self._usual)[:-1]
+        before = list(self._losses_before)[:-1]
         usual = f"{statistics.fmean(before):.4g} +- {statistics.pstdev(before):.2g}"
         self.trainer.report.print(
             f"warning: step {self.step}: loss {loss:.4g} is a spike: {usual} in the {len(before)} "
@@ -169,12 +165,10 @@ class FiniteGuard:
         """NotFiniteError where a weight is not finite, with its name. One reduction a tensor."""
         if not self.is_on:
             return
-        own = _first_bad(
-            _tensors(self.trainer.model if model is None else model, torch.Tensor.detach)
-        )
+        own = _first_bad(_parameters(self.trainer.model if model is None else model))
         found = [(*bad, rank) for rank, bad in enumerate(parallel.gather(own)) if bad is not None]
         if found:
-            chunk, name, rank = min(found, key=lambda bad: (bad[0], bad[2]))
+            _, name, rank = min(found, key=lambda bad: (bad[0], bad[2]))  # of the first chunk
             self.stop(f"{when}: the weight {name} is not finite (rank {rank})")
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
@@ -208,22 +202,14 @@ class FiniteGuard:
 
     # -- what is not finite, and where
 
-    def _bad_losses(self) -> list[BadLoss]:
-        """Those of all ranks, one for each micro-batch. Collective."""
-        losses = {}
-        if self._losses:  # stages of a pipeline before the last have none
-            losses = dict(enumerate(torch.stack(self._losses).tolist()))
-        bad = {number: loss for number, loss in losses.items() if not math.isfinite(loss)}
-        return self._of_all_ranks(bad)
-
     def _of_all_ranks(self, losses: dict[int, float]) -> list[BadLoss]:
         """These micro-batches of this rank with those of the others, in order; one that several
         ranks hold comes once. Collective."""
-        replica, rank = self.trainer.backend.dp_rank, parallel.rank()
-        own: list[BadLoss] = []
-        first: dict[tuple[int, int], BadLoss] = {}
+        own = []
         for number, loss in losses.items():
-            own.append(BadLoss(replica, number, rank, loss, self._samples(number)))
+            place = self.trainer.backend.dp_rank, number, parallel.rank()
+            own.append(BadLoss(*place, loss, self._samples(number)))
+        first: dict[tuple[int, int], BadLoss] = {}
         for bad in itertools.chain.from_iterable(parallel.gather(own)):
             first.setdefault((bad.replica, bad.micro_batch), bad)
         return sorted(first.values())
@@ -252,47 +238,45 @@ class FiniteGuard:
 
     def _first_cause(self, found: list[BadLoss], micro_batches: list, seq_length: int) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
-        model = self.trainer.model
-        own = (
-            self.trainer.backend.dp_rank,
-            _first_bad(_tensors(model, torch.Tensor.detach)),
-            self._bad_outputs(micro_batches, seq_length),
-            # the backward pass goes from the last parameter to the first
-            _first_bad(reversed(list(_tensors(model, _gradient_of)))),
-        )
-        weights, layers, gradients = [], [], []
-        # ranks of later pipeline stages have higher numbers
-        for rank, (replica, weight, outputs, gradient) in enumerate(parallel.gather(own)):
-            if weight is not None:
-                weights.append((*weight, rank))
-            if gradient is not None:
-                gradients.append((gradient[0], rank, gradient[1]))
-            for (number, chunk), name in outputs.items():
-                if not found or (replica, number) == found[0][:2]:
-                    layers.append((number, chunk, rank, name))
+        replica, parameters = self.trainer.backend.dp_rank, list(_parameters(self.trainer.model))
+        outputs = self._bad_outputs(micro_batches, seq_length)
+        if found:  # those of the first micro-batch that has a bad loss
+            outputs = [place for place in outputs if (replica, place[0]) == found[0][:2]]
+        # the backward pass goes from the last parameter to the first
+        gradients = [(chunk, name, _gradient_of(p)) for chunk, name, p in parameters[::-1]]
+        own = _first_bad(parameters), outputs, _first_bad(gradients)
+        of_ranks = parallel.gather(own)
+        weights = [weight for weight, _, _ in of_ranks if weight is not None]
         if weights:
             return f"the weight {min(weights)[1]}"
+        # ranks of later pipeline stages have higher numbers
+        layers = [
+            (number, chunk, rank, name)
+            for rank, (_, places, _) in enumerate(of_ranks)
+            for number, chunk, name in places
+        ]
         if layers:
             return f"the output of {min(layers)[3] or 'the model'}"
         if found:
             return "the loss itself"
-        if gradients:
-            return f"the gradient of {max(gradients)[2]}"
+        last = [(bad[0], rank, bad[1]) for rank, (*_, bad) in enumerate(of_ranks) if bad]
+        if last:
+            return f"the gradient of {max(last)[2]}"
         return "the gradient's norm, a sum of finite numbers"
 
     @torch.no_grad()
-    def _bad_outputs(self, micro_batches, seq_length) -> dict[tuple[int, int], str]:
-        """(micro-batch, chunk) -> the first module there, on this rank, whose output is not finite,
+    def _bad_outputs(self, micro_batches, seq_length) -> list[tuple[int, int, str]]:
+        """(micro-batch, chunk, the first module there, on this rank, whose output is not finite),
         found by another forward pass. Collective."""
-        trainer, first, calls = self.trainer, {}, Counter()
+        trainer, calls = self.trainer, Counter()
+        first: dict[tuple[int, int], str] = {}
 
         def count(chunk: int, *_) -> None:
             calls[chunk] += 1
 
         def look(chunk: int, name: str, module, inputs, output) -> None:
-            place = calls[chunk] - 1, chunk
-            if place not in first and not _is_finite(output):
-                first[place] = name
+            if not _is_finite(output):
+                first.setdefault((calls[chunk] - 1, chunk), name)
 
         trainer.backend.train_mode(False)
         batches = trainer._prepare_micro_batches(micro_batches, seq_length)
@@ -305,33 +289,34 @@ class FiniteGuard:
                     hooks.enter_context(module.register_forward_hook(hook))
             step = trainer.forward_step
             trainer.backend.forward_backward(step, batches, seq_length, forward_only=True)
-        return first
+        return [(*place, name) for place, name in first.items()]
 
     def _write_batches(self, found, micro_batches) -> list[str]:
-        """Write the micro-batches that are not finite, all of the step's where only the gradient
-        is, to output_dir: a file of one rank of each replica -> their paths, or why nothing could
-        be written: the run stops for another reason. Collective."""
+        """Write the micro-batches whose loss is not finite, or all of the step where only the
+        gradient is not, to output_dir: a file of one rank of each replica -> their paths, or why
+        nothing could be written: the run stops for another reason. Collective."""
         rank, replica = parallel.rank(), self.trainer.backend.dp_rank
         numbers = [bad.micro_batch for bad in found if bad.rank == rank]
         if not found and parallel.gather(replica).index(replica) == rank:
             numbers = list(range(len(micro_batches)))
-        written = None
-        if numbers:
-            batches = [
-                {"number": n, "samples": self._samples(n), "batch": micro_batches[n]}
-                for n in numbers
-            ]
-            record = {"step": self.step, "rank": rank, "replica": replica, "micro_batches": batches}
-            data, path = io.BytesIO(), Path(self.args.output_dir)
-            path /= f"nonfinite-step-{self.step}-rank-{rank}.pt"
-            torch.save(record, data)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, data.getvalue())
-                written = str(path)
-            except OSError as error:
-                written = f"no file ({path}: {error.strerror})"
+        batches = [
+            {"number": n, "samples": self._samples(n), "batch": micro_batches[n]} for n in numbers
+        ]
+        record = {"step": self.step, "rank": rank, "replica": replica, "micro_batches": batches}
+        written = self._write(record) if batches else None
         return [path for path in parallel.gather(written) if path is not None]
+
+    def _write(self, record: dict) -> str:
+        """Write a record -> its path, or why there is no file."""
+        data, path = io.BytesIO(), Path(self.args.output_dir)
+        path /= f"nonfinite-step-{record['step']}-rank-{record['rank']}.pt"
+        torch.save(record, data)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, data.getvalue())
+        except OSError as error:
+            return f"no file ({path}: {error.strerror})"
+        return str(path)
 
 
 def _describe(found: list[BadLoss], grad_norm: float) -> str:
@@ -357,29 +342,31 @@ def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
     return f"{match[1]}.{number - 1}{name[match.end() :]}"
 
 
-def _tensors(model, take: Callable) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """(chunk, name, take(parameter)) of the parameters for which that is not None."""
+def _parameters(model) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
+    """(chunk, name, parameter)"""
     for number, chunk in enumerate(_chunks(model)):
         for name, parameter in chunk.named_parameters():
-            tensor = take(parameter)
-            if tensor is not None:
-                yield number, _name_in_whole_model(chunk, name), tensor
+            yield number, _name_in_whole_model(chunk, name), parameter
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return getattr(parameter, "main_grad", parameter.grad)  # megatron's, or torch's
 
 
-def _first_bad(tensors: Iterator[tuple[int, str, torch.Tensor]]) -> tuple[int, str] | None:
+@torch.no_grad()
+def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> tuple[int, str] | None:
     """(chunk, name) of the first tensor that is not finite. Waits for the device once."""
-    tensors = [item for item in tensors if item[2].is_floating_point() and item[2].numel()]
-    if not tensors:
+    names, known = [], []
+    for chunk, name, tensor in tensors:
+        if tensor is not None and tensor.is_floating_point() and tensor.numel():
+            names.append((chunk, name))
+            known.append(tensor)
+    if not known:
         return None
     # the largest absolute value, which no sum overflows
-    largest = torch._foreach_norm([tensor for _, _, tensor in tensors], math.inf)
+    largest = torch._foreach_norm(known, math.inf)
     finite = torch.stack([value.float() for value in largest]).isfinite().tolist()
-    bad = (item[:2] for item, good in zip(tensors, finite, strict=True) if not good)
-    return next(bad, None)
+    return next((name for name, good in zip(names, finite, strict=True) if not good), None)
 
 
 def _is_finite(output) -> bool:

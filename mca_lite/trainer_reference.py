@@ -33,20 +33,17 @@ FORMAT = 2
 META_NAME = "meta.json"
 SAY_EVERY_S = 10.0
 PART_PAIRS = 1024  # pairs of a part that the pass keeps: what is lost when it dies
+_NONE = np.zeros((0, 2), np.float32)  # of no pairs
 
 
 def files_of_model(name_or_path: str | None) -> list:
     """[name, bytes, time of change] of what a model's folder loads; [] for what is no folder."""
-    folder = Path(name_or_path or "")
-    if not name_or_path or not folder.is_dir():
-        return []
-    files = sorted(
-        [*folder.glob("*.safetensors"), *folder.glob("dist/*"), *folder.glob(HF_CONFIG_NAME)]
-    )
-    return [
-        [path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns]
-        for path in files
-    ]
+    found: list = []
+    for pattern in ("*.safetensors", "dist/*", HF_CONFIG_NAME) if name_or_path else ():
+        for path in Path(name_or_path).glob(pattern):
+            name, state = path.relative_to(name_or_path).as_posix(), path.stat()
+            found.append([name, state.st_size, state.st_mtime_ns])
+    return sorted(found)
 
 
 class ReferenceStore:
@@ -61,9 +58,9 @@ class ReferenceStore:
     def load(self, say=print) -> np.ndarray:
         """float32 [n, 2] of the first n pairs, as many as are there and as they were written. What
         is not is computed again, and one line says so."""
-        self._files, found = {}, [np.zeros((0, 2), np.float32)]
+        self._files, found = {}, [_NONE]
         if not (self.folder / META_NAME).is_file():
-            return found[0]
+            return _NONE
         try:
             meta = read_json(self.folder / META_NAME)
             if meta["identity"] != self.identity:
@@ -105,18 +102,18 @@ class ReferenceStore:
 def reference_of(trainer, pairs) -> np.ndarray:
     """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now.
     Collective."""
-    args, num, done = trainer.args, len(pairs), np.zeros((0, 2), np.float32)
-    store = _store_of(trainer, pairs)
+    args, store, num, done = trainer.args, _store_of(trainer, pairs), len(pairs), _NONE
     if store is not None:
         done = parallel.on_main(lambda: store.load(trainer.report.print), CheckpointError)
     if len(done):
         _check_kept(trainer, pairs, done, store)
-    said, missing = time.monotonic(), num - len(done)
+    if store is not None and len(done) == num:
+        trainer.report.print(f"reference model: {num:,} pairs from {store.folder}")
+        return done
     per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
     whole_steps = per_rank * trainer.backend.dp_size
-    part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
-    while len(done) < num:
-        start = len(done)
+    part, said = math.ceil(PART_PAIRS / whole_steps) * whole_steps, time.monotonic()
+    for start in range(len(done), num, part):
         logps = trainer._score(Subset(pairs, range(start, min(start + part, num))))
         done = np.concatenate([done, logps])
         if store is not None:
@@ -125,10 +122,8 @@ def reference_of(trainer, pairs) -> np.ndarray:
             said = time.monotonic()
             trainer.report.print(f"reference model: {len(done):,} of {num:,} pairs")
         _stop_if_asked(trainer, store)
-    if store is not None and missing:
+    if store is not None:
         parallel.on_main(functools.partial(store.finish, done), CheckpointError)
-    elif store is not None:
-        trainer.report.print(f"reference model: {num:,} pairs from {store.folder}")
     return done
 
 
@@ -173,11 +168,11 @@ def _store_of(trainer, pairs) -> ReferenceStore | None:
     if config.cache_dir is None or fingerprint is None:
         return None
     name = getattr(getattr(trainer.model, "config", None), "name_or_path", None) or None
-    model = [name, config.model_source, ckpt_folder.model_identity(trainer.backend.hf_config)]
+    backend = trainer.backend
     identity = {
-        "model": model,
+        "model": [name, config.model_source, ckpt_folder.model_identity(backend.hf_config)],
         "files": files_of_model(name),
-        "precision": trainer.backend.precision,
+        "precision": backend.precision,
         "data": fingerprint,
     }
     return ReferenceStore(config.cache_dir, identity, len(pairs))

@@ -73,7 +73,7 @@ class Numbers:
 
 class RunSums:
     """The numbers of all steps of a run, and those of the steps since the last line of the log.
-    `nothing` has no step; `carried` is what to_record() gave before the run was resumed."""
+    nothing: the Numbers of no step. carried: what to_record() gave before the run was resumed."""
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any] | None):
         self._nothing = self.whole_run = self._window = nothing
@@ -109,7 +109,7 @@ class RunSums:
 # -- micro-batches
 
 
-def plan_batches(trainer, dataset, training: bool) -> BatchPlan:
+def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
     """Which samples make up which micro-batch on which rank. ValueError for a dataset without a
     length."""
     args, backend, size = trainer.args, trainer.backend, trainer.args.per_device_eval_batch_size

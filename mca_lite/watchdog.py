@@ -64,7 +64,7 @@ _current: "Watchdog | None" = None
 
 def note(phase: str, step: int | None = None) -> None:
     """Say that this rank begins a phase, after `step` steps (None: as before). All ranks must call
-    it alike: who has called it less often is behind."""
+    it alike: a rank that has called it fewer times than others is behind."""
     if _current is not None:
         _current.note(phase, step)
 
@@ -131,10 +131,11 @@ class Watchdog:
         self._is_settled = False  # a step is done: what is compiled or connected once, is
         self._thread_id = threading.get_ident()
         self._seen, self.waited, self._looked = (0, 0), 0.0, clock()
-        self._answered = 0  # the last question that this rank has answered
-        self._asked: tuple[int, float] | None = None  # this rank's question, answered until then
-        self._behind: list[int] | None = None  # what came of it
-        self._verdict_seen: float | None = None
+        self._answered: str | None = None  # the last question that this rank has answered
+        self._asked: str | None = None  # this rank's own question, ...
+        self._answers_due = 0.0  # ... the time by which it is to be answered, ...
+        self._behind: list[int] | None = None  # ... and the ranks that the answers show behind
+        self._leave_at: float | None = None  # once there is a verdict
         self._stopped, self._thread = threading.Event(), None
         store.set(f"host/{rank}", f"on {socket.gethostname()} (process {os.getpid()})")
 
@@ -173,12 +174,11 @@ class Watchdog:
         now = self._clock()
         # a process that was suspended has not waited all that time
         elapsed, self._looked = min(now - self._looked, 2 * self.poll_s), now
-        if (self.count, self.ticks) != self._seen:
+        if (self.count, self.ticks) == self._seen:
+            self.waited += elapsed
+        else:
             self._seen = self.count, self.ticks
             self._go_on()
-            self.waited = 0.0
-        else:
-            self.waited += elapsed
         self._answer()
         verdict = self._read("verdict")
         if verdict is not None:
@@ -190,52 +190,52 @@ class Watchdog:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def _answer(self) -> None:
-        number = self.store.add("questions", 0)
-        if number > self._answered:
-            self._answered = number
-            stack, is_waiting = stack_of(self._thread_id)
-            answer = dict(count=self.count, step=self.step, phase=self.phase, waited=self.waited)
-            answer |= dict(stack=stack, is_waiting=is_waiting)
-            self.store.set(f"answer/{number}/{self.rank}", json.dumps(answer))
+        question = self._read("question")
+        if question in (None, self._answered):
+            return
+        self._answered = question
+        stack, is_waiting = stack_of(self._thread_id)
+        answer = dict(count=self.count, step=self.step, phase=self.phase, waited=self.waited)
+        answer |= dict(stack=stack, is_waiting=is_waiting)
+        self.store.set(f"answer/{question}/{self.rank}", json.dumps(answer))
 
     # -- who is behind: one rank asks and prints
 
     def _investigate(self, now: float) -> None:
         if self._asked is None:
-            asks = self.store.compare_set("asks", "", str(self.rank)).decode()
-            if asks == str(self.rank):
-                self._asked = self.store.add("questions", 1), now + max(1.0, 3 * self.poll_s)
+            mine = f"{self.rank} at {self._seen}"
+            if self.store.compare_set("question", "", mine).decode() == mine:
+                self._asked, self._answers_due = mine, now + max(1.0, 3 * self.poll_s)
         elif self._behind is None:
-            keys = [f"answer/{self._asked[0]}/{rank}" for rank in range(self.size)]
-            if now >= self._asked[1] or self.store.check(keys):
-                self._report(keys)
+            keys = [f"answer/{self._asked}/{rank}" for rank in range(self.size)]
+            if now >= self._answers_due or self.store.check(keys):
+                self._report(list(map(self._read, keys)))
         elif self._behind and self.waited >= self.ddp_timeout - 2 * self.poll_s:
             names = self._names(self._behind)
             self._judge(f"{names} hung for {self.waited:.0f} s (ddp_timeout): see above")
             self._obey(json.loads(self._read("verdict")), now)
 
-    def _report(self, keys: list[str]) -> None:
-        found = [self._read(key) for key in keys]
+    def _report(self, found: list[str | None]) -> None:
+        """Print what the ranks have answered; None: no answer."""
         answers = {rank: json.loads(text) for rank, text in enumerate(found) if text is not None}
         self._behind = who_is_behind(answers, self.size)
         text = describe(self._behind, answers, [self._name(rank) for rank in range(self.size)])
-        leaving = ""
         summary = "no rank was behind the others when they were asked: see above"
         if self._behind:
             left = max(0, self.ddp_timeout - self.waited)
-            leaving = f"\nall ranks leave in {left:.0f} s (ddp_timeout) unless it goes on"
+            text += f"\nall ranks leave in {left:.0f} s (ddp_timeout) unless it goes on"
             summary = f"{self._names(self._behind)} hung: see above"
         waited = f"rank {self.rank} has waited {self.waited:.0f} s"
-        self._say(f"warning: {waited} after step {self.step}, {self.phase}; {text}{leaving}")
+        _say(f"warning: {waited} after step {self.step}, {self.phase}; {text}")
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
         if self._behind is not None:
-            self._say(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
+            _say(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
             self.store.delete_key("report")
         if self._asked is not None:
-            self.store.delete_key("asks")
-        self._asked = self._behind = None
+            self.store.delete_key("question")
+        self._asked, self._behind, self.waited = None, None, 0.0
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} {self._read(f'host/{rank}') or ''}"
@@ -253,17 +253,15 @@ class Watchdog:
 
     def _obey(self, verdict: dict, now: float) -> None:
         """Leave, as the rank that the others wait for cannot be reached by an exception."""
-        if self._verdict_seen is None:
-            self._verdict_seen = now
-        if verdict["code"] != HANG_EXIT_CODE and now < self._verdict_seen + _LEAVE_S:
-            return  # this rank may see for itself, and end as it likes
+        if self._leave_at is None:
+            # after an error of another rank this one may see for itself, and end as it likes
+            self._leave_at = now if verdict["code"] == HANG_EXIT_CODE else now + _LEAVE_S
+        if now < self._leave_at:
+            return
         tell_torchrun(verdict["text"])
         if verdict["rank"] == self.rank:
-            self._say(f"error: {verdict['text']}; all ranks leave")
+            _say(f"error: {verdict['text']}; all ranks leave")
         self._leave(verdict["code"])
-
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     def tell(self, error: Exception) -> RankFailed | None:
         """Tell the ranks that this one ends of an error; where it is one that only says that
@@ -303,6 +301,10 @@ class Watchdog:
 # -- answers, stacks: plain functions
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def who_is_behind(answers: dict[int, dict], size: int) -> list[int]:
     """Ranks that did not answer, else those that have noted fewer phases than others, and among
     them those that wait for nobody; [] where no rank is behind."""
@@ -310,39 +312,35 @@ def who_is_behind(answers: dict[int, dict], size: int) -> list[int]:
     if silent:
         return silent
     least = min(answer["count"] for answer in answers.values())
-    late = [rank for rank in range(size) if answers[rank]["count"] == least]
-    busy = [rank for rank in late if not answers[rank]["is_waiting"]]
-    found = busy or late
-    return found if len(found) < size else []
+    late = [rank for rank, answer in answers.items() if answer["count"] == least]
+    late = [rank for rank in late if not answers[rank]["is_waiting"]] or late
+    return late if len(late) < size else []
 
 
 def describe(behind: list[int], answers: dict[int, dict], names: list[str]) -> str:
     """The ranks behind with phase, host and stack, and what the others do, in lines."""
+    places = {
+        rank: f"after step {answer['step']}, {answer['phase']}" for rank, answer in answers.items()
+    }
     lines = [f"{len(behind)} of {len(names)} ranks behind:"]
     if not behind:
         lines = [f"none of {len(names)} ranks is behind the others:"]
-    for rank in (behind or sorted(answers))[:_SHOWN]:
+    for rank in (behind or list(answers))[:_SHOWN]:
         if rank in answers:
-            place, waited = _place(answers[rank]), answers[rank]["waited"]
-            lines += [f"{names[rank]}: {place} for {waited:.0f} s", answers[rank]["stack"].rstrip()]
+            waited, stack = answers[rank]["waited"], answers[rank]["stack"].rstrip()
+            lines += [f"{names[rank]}: {places[rank]} for {waited:.0f} s", stack]
         else:
             lines.append(
                 f"{names[rank]} does not answer: its process is stopped or gone, or lets no Python "
                 "run; it cannot show its stack"
             )
-    others: dict[str, list[int]] = {}
-    for rank, answer in sorted(answers.items()):
-        if rank not in behind:
-            others.setdefault(_place(answer), []).append(rank)
-    for place, ranks in others.items():
-        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        lines.append(f"{noun} {', '.join(map(str, ranks[:8]))}{more}: {place}")
+    others = [rank for rank in answers if rank not in behind]
+    for place in dict.fromkeys(places[rank] for rank in others):
+        there = [str(rank) for rank in others if places[rank] == place]
+        more = f" and {len(there) - 8} more" if len(there) > 8 else ""
+        noun = "rank" if len(there) == 1 else "ranks"
+        lines.append(f"{noun} {', '.join(there[:8])}{more}: {place}")
     return "\n".join(lines)
-
-
-def _place(answer: dict) -> str:
-    return f"after step {answer['step']}, {answer['phase']}"
 
 
 def stack_of(thread_id: int) -> tuple[str, bool]:

@@ -142,9 +142,7 @@ def what_is_left(folder: Path) -> dict:
     weights = {} if not (folder / "config.json").exists() else tensors(folder)
     return {
         "log": [{k: line[k] for k in numbers if k in line} for line in read_log(folder)],
-        "best": {
-            k: v for k, v in state.items() if k in ("best_metric", "best_step", "best_global_step")
-        },
+        "best": {k: v for k, v in state.items() if k in ("best_metric", "best_global_step")},
         "files": files,
         "weights": sum(float(value.double().abs().sum()) for value in weights.values()),
     }

@@ -60,7 +60,7 @@ def test_state_survives_a_round_trip_and_bears_hugging_face_names(tmp_path):
     state = TrainerState(
         global_step=7, epoch=0.7, max_steps=10, num_train_epochs=1.0, consumed_samples=56,
         consumed_tokens=900,
-        log_history=[{"step": 5, "loss": 1 / 3}], best_metric=0.1, best_step=5,
+        log_history=[{"step": 5, "loss": 1 / 3}], best_metric=0.1, best_global_step=5,
         best_model_checkpoint="checkpoint-5",
     )  # fmt: skip
     path = tmp_path / "trainer_state.json"
@@ -79,7 +79,12 @@ def test_state_file_of_hugging_face_is_read(tmp_path):
         str(path)
     )
     state = TrainerState.load(str(path))
-    assert (state.global_step, state.epoch, state.best_step, state.max_steps) == (3, 0.5, 2, 9)
+    assert (state.global_step, state.epoch, state.best_global_step, state.max_steps) == (
+        3,
+        0.5,
+        2,
+        9,
+    )
 
 
 @pytest.mark.parametrize("content", ['{"global_step": 1', "[]", "{}"])
@@ -110,7 +115,7 @@ def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
         control = evaluate(best, state, step, eval_loss=loss)
         assert control.should_save == (step <= 2)
         best.on_save(ARGS, state, control, f"checkpoint-{step}", step)
-    assert (state.best_metric, state.best_step, state.best_model_checkpoint) == (
+    assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == (
         1.0,
         2,
         "checkpoint-2",
@@ -131,7 +136,7 @@ def test_best_model_takes_the_direction_from_the_name_of_the_metric():
         best, state = BestModel(), TrainerState()
         for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
             evaluate(best, state, step, args, eval_accuracy=accuracy, eval_loss=1.0)
-        assert state.best_step == best_step
+        assert state.best_global_step == best_step
 
 
 def test_missing_metric_is_an_error_that_names_what_there_is():

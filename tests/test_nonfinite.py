@@ -274,7 +274,7 @@ def test_an_evaluation_that_is_not_finite_is_no_early_stop(model_path, tmp_path,
     keys = dict(eval_strategy="steps", eval_steps=2, early_stopping_patience=1)
     [result] = world.run(train, 1, model_path, str(tmp_path), backend, "evaluation", **keys)
     assert "after step 2 gave eval_loss nan" in result["error"]
-    assert result["state"].best_step is None
+    assert result["state"].best_global_step is None
 
 
 @pytest.mark.parametrize("backend", [MEGATRON, TORCH])
@@ -378,11 +378,32 @@ def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
 
     plan, state = BatchPlan(12, 2, 2, 0, 1, seed=1), TrainerState(global_step=2, left_out_steps=1)
     args = Record(check_for_nan_in_loss_and_grad=False)
-    guard = FiniteGuard(Record(args=args, state=state, train_dataset=range(12)))
-    guard.start_run(plan)
+    guard = FiniteGuard(Record(args=args, state=state, train_dataset=range(12)), plan)
     guard.start_step()
     assert plan.steps_per_epoch == 3 and guard.step == 3
     assert [guard._samples(number) for number in (0, 1, 2)] == [*map(list, plan.step(1, 0)), []]
+
+
+def test_a_spike_is_named_once():
+    from types import SimpleNamespace as Record
+
+    from mca_lite.data_batches import BatchPlan
+    from mca_lite.trainer_callbacks import TrainerState
+    from mca_lite.trainer_nonfinite import FiniteGuard
+
+    said: list[str] = []
+    trainer = Record(
+        args=Record(check_for_nan_in_loss_and_grad=False), state=TrainerState(global_step=20),
+        train_dataset=range(12), report=Record(print=said.append), backend=Record(dp_rank=0),
+    )  # fmt: skip
+    guard = FiniteGuard(trainer, BatchPlan(12, 2, 2, 0, 1, seed=1))
+    guard.start_step()
+    for loss in [2.0] * 20 + [9.0]:
+        guard.note_loss(loss, [{"loss": torch.tensor([2 * loss, 2])}])
+    assert guard.is_spike
+    guard.name_spike()
+    assert len(said) == 1 and "loss 9 is a spike: 2 +- 0 in the 20 steps" in said[0]
+    assert not guard.is_spike, "the end of an epoch asks for the same step again"
 
 
 # -- through the command line, in this process

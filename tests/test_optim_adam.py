@@ -269,6 +269,7 @@ def lora_run(path: str, out: str) -> tuple[list, list, str]:
     """(curve of adapters in a bf16 run, the same with the distributed optimizer, the kind of
     optimizer of the first one)"""
     from mca_lite import lora
+    from mca_lite.optim import parts_of
     from mca_lite.trainer import McaTrainer
 
     kinds = []
@@ -281,7 +282,7 @@ def lora_run(path: str, out: str) -> tuple[list, list, str]:
     class Trainer(McaTrainer):
         def train(self):
             super().train()
-            kinds.append(type(self.backend._parts[0].optimizer).__name__)
+            kinds.append(type(parts_of(self.backend.optimizer)[0].optimizer).__name__)
 
     same = dict(adapt=adapt, trainer_class=Trainer, **BF16)
     curves = [train(path, f"{out}/{i}", **same, **keys) for i, keys in enumerate(({}, DIST_OPT))]

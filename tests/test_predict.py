@@ -168,7 +168,7 @@ def best_by_a_users_metric(path, out) -> dict:
     packed = TrainingArguments(output_dir=out, sequence_packing=True, disable_tqdm=True)
     documents = [tiny.samples(2)]
     return {
-        "best": (trainer.state.best_metric, trainer.state.best_step),
+        "best": (trainer.state.best_metric, trainer.state.best_global_step),
         "logged": [line["eval_score"] for line in trainer.state.log_history if "eval_loss" in line],
         "of each": sorted(of_each),
         "events": seen,

@@ -451,10 +451,12 @@ def test_early_stopping_and_the_best_checkpoint_at_the_end(model_path, tmp_path)
     [got] = world.run(record_events, 1, model_path, str(tmp_path), **keys)
     state = got["state"]
     assert state["global_step"] < 40
-    assert state["best_step"] == state["global_step"] - 2
+    assert state["best_global_step"] == state["global_step"] - 2
     assert got["final"] == pytest.approx(state["best_metric"], abs=1e-6)
     left = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
-    assert left == sorted(f"checkpoint-{n}" for n in (state["best_step"], state["global_step"]))
+    assert left == sorted(
+        f"checkpoint-{n}" for n in (state["best_global_step"], state["global_step"])
+    )
 
 
 def refused_units(path: str) -> str:

@@ -61,6 +61,7 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
     from mca_lite.lora import LoraSpec, inject
     from mca_lite.model import AutoModel
     from mca_lite.model_config import from_hf_config
+    from mca_lite.optim import parts_of
 
     given = dict(output_dir=output_dir, max_steps=2, save_strategy="no", save_hf_model=False)
     args = TrainingArguments(**{**given, "disable_tqdm": True, **keys})
@@ -75,7 +76,7 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
     saved = SavedTensors(weights)
     with saved.hooks(), Messages() as messages:
         trainer.train()
-    chunks, parts = trainer.backend.chunks, trainer.backend._parts
+    chunks, parts = trainer.backend.chunks, parts_of(trainer.backend.optimizer)
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     states = [group["params"] for part in parts for group in part.optimizer.param_groups]
     states += [state.values() for part in parts for state in part.optimizer.state.values()]
