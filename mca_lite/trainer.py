@@ -208,8 +208,7 @@ class McaTrainer:
         watchdog.alive()
         batch = next(data_iterator)
         if self.args.sequence_packing:
-            place = *self.backend.context_parallel, parallel.device()
-            batch = {**batch, "packed_seq_params": packed_row(batch["cu_seqlens"], *place)}
+            batch = self._packing_sequence(batch)
         else:  # rows are padded on the right and attention is causal: no mask is built
             mask, position_ids = get_ltor_masks_and_position_ids(
                 batch["input_ids"], build_attention_mask=False
@@ -218,6 +217,21 @@ class McaTrainer:
             padding = {} if real is None else {"padding_mask": real == 0}
             batch = {**batch, **padding, "attention_mask": mask, "position_ids": position_ids}
         return self.backend.model_inputs(batch)
+
+    def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, cu_seqlens and
+        packed_seq_params.
+
+        attention_mask numbers the documents of each row (1, 2, ...; 0 is padding, which is
+        dropped); without numbers each row is a document. A batch that is packed already is taken as
+        it is.
+        """
+        if "cu_seqlens" not in inputs:
+            inputs = self._to_length(
+                pack_batch(inputs, self.backend.document_multiple, self._pad_token_id)
+            )
+        params = packed_row(inputs["cu_seqlens"], *self.backend.context_parallel, parallel.device())
+        return {**inputs, "packed_seq_params": params}
 
     @property
     def _pad_token_id(self) -> int:
@@ -309,7 +323,7 @@ class McaTrainer:
         self.create_scheduler(max_steps)
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
-        ckpt.resume(self, resume_from_checkpoint)
+        self._load_from_checkpoint(resume_from_checkpoint)
         self._guard = FiniteGuard(self, plan)
         self._guard.check_weights("before the first step")
         self._throughput = Throughput.of(args)
@@ -390,6 +404,11 @@ class McaTrainer:
 
     def check_objective(self, facts: dict, folder: Path) -> None:
         """CheckpointError where a run with these facts cannot go on in this one."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        """Continue where a checkpoint stopped: weights, optimizer, schedule, random states,
+        position in the data."""
+        ckpt.resume(self, resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All

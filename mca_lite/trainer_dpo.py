@@ -335,25 +335,35 @@ class DPOTrainer(McaTrainer):
     # -- the reference
 
     @torch.no_grad()
-    def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        """The log-probabilities [P, 2] of chosen and rejected, of each micro-batch; [] on pipeline
-        stages before the last. models: the policy's chunks, which run without adapters and dropout,
-        or those of a reference. Collectives: those of the schedule, forward only."""
+    def compute_reference_log_probs(
+        self, models, data_list: list[dict], seq_length: int, micro_batch_size=None
+    ):
+        """[{"reference_chosen_logps", "reference_rejected_logps"}, each [P]] of each micro-batch;
+        None on pipeline stages before the last. models: the policy's chunks, which run without
+        adapters and dropout, or those of a reference.
+
+        Collectives: those of the schedule, forward only.
+        """
         own, was_training = models is self.models, self.models[0].training
 
-        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
+        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
             logps, _ = self._response_logps(inputs["labels"], batch, losses)
-            return logps.reshape(-1, len(SIDES))
+            return {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
 
         if own:
             self.backend.train_mode(False)
         with lora.without_adapters(self.model) if own else contextlib.nullcontext():
             found = self.backend.forward_backward(
-                collecting(self, collect), batches, seq_length, forward_only=True, chunks=models
+                collecting(self, collect), data_list, seq_length, forward_only=True, chunks=models
             )
         if own:
             self.backend.train_mode(was_training)
-        return found
+        return found or None
+
+    def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
+        """What compute_reference_log_probs gives, as one tensor [P, 2] of each micro-batch."""
+        found = self.compute_reference_log_probs(models, batches, seq_length) or ()
+        return [torch.stack(list(of_batch.values()), -1) for of_batch in found]
 
     def _score(self, pairs) -> np.ndarray:
         """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them

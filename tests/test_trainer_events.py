@@ -233,8 +233,6 @@ def hook(*names: str):
             r"called with \(batch, inputs\)",
         ),
         ("_pad_batched_inputs", hook("inputs"), r"never be called: override _to_length"),
-        ("_packing_sequence", hook("inputs"), r"never be called: override _arrange"),
-        ("_load_from_checkpoint", hook("folder"), r"never be called: override train"),
         ("create_optimizer_and_scheduler", hook("steps"), r"override create_optimizer\(\) or"),
         ("_post_compute_loss", hook("outputs"), r"called with \(labels, losses\)"),
         ("_prepare_train_inputs", hook("data_iterator"), None),
