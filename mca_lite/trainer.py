@@ -149,6 +149,7 @@ class McaTrainer:
         started, self._throughput = time.perf_counter(), Throughput.of(self.args)
         self._work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
         self._sums = RunSums(self._numbers(), self.state.log_sums)
+        self.backend.carry_router_sums((self.state.log_sums or {}).get("routers"))
         epoch_begins, loader = True, None
         self._notify("on_train_begin")
         agree(self)
