@@ -349,12 +349,12 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     report, unit = loader.report, loader.objective.unit
     if not loader.objective.joins_documents:
         report += set_chat_template(tokenizer, data_args.chat_template, data_args.template)
-    found: dict[str, TokenDataset | Packs] = {}
-    stream, held_out = None, None
+    found: dict = {}  # of each name
+    stream = None
     if data_args.dataset and data_args.streaming:
         stream = loader.open_stream(data_args.dataset, seed)
         if val_size:
-            held_out = stream.hold_out(val_size)
+            found["eval"] = held_out = stream.hold_out(val_size)
             report.append(f"eval: {len(held_out):,} rows of the first {val_size:,} records")
     elif data_args.dataset:
         found["train"] = loader.load(data_args.dataset)
@@ -373,7 +373,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         report.append(f"{name}: {len(dataset):,} {unit}s, {tokens}")
     if _packs_samples(data_args, stage):
         found = {name: loader.pack(name, dataset) for name, dataset in found.items()}
-    bundle = DatasetBundle(found.get("train", stream), held_out, report)
+    bundle = DatasetBundle(found.get("train", stream), None, report)
     if each:
         bundle.eval = {name: found[key] for name, key in each.items()}
     elif "eval" in found:
