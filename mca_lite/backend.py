@@ -190,6 +190,21 @@ class Backend(abc.ABC):
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)
 
+    def router_sums(self) -> list | None:
+        """What router_statistics() would be made of now, for a checkpoint; None without experts.
+        Collective over all ranks."""
+        if self.statistics_of_routers is None:
+            return None
+        return parallel.sum_over_all(self.statistics_of_routers.rows.clone()).tolist()
+
+    def carry_router_sums(self, sums: list | None) -> None:
+        """Go on from the router_sums() of a run that is resumed."""
+        if sums and self.statistics_of_routers is not None and parallel.is_main():
+            rows = self.statistics_of_routers.rows
+            carried = rows.new_tensor(sums)
+            if carried.shape == rows.shape:  # another number of layers begins anew
+                rows += carried
+
     def snapshot(self, with_optimizer: bool, copy: bool):
         """This rank's part of a checkpoint, ready to be written. All ranks must call it."""
         return self.snapshot_of(self.model, self.optimizer if with_optimizer else None, copy)

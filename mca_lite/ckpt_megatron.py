@@ -130,7 +130,8 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
         raise CheckpointError(
             f"{folder / DIST_NAME} cannot be read ({words}): use another checkpoint"
         ) from None
-    models.load_state_dict({chunk: {**loaded[chunk], **kept[chunk]} for chunk in kept})
+    # a pipeline stage may have nothing that is trained
+    models.load_state_dict({chunk: {**loaded.get(chunk, {}), **kept[chunk]} for chunk in kept})
     if optimizer is not None:
         states: dict[int, dict[str, torch.Tensor]] = {}
         for key, (parameter, name) in places.items():

@@ -313,13 +313,14 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     encoder = Encoder(tokenizer, renderer, objective, data_args)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
     bundle = DatasetBundle(None, None, report)
+    held_out: dict = {}
     if specs and data_args.streaming:
         readers = [Reader(spec, objective, data_args) for spec in specs]
         report += [line for reader in readers for line in _describe_stream(reader, encoder)]
         stream = bundle.train = TokenStream(readers, encoder, data_args, packs, seed)
         if count := data_args.val_size:
-            bundle.eval = stream.hold_out(count)
-            report.append(f"eval: {len(bundle.eval):,} rows of the first {count:,} records")
+            held_out["eval"] = rows = stream.hold_out(count)
+            report.append(f"eval: {len(rows):,} rows of the first {count:,} records")
         specs = []
     shards = []
     for spec in (*specs, *eval_specs):
@@ -331,6 +332,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
             raise ValueError("\n".join([nothing, *report]))
         shards.append(shard)
     sets, lines = _arranged(shards[: len(specs)], shards[len(specs) :], data_args, seed)
+    sets |= held_out
     for name, dataset in sets.items():
         tokens = f"{dataset.num_tokens:,} tokens an epoch"
         lines.append(f"{name}: {len(dataset):,} {objective.unit}s, {tokens}")
@@ -338,7 +340,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         sets = {name: _packed(name, dataset, data_args, lines) for name, dataset in sets.items()}
     report += lines
     bundle.train = sets.pop("train", bundle.train)
-    bundle.eval = sets.get("eval", bundle.eval)
+    bundle.eval = sets.get("eval")
     if data_args.eval_on_each_dataset:
         bundle.eval = {Path(name.removeprefix("eval ")).stem: sets[name] for name in sets}
     return bundle

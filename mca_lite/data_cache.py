@@ -97,7 +97,9 @@ def tokenizer_identity(tokenizer) -> list:
     else:
         core = json.dumps(sorted(tokenizer.get_vocab().items()))
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
-    return [type(tokenizer).__name__, core, tokenizer.chat_template, special]
+    # not in `core`: whether special tokens in a text are cut like other text
+    splits = ["split_special_tokens"] if getattr(tokenizer, "split_special_tokens", False) else []
+    return [type(tokenizer).__name__, core, tokenizer.chat_template, special, *splits]
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:

@@ -143,11 +143,13 @@ class TokenStream:
         return self._in_rows(self._samples(position), position.token)
 
     def hold_out(self, count: int) -> "HeldOut":
-        """The first records of the datasets, in rows, which are not trained on from here on."""
+        """The first records of the datasets, which are not trained on from here on: their samples,
+        or rows of them where texts are joined."""
         records, self.num_held_out = _Records(self, Position()), count
         _, block = records.next_block(count)
         samples = ((Position(), documents) for documents in self._tokenize(block))
-        rows = [row for row, _ in self._in_rows(samples, 0)]
+        in_rows = self._in_rows(samples, 0) if self.joins else _one_each(samples)
+        rows = [row for row, _ in in_rows]
         if len(block) < count or records.turns.exhausted or not rows:
             reason = "it takes all records of a dataset, or none of them gives a sample"
             refuse("val_size", count, reason, "another val_size, or eval_dataset")
@@ -244,7 +246,7 @@ def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
 
 def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Position]]:
     """Samples in one row as long as the next one fits."""
-    row, used, position = [], 0, Position()
+    row, used = [], 0
     for position, documents in samples:
         more = [shifted(*document) for document in documents]
         length = sum(len(document["input_ids"]) for document in more)
@@ -252,8 +254,6 @@ def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Posi
             yield row, position
             row, used = [], 0
         row, used = row + more, used + length
-    if row:  # of records that are held out
-        yield row, position
 
 
 def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[dict], Position]]:
@@ -277,11 +277,15 @@ def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[d
 
 
 class HeldOut(list):
-    """Rows in memory, with the counts that TokenDataset has."""
+    """Samples of one document in memory, with the counts that TokenDataset has, and what Packs
+    asks of it."""
+
+    fingerprint, documents_per_sample = "held out", 1
 
     def __init__(self, rows: list[list[dict]]):
         super().__init__(rows)
         labels = [document["labels"] for row in rows for document in row]
+        self.document_lengths = np.array([[len(row)] for row in labels])
         self.num_tokens = sum(map(len, labels))
         self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
 

@@ -420,6 +420,14 @@ def attach(module: torch.nn.Module, adapter: Adapter) -> None:
     """Put an adapter on a module that uses it itself: model_moe.py's router and experts."""
     adapter.train(module.training)
     module.add_module("lora", adapter)
+    module.register_forward_pre_hook(_before_adapter)
+
+
+def _before_adapter(module, args):
+    # experts, and the loss of an output layer, take an adapter's matrices without calling it, and
+    # megatron's DDP waits for weights that are on their way in hooks of that call
+    for hook in module.lora._forward_pre_hooks.values():
+        hook(module.lora, args)
 
 
 def attach_beside(module: torch.nn.Module, adapter: Adapter) -> None:

@@ -144,9 +144,6 @@ class MegatronHost:
         for key, parameter in own_parameters(self.models).items():
             if key in trained:
                 parameter.requires_grad_(True)
-        for chunk in self.chunks:
-            if chunk.pre_process and self.config.recompute_granularity is not None:
-                chunk.embedding.register_forward_hook(_needs_grad)
 
     def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, CPU tensor) of these weights on global rank 0. Collective: iter_hf_tensors."""
@@ -232,12 +229,6 @@ class MegatronHost:
         sizes = dict(hidden_size=self.config.hidden_size, columns=module.fc2.shape[-1])
         sizes |= dict(ep=module.ep_group, group=module.etp_group)
         return Site(module, mca, names, LoraExperts, sizes, parallel.device(), attach)
-
-
-def _needs_grad(module, args, output):
-    # recomputation gives no gradient at all to a unit without an input that needs one, and a frozen
-    # embedding's output is none (tensor_parallel/random.py, CheckpointFunction)
-    return output.requires_grad_(True) if torch.is_grad_enabled() else output
 
 
 class _Fields(SimpleNamespace):

@@ -31,7 +31,7 @@ from .loss_tokens import token_losses
 from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
 from .model_families import rows_of
 from .model_family_rows import TE_ALIASES
-from .model_layers import block_spec, prediction_spec
+from .model_layers import block_spec, needs_grad, prediction_spec
 from .model_moe import routers_of, use_own_dispatcher
 from .model_rope import rope_frequencies
 from .packed_rows import Targets
@@ -150,6 +150,8 @@ class McaGPTModel(GPTModel):
         if post_process:
             _make_ours(self.output_layer)
         if hasattr(self, "embedding"):
+            if config.recompute_granularity is not None:
+                self.embedding.register_forward_hook(needs_grad)
             if config.embedding_multiplier != 1.0:
                 self.embedding.register_forward_hook(_scale_embedding)
             if not config.drop_embeddings:

@@ -181,6 +181,12 @@ class PredictionLayer(MegatronModule):
         return run(embedded, hidden_states)
 
 
+def needs_grad(module, args, output):
+    """A forward hook. Recomputation gives no gradient at all to a unit without an input that needs
+    one, and a frozen embedding's output is none (tensor_parallel/random.py, CheckpointFunction)."""
+    return output.requires_grad_(True) if torch.is_grad_enabled() else output
+
+
 def prediction_spec(config, vp_stage: int | None = None):
     """What megatron's MultiTokenPredictionBlock is built from; None where this stage has none."""
     if not config.mtp_num_layers or not mtp_on_this_rank(

@@ -329,6 +329,7 @@ class McaTrainer:
         self._throughput = Throughput.of(args)
         self._work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
         self._sums = RunSums(self._numbers(), self.state.log_sums)
+        self.backend.carry_router_sums((self.state.log_sums or {}).get("routers"))
         self.report.summary(run_summary(self, plan))
         return plan
 

@@ -278,6 +278,12 @@ class DPOTrainer(McaTrainer):
     def _count_of_loss(self, batch: dict) -> int:
         return int(batch["real"].sum())
 
+    def _over_ranks(self, numbers):
+        """The sums over all ranks, of which those of context parallelism have the same pairs."""
+        numbers = super()._over_ranks(numbers)
+        numbers.vector[: 2 * len(numbers.keys)] /= self.backend.context_parallel[0]
+        return numbers
+
     # -- micro-batches
 
     def _arrange(self, batch: dict) -> dict:

@@ -257,13 +257,14 @@ def answer_signals(trainer, signal: int) -> None:
 
 
 def _complete_state(trainer) -> None:
-    """Put into the state what is kept elsewhere while steps are made."""
+    """Put into the state what is kept elsewhere while steps are made. Collective."""
     trainer.state.stateful_callbacks = export_states(trainer.callbacks)
-    trainer.state.log_sums = trainer._sums.to_record()
+    sums = trainer._sums.to_record()
+    trainer.state.log_sums = sums and {**sums, "routers": trainer.backend.router_sums()}
 
 
 def store_state(trainer) -> None:
-    """Write trainer_state.json to output_dir, on the main rank."""
+    """Write trainer_state.json to output_dir, on the main rank. Collective."""
     _complete_state(trainer)
     if parallel.is_main():
         os.makedirs(trainer.args.output_dir, exist_ok=True)

@@ -270,6 +270,14 @@ def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
     assert len({first.identity, *(dataset.identity for dataset in other)}) == 6
 
 
+def test_a_tokenizer_that_cuts_special_tokens_is_another_one(tokenizer):
+    changed = copy.deepcopy(tokenizer)
+    changed.split_special_tokens = True
+    text = f"b{tokenizer.eos_token}"
+    assert changed.encode(text) != tokenizer.encode(text)
+    assert data_cache.tokenizer_identity(changed) != data_cache.tokenizer_identity(tokenizer)
+
+
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
     first = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b"))
     changed = copy.deepcopy(tokenizer)

@@ -11,7 +11,9 @@ import pytest
 
 from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError
+from tests.shared import tiny, world
 from tests.shared.commands import ROOT, run
+from tests.shared.small_runs import save_tokenizer, train, write_data
 from tests.shared.training import read_log
 
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
@@ -170,3 +172,20 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
     new_tokens.finetuning.modules_to_save = ["embed_tokens"]  # as new tokens make it
     with pytest.raises(ValueError, match="try: ref_model: cached"):
         folder_of(new_tokens, planned)
+
+
+def test_a_line_of_the_log_has_the_pairs_of_all_its_steps_after_a_restart(tmp_path):
+    """Context-parallel ranks have the same pairs: steps made by two of them would count twice."""
+    tiny.save_model(tmp_path / "model", "llama")
+    save_tokenizer(tmp_path / "model")
+    write_data(tmp_path)
+    keys = dict(model_name_or_path=f"{tmp_path}/model", dataset=f"{tmp_path}/pairs.jsonl")
+    keys.update(stage="dpo", cutoff_len=32, cache_dir=f"{tmp_path}/cache", disable_tqdm=True)
+    keys.update(max_steps=3, logging_steps=3, save_steps=1, global_batch_size=2, learning_rate=1e-2)
+    world.run(train, 1, {**keys, "output_dir": f"{tmp_path}/whole"})
+    resume = dict(resume_from_checkpoint=f"{tmp_path}/whole/checkpoint-1")
+    cp2 = dict(keys, output_dir=f"{tmp_path}/parts", context_parallel_size=2, **resume)
+    world.run(train, 2, cp2)
+    [whole], [parts] = read_log(f"{tmp_path}/whole"), read_log(f"{tmp_path}/parts")
+    for key in ("loss", "rewards/margins", "logps/chosen", "sft_loss"):
+        assert parts[key] == pytest.approx(whole[key], rel=1e-5), key

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.shared import tiny, world
+from tests.shared import small_runs, tiny, world
 from tests.shared.files import tensors
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, TWO_ROWS, VPP2
 from tests.shared.lora_tools import (
@@ -25,7 +25,7 @@ from tests.shared.lora_tools import (
     peft_model,
     train_from_adapter,
 )
-from tests.shared.training import assert_same_curve, train
+from tests.shared.training import assert_same_curve, read_log, train
 
 LAYOUTS = {
     "one": (1, TWO_ROWS),
@@ -418,3 +418,19 @@ def test_dropout_leaves_the_copies_of_a_matrix_equal(base, keys, tmp_path):
     (first, curve), (second, _) = world.run(replicas, 2, base[0], str(tmp_path), **keys)
     assert first.keys() == second.keys() and all((first[k] == second[k]).all() for k in first)
     assert all(loss == loss for loss, _ in curve)
+
+
+def test_a_run_goes_on_where_a_pipeline_stage_trains_nothing(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "llama")
+    small_runs.save_tokenizer(path)
+    small_runs.write_data(tmp_path)
+    keys = dict(model_name_or_path=path, dataset=f"{tmp_path}/chat.jsonl", disable_tqdm=True)
+    keys.update(cache_dir=f"{tmp_path}/cache", output_dir=f"{tmp_path}/out", cutoff_len=32)
+    keys.update(finetuning_type="lora", lora_target=["embed_tokens"], save_steps=1, logging_steps=1)
+    keys.update(lr_scheduler_type="constant", gradient_accumulation_steps=2, **PP2)
+    world.run(small_runs.train, 2, {**keys, "max_steps": 1})
+    world.run(small_runs.train, 2, {**keys, "max_steps": 2, "resume_from_checkpoint": "auto"})
+    keys["output_dir"] = f"{tmp_path}/whole"
+    world.run(small_runs.train, 2, {**keys, "max_steps": 2})
+    parts, whole = (small_runs.curve(read_log(f"{tmp_path}/{n}")) for n in ("out", "whole"))
+    assert parts == whole and len(whole) == 2

@@ -11,7 +11,7 @@ import torch
 from tests.shared import tiny_moe, world
 from tests.shared.files import tensors
 from tests.shared.layouts import AUX, BIAS, CP2, DIST_OPT, EP2, EP4, ETP1, PP2, TP2_SP, VPP2
-from tests.shared.training import assert_same_curve, train
+from tests.shared.training import assert_same_curve, read_log, train
 
 LAYOUTS = {
     "one": (1, {}),
@@ -97,3 +97,15 @@ def test_a_run_goes_on_in_the_same_layout_or_another(path, saved, tmp_path, befo
         torch.testing.assert_close(
             ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_a_line_of_the_log_has_the_routers_of_all_its_steps_after_a_restart(path, tmp_path):
+    """Of four steps a line, of which the run that is resumed makes the last two."""
+    keys = dict(SHARED, **SAVE, logging_steps=4)
+    keys["steps"] = 4
+    world.run(train, 1, path, str(tmp_path / "whole"), **keys)
+    keys["resume_from_checkpoint"] = str(tmp_path / "whole" / "checkpoint-2")
+    world.run(train, 2, path, str(tmp_path / "parts"), **{**keys, **EP2})
+    [[whole], [parts]] = [read_log(str(tmp_path / name)) for name in ("whole", "parts")]
+    for key in ("loss", "expert_load_max", "expert_load_min", "load_balancing_loss", "z_loss"):
+        assert parts[key] == pytest.approx(whole[key], rel=1e-4), key

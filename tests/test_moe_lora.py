@@ -25,6 +25,7 @@ SCALE = ALPHA / RANK
 LAYOUTS = {
     "one": (1, {}),
     "ep2": (2, {**EP2, **DIST_OPT}),
+    "dp2_overlap": (2, {**OVERLAP, "ddp_bucket_size": 1}),
     "tp2": (2, TP2_SP),
     "ep2tp2": (4, {**EP2, **TP2_SP, **OVERLAP}),
     "ep2tp2_etp1": (2, {**EP2, **TP2_SP, **ETP1}),

@@ -473,3 +473,21 @@ def refused_units(path: str) -> str:
 def test_units_of_recomputation_that_do_not_divide_a_stage_are_refused(tmp_path):
     path = tiny.save_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
     assert "does not divide the 4 layers" in world.run(refused_units, 1, path)[0]
+
+
+def freeze_embedding(model):
+    for name, parameter in model.named_parameters():
+        if "embed" in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("keys", [{}, PP2], ids=["one", "pp2"])
+def test_layers_above_a_frozen_embedding_learn_under_recomputation(tmp_path, keys):
+    path = tiny.save_model(tmp_path / "model", "llama")
+    frozen = dict(BRIEF, adapt=freeze_embedding)
+    [wanted] = world.run(train, 1, path, str(tmp_path / "torch"), backend="torch", **frozen)
+    frozen.update(keys, recompute_granularity="full")
+    ranks = 2 if keys else 1
+    got = world.run(train, ranks, path, str(tmp_path / "full"), **frozen)
+    assert_same_curve(got[0], wanted)
