@@ -9,7 +9,6 @@ import functools
 import inspect
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -19,6 +18,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     gather_from_sequence_parallel_region,
+    mappings,
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -43,21 +43,13 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, order):
         ctx.group, ctx.order = group, order
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)[order]
+        return mappings._gather_along_first_dim(x, group)[order]
 
     @staticmethod
     def backward(ctx, grad):
         # each place is written once: an index's own gradient would sort the places, to add
-        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad).contiguous()
-        # gloo has no reduce-scatter: every rank sums the whole and keeps its part
-        if dist.get_backend(ctx.group) == "gloo":
-            dist.all_reduce(grad, group=ctx.group)
-            return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
-        mine = torch.empty_like(grad.chunk(ctx.group.size())[0])
-        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
-        return mine, None, None
+        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
+        return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
 
 
 class FusedSelfAttention(SelfAttention):
@@ -99,9 +91,9 @@ class FusedSelfAttention(SelfAttention):
 
 
 def _kernels(query, mask):
-    """A context in which torch's attention on CUDA is cuDNN's where there is no mask, the fastest
-    also where an older cuDNN than torch's own is loaded, which torch would pass over; and never
-    where there is one, with which its gradients may be NaN (pytorch issue 196678)."""
+    """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
+    first: it is the fastest, and torch would pass it over where an older cuDNN than its own is
+    loaded. With a mask it is left out: its gradients may be NaN (pytorch issue 196678)."""
     if not query.is_cuda:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -191,13 +183,13 @@ class CoreAttention(MegatronModule):
         return rotary_tables(self.config, layout, x.dtype, self.layer_type)
 
     def _suits_rows(self, layout, attention_mask) -> bool:
-        """Documents of one length, which need no mask, are rows: cuDNN's kernel takes them, about
-        twice as fast as the varlen one."""
+        """Whether the documents of a packed row can be rows of a batch: they have one length, and
+        need no mask. cuDNN's kernel takes these about twice as fast as the varlen one."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and attention_mask is None and is_wide
 
     def _rows(self, query, key, value, layout, dropout):
-        """Packed documents of one length, [t, 1, n, d], as rows side by side -> [t, 1, n * d]."""
+        """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)
@@ -339,72 +331,49 @@ class LatentAttention(MegatronModule):
     def __init__(self, config, layer_number, pg_collection=None, **unused):
         super().__init__(config=config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        heads = config.num_attention_heads
+        h, heads = config.hidden_size, config.num_attention_heads
         still, turning = config.qk_head_dim, config.qk_pos_emb_head_dim
         self.num_heads = heads // self.tp_group.size()
         self.query_sizes, self.kv_sizes = [still, turning], [still, config.v_head_dim]
         self.down_sizes = [config.kv_lora_rank, turning]
-        column = dict(
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
-        if config.q_lora_rank is None:
-            self.linear_q_proj = ColumnParallelLinear(
-                config.hidden_size, heads * (still + turning), **column
-            )
+        shared = dict(config=config, bias=False, tp_group=self.tp_group)
+        column = dict(shared, init_method=config.init_method, gather_output=False)
+        row = dict(shared, init_method=config.output_layer_init_method, skip_bias_add=True)
+        rank, query_size = config.q_lora_rank, heads * sum(self.query_sizes)
+        if rank is None:
+            self.linear_q_proj = ColumnParallelLinear(h, query_size, **column)
         else:
-            rank = config.q_lora_rank
-            self.linear_q_down_proj = DuplicatedLinear(config, config.hidden_size, rank)
+            self.linear_q_down_proj = DuplicatedLinear(config, h, rank)
             self.q_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
-            self.linear_q_up_proj = ColumnParallelLinear(rank, heads * (still + turning), **column)
-        rank = config.kv_lora_rank
-        self.linear_kv_down_proj = DuplicatedLinear(
-            config, config.hidden_size, sum(self.down_sizes)
-        )
+            self.linear_q_up_proj = ColumnParallelLinear(rank, query_size, **column)
+        rank, kv_size = config.kv_lora_rank, heads * sum(self.kv_sizes)
+        self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
         self.kv_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
-        self.linear_kv_up_proj = ColumnParallelLinear(rank, heads * sum(self.kv_sizes), **column)
+        self.linear_kv_up_proj = ColumnParallelLinear(rank, kv_size, **column)
         of_core = dict(softmax_scale=config.softmax_scale, pg_collection=pg_collection)
         self.core_attention = CoreAttention(config, layer_number, None, "self", **of_core)
-        self.linear_proj = RowParallelLinear(
-            heads * config.v_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=self.tp_group,
-        )
+        out_size = heads * config.v_head_dim
+        self.linear_proj = RowParallelLinear(out_size, h, input_is_parallel=True, **row)
         self.recomputes_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
 
     def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **unused):
-        query, key, value = self._query_key_value(hidden_states)
+        tensors = self._query_key_value(hidden_states)
         if packed_seq_params is not None:
-            query, key, value = (x.squeeze(1) for x in (query, key, value))
-
-        def core(*tensors):
-            return self.core_attention(
-                *tensors, attention_mask, packed_seq_params=packed_seq_params
-            )
-
+            tensors = tuple(x.squeeze(1) for x in tensors)
+        shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        core = functools.partial(self.core_attention, **shared)
         if self.recomputes_core and self.training:
-            out = tensor_parallel.checkpoint(core, False, query, key, value)
-        else:
-            out = core(query, key, value)
-        return self.linear_proj(out)
+            return self.linear_proj(tensor_parallel.checkpoint(core, False, *tensors))
+        return self.linear_proj(core(*tensors))
 
     def _query_key_value(self, hidden_states):
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            query, _ = self.linear_q_up_proj(
-                self.q_layernorm(self.linear_q_down_proj(hidden_states))
-            )
+            q_latent = self.linear_q_down_proj(hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
         latent, k_turning = self.linear_kv_down_proj(hidden_states).split(self.down_sizes, -1)
         if self.config.sequence_parallel:
             k_turning = gather_from_sequence_parallel_region(
