@@ -155,20 +155,19 @@ def sharded_state(chunk) -> dict[str, Any]:
     for path, adapter in adapters:
         template, layer = chunk.global_name(path.removesuffix(".lora"))
         module = template.format(layer)
-        is_experts, offsets = isinstance(adapter, LoraExperts), []
+        is_experts = isinstance(adapter, LoraExperts)
         replica = parallel.replica_group(is_experts).rank()
-        if is_experts:  # (axis, this rank's place along it, number of places)
-            offsets = [(0, adapter.ep.rank(), adapter.ep.size())]
         for name, parameter in adapter.named_parameters():
-            axis, cuts, copy = adapter.axes[name], [], adapter.rank  # copy: of a whole matrix
+            # (axis, this rank's place along it, number of places)
+            cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if is_experts else []
+            axis = adapter.axes[name]
             if axis is not None:
-                cuts, copy = [(adapter.num_stack_axes + axis, adapter.rank, adapter.tp)], 0
+                cuts.append((adapter.num_stack_axes + axis, adapter.rank, adapter.tp))
             state[f"{path}.{name}"] = ShardedTensor.from_rank_offsets(
                 f"{module}.{name}",
                 parameter,
-                *offsets,
                 *cuts,
-                replica_id=(0, copy, replica),
+                replica_id=(0, adapter.rank if axis is None else 0, replica),
                 allow_shape_mismatch=name in adapter.real,
             )
     return state

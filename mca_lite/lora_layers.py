@@ -134,8 +134,8 @@ class Adapter(torch.nn.Module, abc.ABC):
     module, None on plain torch.
     """
 
-    in_product = False  # whether the adapted linear's product can be the adapter's too
-    in_half = False  # whether it multiplies in its input's dtype: beside 8-bit products
+    in_product = False  # whether the linear's own product may add the adapter's (adds_in_product)
+    in_half = False  # whether its products run in the input's dtype, as beside 8-bit ones
     num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
 
     def __init__(

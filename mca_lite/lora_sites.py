@@ -251,15 +251,14 @@ class TorchHost:
     def candidates(self) -> list[Candidate]:
         """All modules that can have an adapter: those with a linear, then experts and routers."""
         of_table = {c.hf: c for c in _candidates(self.fields)} if self.fields else {}
-        linears, found = self._linears(), []
-        for name, module in linears.items():
-            known = of_table.get(name)
-            # what megatron-core does not hold as a linear, the gate of a shared expert, is not
-            # meant by all
+        found = []
+        for name, module in self._linears().items():
+            # of a family in the table "all" means what its rows say: not the gate of a shared
+            # expert, which megatron-core does not hold as a linear
             in_all = isinstance(module, torch.nn.Linear) and module is not self.head
-            in_all = in_all and (known is not None or self.fields is None)
-            found.append(Candidate(name, known.mca if known else "", in_all))
-        return found + [c for name, c in of_table.items() if name not in linears]
+            unknown = Candidate(name, "", in_all and self.fields is None)
+            found.append(of_table.pop(name, unknown))
+        return found + list(of_table.values())
 
     def weights(self) -> Iterator[Weight]:
         """The modules with parameters of their own, in the model's order."""

@@ -235,12 +235,12 @@ class McaGPTModel(GPTModel):
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
         """(*global_name(its name), parameter) of each parameter, and of each router's bias, which
-        is a buffer. Of experts there are views of each matrix, under the names of rows."""
+        is a buffer, under the names of rows. Of experts there are views of each matrix."""
         biases = (b for b in self.named_buffers() if b[0].endswith("router.expert_bias"))
         for name, parameter in (*self.named_parameters(), *biases):
             template, layer = self.global_name(name)
             if ".mlp.experts." not in name:
-                yield template, layer, parameter
+                yield TE_ALIASES.get(template, template), layer, parameter
             elif name.endswith(".mlp.experts.fc1"):
                 experts = template.removesuffix("fc1")
                 for e, matrix, view in self.get_submodule(name.removesuffix(".fc1")).matrices():
@@ -347,11 +347,11 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
     """Mark the parameters that tensor parallelism cuts. megatron marks them only where it draws
     their first values, which nobody does here; a parameter without the mark counts as a duplicate,
     and the gradient norm comes out too small."""
-    kinds = {row.mca: row.kind for row in rows_of(model.config.hf_model_type, model.config)}
+    axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
-        kind = kinds.get(TE_ALIASES.get(name, name), "copy")
-        if kind != "copy" and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, 1)
+        axis = axes.get(name)
+        if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, axis, 1)
 
 
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:

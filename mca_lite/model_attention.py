@@ -79,15 +79,16 @@ class FusedSelfAttention(SelfAttention):
         rotated unless core attention rotates."""
         if not self.splits_at_once:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        parts = *self.linear_qkv(hidden_states), self.num_query_groups_per_partition
-        d, norm = self.hidden_size_per_attention_head, self.q_layernorm
+        mixed, bias = self.linear_qkv(hidden_states)
+        sizes = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        norm, norms = self.q_layernorm, None
         if not self.rotates_at_once:
-            query, key, value = split_heads(*parts, d)
+            query, key, value = split_heads(mixed, bias, *sizes)
             return norm(query), self.k_layernorm(key), value
-        tables = self.core_attention.rotary_tables(parts[0], self.packed_seq_params)
         if norm is not None:
-            norm = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
-        return rotated_heads(*parts, d, norm, *tables, self.config.rope_interleave)
+            norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
+        tables = self.core_attention.rotary_tables(mixed, self.packed_seq_params)
+        return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
 
 
 def _kernels(query, mask):
@@ -218,22 +219,22 @@ class CoreAttention(MegatronModule):
         """One call for each run of queries with its keys: documents, or their chunks under context
         parallelism."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = []
+        out, grouped = [], q.shape[1] != k.shape[1]
         for q0, q1, k0, k1 in layout.segments:
             mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
-            parts = [q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]]
+            queries, has_groups = q[:, :, q0:q1], grouped
+            pair = k[:, :, k0:k1], v[:, :, k0:k1]
             if self.softcap is not None:
                 numbers = self.softcap, self.softmax_scale, dropout
-                out.append(_capped_attention(*parts, mask, *numbers))
+                out.append(_capped_attention(queries, *pair, mask, *numbers))
                 continue
-            if type(mask) is torch.Tensor and q.is_cuda and q.shape[1] != k.shape[1]:
+            if type(mask) is torch.Tensor and q.is_cuda and has_groups:
                 # without cuDNN's only the slowest kernel knows both masks and query groups
-                times = q.shape[1] // k.shape[1]
-                parts[1:] = [x.repeat_interleave(times, 1) for x in parts[1:]]
-            more = dict(is_causal=mask is None, scale=self.softmax_scale)
-            more["enable_gqa"] = q.shape[1] != parts[1].shape[1]
+                times, has_groups = q.shape[1] // k.shape[1], False
+                pair = (x.repeat_interleave(times, 1) for x in pair)
+            more = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=has_groups)
             with _kernels(q, mask):
-                out.append(F.scaled_dot_product_attention(*parts, mask, dropout, **more))
+                out.append(F.scaled_dot_product_attention(queries, *pair, mask, dropout, **more))
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -242,20 +243,18 @@ class CoreAttention(MegatronModule):
         key. None: causal, and nothing else, of as many queries as keys."""
         more, window = num_keys - num_queries, self.window
         narrow = window is not None and num_keys > window
-        if hidden is None and not more and not narrow and self.softcap is None:
-            return None
         if hidden is not None and not narrow:
             return ~hidden
-        in_half = query.is_cuda and query.dtype != torch.float32
-        if in_half and hidden is None and not narrow and self.softcap is None:
-            return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
+        if hidden is None and not narrow and self.softcap is None:
+            if not more:
+                return None
+            if query.is_cuda and query.dtype != torch.float32:
+                return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
         visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         visible = visible.tril(more)
         if narrow:
             visible = visible.triu(more - window + 1)
-        if hidden is not None:
-            visible = visible & ~hidden
-        return visible
+        return visible if hidden is None else visible & ~hidden
 
     def _varlen(self, query, key, value, layout):
         """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""

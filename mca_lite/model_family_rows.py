@@ -36,13 +36,6 @@ class Row:
     linear: bool = False  # of kind copy: it is a matrix that others would cut
 
     @property
-    def num_parts(self) -> int:
-        """Tensors that gated or qkv merge, be they HF tensors or parts of one."""
-        if self.fused:
-            return {"gated": 2, "qkv": 3}.get(self.kind, 1)
-        return len(self.hf)
-
-    @property
     def axis(self) -> int | None:
         """The axis that tensor parallelism cuts, None where it cuts none."""
         return {"copy": None, "row": 1}.get(self.kind, 0)

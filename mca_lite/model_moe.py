@@ -29,6 +29,12 @@ from .model_fused import compiled, weighted_swiglu
 from .model_routing import BalancingLosses, RouterStatistics, choices_of, choose_experts
 
 
+def _adapter_of(module):
+    """The adapter that lora_layers.attach put on a module; None without one, or where it is off."""
+    adapter = getattr(module, "lora", None)
+    return adapter if adapter is not None and adapter.enabled else None
+
+
 class Router(TopKRouter):
     """megatron's router with the routing of transformers' models, and balancing losses that count
     real tokens alone.
@@ -46,15 +52,10 @@ class Router(TopKRouter):
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
-        logits = F.linear(
-            input.to(dtype),
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-        )
-        adapter = getattr(self, "lora", None)
-        if adapter is None or not adapter.enabled:
-            return logits
-        return logits + adapter(input).to(logits.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
+        adapter = _adapter_of(self)
+        return logits if adapter is None else logits + adapter(input).to(logits.dtype)
 
     def routing(self, logits, padding_mask=None):
         """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E],
@@ -254,7 +255,7 @@ class Experts(MegatronModule):
 
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
-        ends = None
+        ends, adapter = None, _adapter_of(self)
         if self.config.moe_grouped_gemm:
             ends = tokens_per_expert.cumsum(0).to(
                 device=x.device, dtype=torch.int32, non_blocking=True
@@ -271,8 +272,7 @@ class Experts(MegatronModule):
             return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
 
         def product(projections, t, w):
-            adapter = getattr(self, "lora", None)
-            if adapter is None or not adapter.enabled:
+            if adapter is None:
                 return multiply(t, w.flatten(1, -2))
             return adapter.product(projections, t, w, multiply)
 

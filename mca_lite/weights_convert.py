@@ -22,7 +22,7 @@ from . import parallel
 from .args_values import parse_size
 from .files import describe_error
 from .model_families import rows_of
-from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, Row, is_of_expert
+from .model_family_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .weights_files import name_shards, remove_shards, write_hf_config, write_shards
 from .weights_sources import carried_tensors, is_unused, original_of
 
@@ -151,8 +151,10 @@ class _Part(NamedTuple):
 
 def _parts_of(row: Row, layer: int | None, total: int, config) -> list[_Part]:
     """What a megatron tensor of `total` rows is made of."""
-    sizes = [total // row.num_parts] * row.num_parts
-    if row.kind == "qkv":
+    sizes = [total]
+    if row.kind == "gated":
+        sizes = [total // 2, total // 2]
+    elif row.kind == "qkv":
         sizes = [config.num_query_groups * size for size in qkv_sizes(config)]
     names = [hf.format(layer) for hf in row.hf]
     if not row.fused:
@@ -295,11 +297,8 @@ def _writers(config, located: dict, max_shard_size) -> dict:
 
 def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
-    return {
-        (TE_ALIASES.get(name, name), layer): parameter
-        for chunk in models
-        for name, layer, parameter in chunk.global_parameter_names()
-    }
+    names = (named for chunk in models for named in chunk.global_parameter_names())
+    return {(name, layer): parameter for name, layer, parameter in names}
 
 
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
