@@ -174,9 +174,10 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
     of rows that this rank touches."""
     shapes = {name: source.shape(name) for name in (hf.format(layer) for hf in row.hf)}
+    tp = degree(row, config)
 
     def share(size: int) -> slice:
-        return slice(*(r * size // degree(row, config) for r in (rank, rank + 1)))
+        return slice(rank * size // tp, (rank + 1) * size // tp)
 
     if row.axis == 1:
         [(name, shape)] = shapes.items()
@@ -188,10 +189,10 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     in_group = total // groups
     first, last = mine.start // in_group, -(-mine.stop // in_group)
     pieces = []
-    for name, start, rows in _parts_of(row, layer, total, config):
-        stored, size = shapes[name][0], rows // groups
-        within = (min(start + group * size, stored) for group in (first, last))
-        piece = source.read(name, rows=slice(*within))
+    for part in _parts_of(row, layer, total, config):
+        stored, size = shapes[part.name][0], part.rows // groups
+        start, stop = (min(part.first + group * size, stored) for group in (first, last))
+        piece = source.read(part.name, rows=slice(start, stop))
         missing = (last - first) * size - piece.shape[0]  # rows that only pad the vocabulary
         if missing:
             piece = torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])])
