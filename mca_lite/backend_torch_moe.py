@@ -7,7 +7,7 @@ import re
 import torch
 
 from . import parallel
-from .model_families import FAMILIES
+from .model_families import values_of
 from .model_routing import BalancingLosses, RouterStatistics, choices_of, updated_bias
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -15,13 +15,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 def losses_of(config, args) -> BalancingLosses:
     """The coefficients for a transformers config: the arguments', or its family's own."""
-    return BalancingLosses.of(args, _family_values(config).get("moe_aux_loss_coeff", 0.0))
-
-
-def _family_values(config) -> dict:
-    """McaModelConfig's fields of a transformers config, {} for a family outside the table."""
-    kind = config.model_type
-    return FAMILIES[kind].values(config) if kind in FAMILIES else {}
+    return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
 class TorchRouters:
@@ -41,7 +35,7 @@ class TorchRouters:
         self.padding_mask: torch.Tensor | None = None
         self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        values = _family_values(config)
+        values = values_of(config)
         experts = values.get("num_moe_experts")
         if not experts:
             if self.losses.on or self.bias_rate:

@@ -32,7 +32,7 @@ from .lora_layers import (
     attach_merged,
 )
 from .model_config import McaModelConfig
-from .model_families import FAMILIES, rows_of
+from .model_families import rows_of, values_of
 from .model_family_rows import Row
 from .model_moe import Experts
 from .weights_convert import (
@@ -240,9 +240,8 @@ class TorchHost:
         self.base_model = model.name_or_path or None
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         self.is_tied = self.embedding.weight is self.head.weight
-        self.fields, kind = None, model.config.model_type
-        if kind in FAMILIES:
-            self.fields = _Fields(hf_model_type=kind, **FAMILIES[kind].values(model.config))
+        values, kind = values_of(model.config), model.config.model_type
+        self.fields = _Fields(hf_model_type=kind, **values) if values else None
 
     def _linears(self) -> dict[str, torch.nn.Module]:
         kinds = (torch.nn.Linear, torch.nn.Embedding)

@@ -134,7 +134,9 @@ class McaGPTModel(GPTModel):
         # and no state, so that an instance can become one of ours in place
         for name, ours in (("decoder", _Block), ("output_layer", _OutputLayer)):
             if hasattr(self, name):
-                getattr(self, name).__class__ = ours
+                part = getattr(self, name)
+                assert type(part) is ours.__base__, f"{name} is a {type(part)}"
+                part.__class__ = ours
         if hasattr(self, "embedding"):
             if config.embedding_multiplier != 1.0:
                 self.embedding.register_forward_hook(_scale_embedding)
