@@ -110,15 +110,14 @@ def balancing_parts(
     counts = all_reduce(counts, dist.ReduceOp.SUM, group)
     choices, tokens = counts[:, :-1], counts[:, -1]
     mass = (scores * real[..., None]).sum(0)  # [b, E]
-    of_row = tokens
-    if kind == "aux_loss":  # all rows are one
-        choices = choices.sum(0, keepdim=True)
-        mass = mass.sum(0, keepdim=True)
-        of_row = tokens.sum()[None]
-    safe = of_row.clamp(min=1)[:, None]
-    balance = num_experts * (choices / (safe * topk) * (mass / safe)).sum(-1)
-    rows = (of_row > 0).sum().clamp(min=1)
-    balance = balance.sum() / rows if kind != "none" else balance.sum() * 0
+    pools = tokens  # how many each pool has that is balanced by itself: a row, or all rows together
+    if kind == "aux_loss":
+        choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
+        pools = tokens.sum()[None]
+    size = pools.clamp(min=1)[:, None]
+    balance = num_experts * (choices / (size * topk) * (mass / size)).sum(-1)
+    num_pools = (pools > 0).sum().clamp(min=1)
+    balance = balance.sum() / num_pools if kind != "none" else balance.sum() * 0
     z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.sum().clamp(min=1)
     return balance, z, tokens.sum()
 
