@@ -7,23 +7,15 @@ import re
 import torch
 
 from . import parallel
-from .model_families import FAMILIES
-from .model_routing import (
-    BalancingLosses,
-    RouterStatistics,
-    balancing_parts,
-    choices_of,
-    updated_bias,
-)
+from .model_families import values_of
+from .model_routing import BalancingLosses, RouterStatistics, choices_of, updated_bias
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def losses_of(config, args) -> BalancingLosses:
     """The coefficients for a transformers config: the arguments', or its family's own."""
-    family = FAMILIES.get(config.model_type)
-    own = family.values(config).get("moe_aux_loss_coeff", 0.0) if family else 0.0
-    return BalancingLosses.of(args, own)
+    return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
 class TorchRouters:
@@ -43,7 +35,7 @@ class TorchRouters:
         self.padding_mask: torch.Tensor | None = None
         self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        values = FAMILIES[kind].values(config) if kind in FAMILIES else {}
+        values = values_of(config)
         experts = values.get("num_moe_experts")
         if not experts:
             if self.losses.on or self.bias_rate:
@@ -98,13 +90,8 @@ class TorchRouters:
             self.statistics.count(layer, choices)
             self._counts[layer] += choices
             if self.losses.on:
-                rows = logits.view(*shape, -1).transpose(0, 1)
-                balance, z, tokens = balancing_parts(
-                    rows, real.t(), self.losses.kind, self._topk, self._scores
-                )
-                self.statistics.add_losses(layer, balance, z, (tokens > 0).float())
-                loss = self.losses.balance * balance + self.losses.z * z
-                total = total + loss * self.statistics.loss_weight
+                shared = logits.view(*shape, -1).transpose(0, 1), real.t(), self.losses
+                total = total + self.statistics.losses(layer, *shared, self._topk, self._scores)
         self._outputs = []
         return total
 

@@ -74,8 +74,7 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     for site in host.sites():
         names = tuple(of_one if chosen.issuperset(of_one) else () for of_one in site.names)
         if any(names):
-            adapter = site.kind(spec, site.mca, names, device=site.device, **site.sizes)
-            site.attach(site.module, adapter)
+            site.attach(site.module, site.kind(spec, names, **site.arguments))
     model.lora = spec
     fill(model, init_source(seed))
     return model
@@ -154,21 +153,22 @@ def sharded_state(chunk) -> dict[str, Any]:
     }
     adapters = [(p, module) for p, module in chunk.named_modules() if isinstance(module, Adapter)]
     for path, adapter in adapters:
-        is_experts, offsets = isinstance(adapter, LoraExperts), []
+        template, layer = chunk.global_name(path.removesuffix(".lora"))
+        module = template.format(layer)
+        is_experts = isinstance(adapter, LoraExperts)
         replica = parallel.replica_group(is_experts).rank()
-        if is_experts:  # (axis, this rank's place along it, number of places)
-            offsets = [(0, adapter.ep.rank(), adapter.ep.size())]
         for name, parameter in adapter.named_parameters():
-            axis, cuts, copy = adapter.axes[name], [], adapter.rank  # copy: of a whole matrix
+            # (axis, this rank's place along it, number of places)
+            cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if is_experts else []
+            axis = adapter.axes[name]
             if axis is not None:
-                cuts, copy = [(adapter.num_stack_axes + axis, adapter.rank, adapter.tp)], 0
+                cuts.append((adapter.num_stack_axes + axis, adapter.rank, adapter.tp))
             state[f"{path}.{name}"] = ShardedTensor.from_rank_offsets(
-                f"{adapter.mca}.{name}",
+                f"{module}.{name}",
                 parameter,
-                *offsets,
                 *cuts,
-                replica_id=(0, copy, replica),
-                allow_shape_mismatch=name in adapter.padded,
+                replica_id=(0, adapter.rank if axis is None else 0, replica),
+                allow_shape_mismatch=name in adapter.real,
             )
     return state
 

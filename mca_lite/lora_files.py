@@ -69,13 +69,15 @@ class AdapterSource(SafetensorsSource):
         for name in sorted(self.names()):
             for suffix, partner in _PARTNERS.items():
                 if name.endswith(suffix):
-                    self._require(name.removesuffix(suffix) + partner)
+                    self.shape(name.removesuffix(suffix) + partner)
 
-    def _require(self, key: str) -> None:
-        if key not in self._part_of:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. ValueError where the adapter lacks it."""
+        if name not in self._part_of:
             raise ValueError(
-                f"{self.folder} lacks {PREFIX}{key}: it is damaged, or not of this model"
+                f"{self.folder} lacks {PREFIX}{name}: it is damaged, or not of this model"
             )
+        return super().shape(name)
 
     def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A whole matrix, which must have the shape that the model gives it."""
@@ -84,7 +86,6 @@ class AdapterSource(SafetensorsSource):
 
     def check(self, key: str, shape: tuple[int, ...]) -> None:
         """ValueError where the adapter lacks a matrix, or has one of another shape."""
-        self._require(key)
         if self.shape(key) != shape:
             raise ValueError(
                 f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: "
@@ -134,16 +135,11 @@ def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
     return spec, None
 
 
-def load_adapter(
-    model,
-    folder: str | os.PathLike,
-    dropout: float | None = None,
-    dtype: torch.dtype = torch.float32,
-):
+def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None):
     """Put the adapter of a folder on a model of either backend, to train it further -> the model.
 
-    dropout: another one than the adapter's. dtype: of a transformers model's frozen weights. All
-    ranks must call it. ValueError, on every rank, for an adapter of another model.
+    dropout: another one than the adapter's. All ranks must call it. ValueError, on every rank, for
+    an adapter of another model.
     """
     spec, source = read_adapter(folder)
     if dropout is not None:
@@ -151,11 +147,12 @@ def load_adapter(
     judge = Judge(None)
     check_other_model(folder, spec, lora.candidates(model), judge)
     judge.close()
-    return place_adapter(model, spec, source, dtype)
+    return place_adapter(model, spec, source)
 
 
-def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype: torch.dtype):
-    """load_adapter() of an adapter that was read, and found to be of this model -> the model."""
+def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.float32):
+    """load_adapter() of an adapter that was read, and found to be of this model -> the model.
+    dtype: of a transformers model's frozen weights."""
     _refuse_other_weights(model, spec, source)
     lora.inject(model, spec, dtype=dtype)
     problem = None
@@ -259,16 +256,13 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
 def check_checkpoint(model, folder: str | os.PathLike) -> None:
     """ValueError if a checkpoint, which holds a PEFT adapter, and the model differ in adapters."""
     spec, path = lora.spec_of(model), Path(folder) / ADAPTER_CONFIG_NAME
-    if spec is None and not path.is_file():
-        return
-    if spec is None or not path.is_file():
-        has, lacks, kind = "no adapters", "some", "full"
+    if (spec is not None) != path.is_file():
+        words = "holds no adapters, and this run has some: set finetuning_type: full"
         if spec is None:
-            has, lacks, kind = "adapters", "none", "lora"
-        raise ValueError(
-            f"{folder} holds {has}, and this run has {lacks}: set finetuning_type: {kind}, or "
-            "start anew with another output_dir"
-        )
+            words = "holds adapters, and this run has none: set finetuning_type: lora"
+        raise ValueError(f"{folder} {words}, or start anew with another output_dir")
+    if spec is None:
+        return
     values, now = read_json(path), peft_config(spec, target_modules(model))
     for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
         if values.get(key) != now[key]:
@@ -282,7 +276,8 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
 
 
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A function (HF name, CPU tensor W) -> W + scale * B A, in float32, then in W's dtype.
+    """What merges a model's adapters into its base: a function (HF name, CPU tensor W) -> W + scale
+    * B A, computed in float32, in W's dtype.
 
     The model's own weights stay as they are. All ranks must call merger(); the function works on
     global rank 0.
@@ -327,12 +322,12 @@ def merge_into(model, folder: str | os.PathLike) -> None:
 
 
 def file_merger(folder: str | os.PathLike, base: str | os.PathLike, shapes: dict, tied: bool):
-    """What merges an adapter's files into its base -> (function, vocabulary size)
+    """What merges an adapter's files into its base: (function(name, CPU tensor of the base) ->
+    merged tensor, the merged model's vocabulary size).
 
-    base: its name; shapes: of its tensors, by their names in files. function(name, CPU tensor of
-    the base) gives the merged tensor; modules in modules_to_save replace the base's. The size is
-    the merged model's, None for a base without embedding. tied: the base's embedding is its head.
-    ValueError for an adapter of another model, or one that cannot be merged.
+    Modules in modules_to_save replace the base's. The size is None for a base without embedding.
+    base: its name. shapes: of its tensors, by their names in files. tied: its embedding is its
+    head. ValueError for an adapter of another model, or one that cannot be merged.
     """
     spec, source = read_adapter(folder)
     one_sided = [name for name in source.modules() if name.endswith(EMBEDDING_AND_HEAD)]

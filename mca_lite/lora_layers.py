@@ -129,28 +129,28 @@ def _side_by_side(bs, widths, columns: int, like: torch.Tensor) -> list[torch.Te
 class Adapter(torch.nn.Module, abc.ABC):
     """Base of all adapters.
 
-    mca: megatron's name of the adapted module in the whole model. names: for each projection the
-    Hugging Face modules that it consists of (one; of experts, that of each local expert), () for a
-    projection without adapter. group: the ranks that cut the module, None on plain torch.
+    names: for each projection the Hugging Face modules that it consists of (one; of experts, that
+    of each local expert), () for a projection without adapter. group: the ranks that cut the
+    module, None on plain torch.
     """
 
-    in_product = False  # whether the adapted linear's product can be the adapter's too
-    in_half = False  # whether it multiplies in its input's dtype: beside 8-bit products
+    in_product = False  # whether the linear's own product may add the adapter's (adds_in_product)
+    in_half = False  # whether its products run in the input's dtype, as beside 8-bit ones
     num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
 
     def __init__(
-        self, spec: LoraSpec, mca: str, names: Names, group=None, sequence_parallel=False,
-        device=None,
-    ):  # fmt: skip
+        self, spec: LoraSpec, names: Names, group=None, sequence_parallel=False, device=None
+    ):
         super().__init__()
-        self.spec, self.mca, self.names = spec, mca, names
+        self.spec, self.names = spec, names
         self.group, self.device = group, device
         self.tp = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
         self.sequence_parallel = sequence_parallel and self.tp > 1
         self.enabled = True
         self.axes: dict[str, int | None] = {}  # parameter -> the matrix's axis that the group cuts
-        self.padded: set[str] = set()  # parameters that a padded vocabulary makes longer
+        # parameter -> length of the whole matrix along that axis, which the vocabulary may pad
+        self.real: dict[str, int] = {}
         self._rooms: dict[torch.Size, torch.Tensor] = {}  # by the shape of their weight
 
     def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
@@ -167,8 +167,8 @@ class Adapter(torch.nn.Module, abc.ABC):
     def pieces(self) -> Iterator[Piece]:
         """This rank's parts of the matrices of PEFT that the adapter stands for."""
 
-    def _piece(self, key: str, name: str, part=slice(None), real: int | None = None) -> Piece:
-        is_expert = self.num_stack_axes > 0
+    def _piece(self, key: str, name: str, part=slice(None)) -> Piece:
+        is_expert, real = self.num_stack_axes > 0, self.real.get(name)
         return Piece(key, getattr(self, name), part, self.axes[name], self.group, real, is_expert)
 
     def _summed(self, low: torch.Tensor, scatter: bool) -> torch.Tensor:
@@ -203,10 +203,10 @@ class LoraAdapter(Adapter):
     """
 
     def __init__(
-        self, spec, mca, names, in_size, widths, cut=None, groups=None, vocab_size=None, **shared
+        self, spec, names, in_size, widths, cut=None, groups=None, vocab_size=None, **shared
     ):
-        super().__init__(spec, mca, names, **shared)
-        self.widths, self.cut, self.groups, self.vocab_size = widths, cut, groups, vocab_size
+        super().__init__(spec, names, **shared)
+        self.widths, self.cut, self.groups = widths, cut, groups
         count, is_row, is_column = sum(map(bool, names)), cut == "row", cut == "column"
         self._add("lora_A", (count * spec.rank, in_size), 1 if is_row else None, partial=not is_row)
         for i, (of_projection, width) in enumerate(zip(names, widths, strict=True)):
@@ -214,14 +214,14 @@ class LoraAdapter(Adapter):
                 axis = 0 if is_column else None
                 self._add(f"lora_B_{i}", (width, spec.rank), axis, partial=not is_column)
         if vocab_size is not None:
-            self.padded.add("lora_B_0")
+            self.real["lora_B_0"] = vocab_size
 
     def pieces(self) -> Iterator[Piece]:
         r, first = self.spec.rank, 0
         for i, of_projection in enumerate(self.names):
             for name in of_projection:
                 yield self._piece(f"{name}.lora_A.weight", "lora_A", slice(first, first + r))
-                yield self._piece(f"{name}.lora_B.weight", f"lora_B_{i}", real=self.vocab_size)
+                yield self._piece(f"{name}.lora_B.weight", f"lora_B_{i}")
                 first += r
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -302,18 +302,16 @@ class LoraEmbedding(Adapter):
     rows: V / tp, padding included. scatters: the embedding gives each rank a part of the sequence.
     """
 
-    def __init__(self, spec, mca, names, rows, hidden_size, vocab_size, scatters=False, **shared):
-        super().__init__(spec, mca, names, **shared)
-        self.vocab_size, self.scatters = vocab_size, scatters
+    def __init__(self, spec, names, rows, hidden_size, vocab_size, scatters=False, **shared):
+        super().__init__(spec, names, **shared)
+        self.scatters, self.real["lora_embedding_A"] = scatters, vocab_size
         self._add("lora_embedding_A", (spec.rank, rows), 1)
         self._add("lora_embedding_B", (hidden_size, spec.rank), None, partial=True)
-        self.padded.add("lora_embedding_A")
 
     def pieces(self) -> Iterator[Piece]:
         [[name]] = self.names
-        a, b = "lora_embedding_A", "lora_embedding_B"
-        yield self._piece(f"{name}.{a}", a, real=self.vocab_size)
-        yield self._piece(f"{name}.{b}", b)
+        for matrix in ("lora_embedding_A", "lora_embedding_B"):
+            yield self._piece(f"{name}.{matrix}", matrix)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] if the embedding scatters."""
@@ -340,8 +338,8 @@ class LoraExperts(Adapter):
 
     num_stack_axes = 1
 
-    def __init__(self, spec, mca, names, hidden_size, columns, ep=None, **shared):
-        super().__init__(spec, mca, names, **shared)
+    def __init__(self, spec, names, hidden_size, columns, ep=None, **shared):
+        super().__init__(spec, names, **shared)
         self.ep = ep
         self.adapted = {
             p: modules for p, modules in zip(PROJECTIONS, names, strict=True) if modules

@@ -11,8 +11,8 @@ from .model_fused import rms_norm
 
 
 def with_room(weight, columns: int, rooms: dict) -> torch.Tensor:
-    """[..., out, in + columns]: the memory of `weight`, which is moved into it, with room for B
-    beside it. rooms: an adapter's, by the shape of their weight."""
+    """A buffer [..., out, in + columns]: `weight`, whose data moves into it, and beside it columns
+    to which B is written. rooms: the buffers of an adapter, by the shape of their weight."""
     room, inputs = rooms.get(weight.shape), weight.shape[-1]
     if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
         room = rooms[weight.shape] = weight.new_zeros(*weight.shape[:-1], inputs + columns)

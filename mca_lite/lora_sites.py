@@ -32,18 +32,19 @@ from .lora_layers import (
     attach_merged,
 )
 from .model_config import McaModelConfig
-from .model_families import FAMILIES, rows_of
+from .model_families import rows_of, values_of
 from .model_family_rows import Row
+from .model_moe import Experts
 from .weights_convert import (
     VOCABULARY,
-    copy_in,
+    fill,
     in_layer_order,
     iter_hf_tensors,
     own_parameters,
     qkv_sizes,
     vocabulary_names,
 )
-from .weights_sources import SafetensorsSource
+from .weights_sources import SafetensorsSource, original_of
 
 
 class Candidate(NamedTuple):
@@ -64,14 +65,12 @@ class Weight(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A module of this rank that can have an adapter, and the arguments of that adapter."""
+    """A module of this rank that can have an adapter: kind(spec, names, **arguments)."""
 
     module: torch.nn.Module
-    mca: str  # megatron's name of it in the whole model
     names: Names  # of each projection, the Hugging Face modules that it consists of here
     kind: type[Adapter]
-    sizes: dict[str, Any]
-    device: torch.device
+    arguments: dict[str, Any]
     attach: Callable[[torch.nn.Module, Adapter], None] = attach_beside
 
 
@@ -151,25 +150,20 @@ class MegatronHost:
 
     def fill(self, keys: Collection, source) -> None:
         """Fill this rank's part of these weights from a source. ValueError for other shapes."""
-        rows, held = {row.mca: row for row in self.rows}, own_parameters(self.models)
-        with torch.no_grad():
-            for name, layer in held.keys() & set(keys):
-                copy_in(rows[name], layer, held[name, layer], source, self.config)
+        fill(self.models, source, keys)
 
     def base_weight(self, name: str) -> torch.Tensor | None:
         """A weight of the checkpoint that was loaded, or None. A tied head is the embedding."""
-        source, names = self._base
+        if self._base is None:
+            return None
+        names = self._base.names()
         if name not in names and self.is_tied and name in vocabulary_names(self.config):
             name = next(iter(vocabulary_names(self.config) & names), name)
-        return source.read(name) if name in names else None
+        return self._base.read(name) if name in names else None
 
     @functools.cached_property
-    def _base(self) -> tuple[SafetensorsSource | None, set[str]]:
-        try:
-            source = SafetensorsSource(self.config.name_or_path)
-        except (ValueError, TypeError):  # a checkpoint of ours, or weights that were drawn
-            return None, set()
-        return source, source.names()
+    def _base(self) -> SafetensorsSource | None:
+        return original_of(self.config.name_or_path)
 
     def replica(self, is_expert: bool) -> int:
         """Which copy of its weights this rank holds, 0 for the first."""
@@ -177,58 +171,46 @@ class MegatronHost:
 
     def sites(self) -> Iterator[Site]:
         """The modules of this rank that can have an adapter."""
-        group = mpu.get_tensor_model_parallel_group()
-        shared = dict(group=group, sequence_parallel=self.config.sequence_parallel)
+        rows = {module_of(row.mca): row for row in self.rows if row.is_linear}
         for chunk in self.chunks:
-            for module, row, layer in self._linears(chunk):
-                how = attach if _is_router(row) else attach_beside
-                kind = LoraEmbedding if row.mca == VOCABULARY[0] else LoraAdapter
-                names = tuple((module_of(name.format(layer)),) for name in row.hf)
-                sizes = {**self._sizes(module, row), **shared}
-                mca = module_of(row.mca.format(layer))
-                yield Site(module, mca, names, kind, sizes, parallel.device(), how)
-            for layer in chunk.decoder.layers:
-                if self.config.is_moe_layer(layer.layer_number - 1):
-                    yield self._experts(layer.mlp.experts, layer.layer_number - 1)
+            for path, module in list(chunk.named_modules()):
+                name, layer = chunk.global_name(path)
+                if isinstance(module, Experts):
+                    yield self._experts(module, layer)
+                elif name in rows:
+                    yield self._linear(module, rows[name], layer)
 
-    def _linears(self, chunk) -> Iterator[tuple[torch.nn.Module, Row, int | None]]:
-        """(module, row, layer in the whole model) of a chunk's linears and embedding."""
-        rows = {row.mca: row for row in self.rows}
-        local = {layer.layer_number - 1: i for i, layer in enumerate(chunk.decoder.layers)}
-        for name, layer, _ in list(chunk.global_parameter_names()):
-            row = rows.get(name)
-            if row and row.is_linear and row.expert is None and name not in VOCABULARY:
-                yield chunk.get_submodule(module_of(name.format(local.get(layer)))), row, layer
-        if chunk.pre_process:
-            yield chunk.embedding.word_embeddings, rows[VOCABULARY[0]], None
-        if chunk.post_process:  # if it is tied, it may hold no weight of its own
-            yield chunk.output_layer, rows[VOCABULARY[1]], None
-
-    def _sizes(self, module, row: Row) -> dict[str, Any]:
-        """What LoraAdapter or LoraEmbedding are told of a module."""
+    def _linear(self, module, row: Row, layer: int | None) -> Site:
+        """The site of a linear, the embedding or the head, which has no weight where it is tied."""
         config, tp = self.config, self.config.tensor_model_parallel_size
-        of_vocabulary = dict(vocab_size=config.vocab_size)
+        names = tuple((module_of(name.format(layer)),) for name in row.hf)
+        group, is_parallel = mpu.get_tensor_model_parallel_group(), config.sequence_parallel
+        shared = dict(group=group, sequence_parallel=is_parallel, device=parallel.device())
+        if row.mca in VOCABULARY:
+            shared["vocab_size"] = config.vocab_size
         if row.mca == VOCABULARY[0]:
-            sizes = dict(rows=module.weight.shape[0], hidden_size=config.hidden_size)
-            return {**sizes, **of_vocabulary, "scatters": module.reduce_scatter_embeddings}
-        if row.mca == VOCABULARY[1]:
-            widths = [config.padded_vocab_size // tp]
-            return dict(in_size=config.hidden_size, widths=widths, cut="column", **of_vocabulary)
-        out_size, in_size = module.weight.shape
-        cut, groups = {None: None, 0: "column", 1: "row"}[row.axis], None
-        widths = [out_size // len(row.hf)] * len(row.hf)
+            shared |= dict(rows=module.weight.shape[0], hidden_size=config.hidden_size)
+            shared["scatters"] = module.reduce_scatter_embeddings
+            return Site(module, names, LoraEmbedding, shared)
+        out_size, in_size = config.padded_vocab_size // tp, config.hidden_size
+        if row.mca != VOCABULARY[1]:
+            out_size, in_size = module.weight.shape
+        widths, groups = [out_size // len(names)] * len(names), None
         if row.kind == "qkv":
             groups = config.num_query_groups // tp
             widths = [groups * size for size in qkv_sizes(config)]
-        return dict(in_size=in_size, widths=widths, cut=cut, groups=groups)
+        cut = {None: None, 0: "column", 1: "row"}[row.axis]
+        sizes = dict(in_size=in_size, widths=widths, cut=cut, groups=groups)
+        how = attach if _is_router(row) else attach_beside
+        return Site(module, names, LoraAdapter, {**sizes, **shared}, how)
 
-    def _experts(self, module, layer: int) -> Site:
-        n, mca = module.fc1.shape[0], f"decoder.layers.{layer}.mlp.experts"
+    def _experts(self, module: Experts, layer: int) -> Site:
+        n, (_, hidden_size, columns) = module.fc1.shape[0], module.fc2.shape
         first = n * module.ep_group.rank()
         names = tuple(modules[first : first + n] for modules in _expert_names(self.rows, layer))
-        sizes = dict(hidden_size=self.config.hidden_size, columns=module.fc2.shape[-1])
-        sizes |= dict(ep=module.ep_group, group=module.etp_group)
-        return Site(module, mca, names, LoraExperts, sizes, parallel.device(), attach)
+        sizes = dict(hidden_size=hidden_size, columns=columns, device=parallel.device())
+        groups = dict(ep=module.ep_group, group=module.etp_group)
+        return Site(module, names, LoraExperts, {**sizes, **groups}, attach)
 
 
 class _Fields(SimpleNamespace):
@@ -249,9 +231,8 @@ class TorchHost:
         self.base_model = model.name_or_path or None
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         self.is_tied = self.embedding.weight is self.head.weight
-        self.fields, kind = None, model.config.model_type
-        if kind in FAMILIES:
-            self.fields = _Fields(hf_model_type=kind, **FAMILIES[kind].values(model.config))
+        values, kind = values_of(model.config), model.config.model_type
+        self.fields = _Fields(hf_model_type=kind, **values) if values else None
 
     def _linears(self) -> dict[str, torch.nn.Module]:
         kinds = (torch.nn.Linear, torch.nn.Embedding)
@@ -260,15 +241,14 @@ class TorchHost:
     def candidates(self) -> list[Candidate]:
         """All modules that can have an adapter: those with a linear, then experts and routers."""
         of_table = {c.hf: c for c in _candidates(self.fields)} if self.fields else {}
-        linears, found = self._linears(), []
-        for name, module in linears.items():
-            known = of_table.get(name)
-            # what megatron-core does not hold as a linear, the gate of a shared expert, is not
-            # meant by all
+        found = []
+        for name, module in self._linears().items():
+            # of a family in the table "all" means what its rows say: not the gate of a shared
+            # expert, which megatron-core does not hold as a linear
             in_all = isinstance(module, torch.nn.Linear) and module is not self.head
-            in_all = in_all and (known is not None or self.fields is None)
-            found.append(Candidate(name, known.mca if known else "", in_all))
-        return found + [c for name, c in of_table.items() if name not in linears]
+            unknown = Candidate(name, "", in_all and self.fields is None)
+            found.append(of_table.pop(name, unknown))
+        return found + list(of_table.values())
 
     def weights(self) -> Iterator[Weight]:
         """The modules with parameters of their own, in the model's order."""
@@ -317,28 +297,27 @@ class TorchHost:
 
     def sites(self) -> Iterator[Site]:
         """The modules that can have an adapter; experts and routers of families in the table."""
-        mca = {c.hf: c.mca for c in self.candidates()}
         for name, module in self._linears().items():
-            (out_size, in_size), kind = module.weight.shape, LoraAdapter
-            sizes = dict(in_size=in_size, widths=[out_size])
+            out_size, in_size = module.weight.shape
+            kind, sizes = LoraAdapter, dict(in_size=in_size, widths=[out_size])
             if isinstance(module, torch.nn.Embedding):
                 kind = LoraEmbedding
                 sizes = dict(rows=out_size, hidden_size=in_size, vocab_size=out_size)
-            yield Site(module, mca[name], ((name,),), kind, sizes, module.weight.device)
+            sizes["device"] = module.weight.device
+            yield Site(module, ((name,),), kind, sizes)
         for layer in range(self.fields.num_layers if self.fields else 0):
             if self.fields.is_moe_layer(layer):
                 yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
         """The experts and the router of a layer, which are no linears in transformers."""
-        rows = rows_of(self.fields.hf_model_type, self.fields)
-        _, hidden_size, columns = block.experts.down_proj.shape
-        sizes = dict(hidden_size=hidden_size, columns=columns)
-        mca, device = f"decoder.layers.{layer}.mlp.experts", block.experts.down_proj.device
-        names = _expert_names(rows, layer)
-        yield Site(block.experts, mca, names, LoraExperts, sizes, device, attach_merged)
-        router = next(row for row in rows if _is_router(row))
+        rows, down = rows_of(self.fields.hf_model_type, self.fields), block.experts.down_proj
+        names, (_, hidden_size, columns) = _expert_names(rows, layer), down.shape
+        sizes = dict(hidden_size=hidden_size, columns=columns, device=down.device)
+        yield Site(block.experts, names, LoraExperts, sizes, attach_merged)
+        [router] = [row.hf[0] for row in rows if _is_router(row)]
         out_size, in_size = block.gate.weight.shape
-        sizes, mca = dict(in_size=in_size, widths=[out_size]), module_of(router.mca.format(layer))
-        names = ((module_of(router.hf[0].format(layer)),),)
-        yield Site(block.gate, mca, names, LoraAdapter, sizes, device, attach_merged)
+        sizes = dict(in_size=in_size, widths=[out_size], device=down.device)
+        yield Site(
+            block.gate, ((module_of(router.format(layer)),),), LoraAdapter, sizes, attach_merged
+        )

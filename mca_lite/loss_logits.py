@@ -50,11 +50,9 @@ class Logits:
     [first, first + columns): all of it without tensor parallelism.
 
     product: hidden times the head before its cap, [n, V/tp]. labels: int64 [n], global token ids.
-    hidden [n, h]: the last hidden states as the head reads
-    them, the same on all ranks. weight [V/tp, h]: this rank's rows
-    of the head. The last two are for what the logits do not show; the gradient of hidden is that
-    of numbers that are the same on all ranks, so a product with this rank's rows takes
-    spread(hidden).
+    hidden [n, h]: the last hidden states as the head reads them, the same on all ranks. weight
+    [V/tp, h]: this rank's rows of the head. The last two are for what the logits do not show. In
+    a product of hidden with this rank's rows write spread(hidden), or its gradient is too small.
     """
 
     product: torch.Tensor

@@ -99,50 +99,37 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def dpo_loss(
-    policy_chosen, policy_rejected, reference_chosen, reference_rejected, beta, label_smoothing=0.0
-):
-    """(losses, rewards of chosen, rewards of rejected), each [P], of the responses'
-    log-probabilities [P].
+def dpo_loss(r: Responses, config):
+    """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta and
+    config.label_smoothing, the share of pairs that are thought to be swapped.
 
-    A reward is beta (policy - reference), detached. Label smoothing is the share of pairs that are
-    thought to be swapped.
+    A reward is beta (policy - reference), detached.
     """
     from torch.nn.functional import logsigmoid
 
-    chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+    chosen, rejected = r.chosen - r.reference_chosen, r.rejected - r.reference_rejected
+    beta, smoothing = config.beta, config.label_smoothing
     scaled = beta * (chosen - rejected)
-    losses = -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
+    losses = -(1 - smoothing) * logsigmoid(scaled) - smoothing * logsigmoid(-scaled)
     return losses, beta * chosen.detach(), beta * rejected.detach()
 
 
-def odds_ratio_loss(chosen, rejected, chosen_lens, rejected_lens, beta):
-    """(losses, rewards of chosen, rewards of rejected), each [P], of log-probabilities [P] and
-    their numbers of tokens [P].
+def odds_ratio_loss(r: Responses, config):
+    """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta.
 
     A reward is beta times the mean log-probability of a token, detached. The loss has its own
     supervised term.
     """
     from torch.nn.functional import logsigmoid
 
-    chosen, rejected = chosen / chosen_lens.clamp(min=1), rejected / rejected_lens.clamp(min=1)
+    chosen = r.chosen / r.chosen_lens.clamp(min=1)
+    rejected = r.rejected / r.rejected_lens.clamp(min=1)
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
-    losses = -chosen - beta * logsigmoid(log_odds)
-    return losses, beta * chosen.detach(), beta * rejected.detach()
-
-
-def sigmoid(r: Responses, config):
-    """DPO's row of the table; DPOTrainer.dpo_loss is its method."""
-    reference = (r.reference_chosen, r.reference_rejected)
-    return dpo_loss(r.chosen, r.rejected, *reference, config.beta, config.label_smoothing)
-
-
-def odds_ratio(r: Responses, config):
-    """ORPO's row of the table; DPOTrainer.odds_ratio_loss is its method."""
-    return odds_ratio_loss(r.chosen, r.rejected, r.chosen_lens, r.rejected_lens, config.beta)
+    losses = -chosen - config.beta * logsigmoid(log_odds)
+    return losses, config.beta * chosen.detach(), config.beta * rejected.detach()
 
 
 register_loss(
-    "sigmoid", sigmoid, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
+    "sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
 )
-register_loss("orpo", odds_ratio, has_reference=False, help="odds ratio, needs no reference")
+register_loss("orpo", odds_ratio_loss, has_reference=False, help="odds ratio, needs no reference")

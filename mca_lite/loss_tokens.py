@@ -8,12 +8,12 @@ the rows [rank * V/tp, (rank + 1) * V/tp) of the output weight.
 An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, which takes the same
 way.
 
-The logits exist only for `chunk_size` rows at a time, in the dtype of their product. Where all rows
-weigh the same in what is minimised (the gradient of a sum), gradients are taken while the logits
-are there, in the forward pass, and the backward pass multiplies them by that weight. So it is where
-rows have weights of their own (preference losses) and the head is frozen. Else their weights,
-which are known only after the forward pass, are needed to add up its gradient: the backward pass
-makes the logits again.
+The logits exist only for `chunk_size` rows at a time, in the dtype of their product. Gradients are
+taken in the forward pass, while the logits are there, where all rows weigh the same in what is
+minimised (a sum), or the head is frozen; the backward pass multiplies them by the weights. Where
+rows have weights of their own (preference losses), the gradient of a head that trains is a sum
+with these weights, which are known only after the forward pass: the backward pass makes the logits
+again.
 """
 
 import functools
@@ -132,8 +132,8 @@ class _Gradients:
     """d of each tensor of `factors` (hidden, weight, ...) that needs one, added up chunk by chunk.
     A weight's is float32."""
 
-    def __init__(self, factors, needed, complete: bool):
-        """complete: every row has a label, and will be written."""
+    def __init__(self, factors, needed, chunks):
+        complete = bool(chunks) and isinstance(chunks[0], slice)  # every row will be written
         self.tensors = [None] * len(factors)
         for i, (tensor, wanted) in enumerate(zip(factors, needed, strict=True)):
             if wanted and i % 2:
@@ -161,10 +161,10 @@ def _chunks(labels, chunk_size: int):
     return list(kept.split(chunk_size)) if len(kept) else []
 
 
-def _pairs(factors, rows=slice(None)):
-    return [
-        (hidden[rows], weight) for hidden, weight in zip(factors[::2], factors[1::2], strict=True)
-    ]
+def _pairs(factors, rows):
+    """[(hidden, weight), ...] of these rows."""
+    pairs = zip(factors[::2], factors[1::2], strict=True)
+    return [(hidden[rows], weight) for hidden, weight in pairs]
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -173,8 +173,7 @@ class _TokenLosses(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         chunks = _chunks(labels, head.chunk_size)
         ahead = ahead and any(needed)
-        complete = bool(chunks) and isinstance(chunks[0], slice)
-        gradients = _Gradients(factors, needed, complete) if ahead else None
+        gradients = _Gradients(factors, needed, chunks) if ahead else None
         losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         lse = torch.zeros_like(losses)
         for rows in chunks:
@@ -188,7 +187,7 @@ class _TokenLosses(torch.autograd.Function):
                 del logits  # the same memory
                 gradients.add(rows, parts, d_logits)
                 del d_logits  # the largest tensor here
-        ctx.head, ctx.chunks, ctx.complete = head, chunks, complete
+        ctx.head, ctx.chunks = head, chunks
         ctx.gradients = gradients.tensors if ahead else None
         ctx.save_for_backward(labels, losses, lse, *factors)
         return losses
@@ -215,7 +214,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def weighted(ctx, labels, losses, lse, weights, factors):
         """The gradients where each row has a weight of its own, from logits that are made again."""
-        gradients = _Gradients(factors, ctx.needs_input_grad[3:], ctx.complete)
+        gradients = _Gradients(factors, ctx.needs_input_grad[3:], ctx.chunks)
         for rows in ctx.chunks:
             parts = _pairs(factors, rows)
             logits = _logits(parts, ctx.head)
@@ -245,8 +244,7 @@ class _LossesOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         labels, *factors = ctx.saved_tensors
-        complete = bool(ctx.chunks) and isinstance(ctx.chunks[0], slice)
-        gradients = _Gradients(factors, ctx.needs_input_grad[3:], complete)
+        gradients = _Gradients(factors, ctx.needs_input_grad[3:], ctx.chunks)
         for rows in ctx.chunks:
             parts = _pairs(factors, rows)
             logits = _logits_of(parts, labels[rows], ctx.head)

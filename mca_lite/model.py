@@ -87,22 +87,6 @@ class _Block(TransformerBlock):
         return with_mask
 
 
-# megatron's GPTModel makes these two parts itself, and takes no other classes for them. Ours add
-# methods and no state, so that an instance can become one of ours in place.
-_OUR_CLASSES = {TransformerBlock: _Block, ColumnParallelLinear: _OutputLayer}
-
-
-def _make_ours(part: torch.nn.Module) -> None:
-    part.__class__ = _OUR_CLASSES[type(part)]
-
-
-# what megatron's GPTModel._preprocess returns, as its forward() unpacks it
-_PREPROCESSED = (
-    "decoder_input rotary_pos_emb rotary_pos_cos rotary_pos_sin sequence_len_offset padding_mask"
-).split()
-_MASK_PLACE = _PREPROCESSED.index("padding_mask")
-
-
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
@@ -143,12 +127,16 @@ class McaGPTModel(GPTModel):
             if factor != 1.0:
                 # TE's kernel for packed rows knows no factor on cos and sin, and nothing says so
                 config.apply_rope_fusion = False
-        _make_ours(self.decoder)
         for module in self.modules():
             if isinstance(module, MoELayer):
                 use_own_dispatcher(module)
-        if post_process:
-            _make_ours(self.output_layer)
+        # GPTModel makes these parts itself, and takes no other classes for them. Ours add methods
+        # and no state, so that an instance can become one of ours in place
+        for name, ours in (("decoder", _Block), ("output_layer", _OutputLayer)):
+            if hasattr(self, name):
+                part = getattr(self, name)
+                assert type(part) is ours.__base__, f"{name} is a {type(part)}"
+                part.__class__ = ours
         if hasattr(self, "embedding"):
             if config.recompute_granularity is not None:
                 self.embedding.register_forward_hook(needs_grad)
@@ -167,9 +155,9 @@ class McaGPTModel(GPTModel):
         tp = self.config.tensor_model_parallel_size
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
-        # the layers of multi-token prediction, which megatron would not tell, read it here
+        # megatron does not hand it to the layers of multi-token prediction: ours read it here
         self._padding_mask = padding_mask
-        outputs[_MASK_PLACE] = padding_mask
+        outputs[5] = padding_mask  # its place among what GPTModel.forward unpacks
         return tuple(outputs)
 
     def _postprocess(
@@ -205,24 +193,20 @@ class McaGPTModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return None
 
-    def _losses(self, labels, hidden_states):
-        hidden = self.output_layer(hidden_states, weight=self._tied_weight())[0]
-        return self.compute_language_model_loss(labels, hidden)
-
-    def compute_language_model_loss(self, labels, hidden):
+    def _losses(self, labels, hidden):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
         [b, s]."""
-        weight = self._tied_weight()
+        config, weight = self.config, self._tied_weight()
+        hidden = self.output_layer(hidden, weight=weight)[0]
         if weight is None:
             weight = self.output_layer.weight
-        if self.config.logits_scaling != 1.0:
-            hidden = hidden / self.config.logits_scaling
+        if config.logits_scaling != 1.0:
+            hidden = hidden / config.logits_scaling
         extra = lora.extra_factors(self.output_layer, hidden)
-        if self.config.sequence_parallel:
+        if config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        config = self.config
         return token_losses(
             hidden,
             weight,
@@ -242,29 +226,29 @@ class McaGPTModel(GPTModel):
             prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
         )
 
-    def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(name with {} for the layer's number, the layer's number in the whole model or None,
-        parameter).
+    def global_name(self, name: str) -> tuple[str, int | None]:
+        """The name of a module or tensor of this chunk in the whole model: (the name with {} for
+        the layer's number, that number or None)."""
+        match = _IN_LAYER.fullmatch(name)
+        if match is None:
+            return name, None
+        block, local, rest = match.groups()
+        layer = getattr(self, block).layers[int(local)]
+        layer = getattr(layer, "transformer_layer", layer)
+        return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
-        A router's bias, which is a buffer, is among them; of experts there are views of each
-        matrix, under the names of rows.
-        """
+    def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
+        """(*global_name(its name), parameter) of each parameter, and of each router's bias, which
+        is a buffer, under the names of rows. Of experts there are views of each matrix."""
         biases = (b for b in self.named_buffers() if b[0].endswith("router.expert_bias"))
         for name, parameter in (*self.named_parameters(), *biases):
-            match = _IN_LAYER.fullmatch(name)
-            if match is None:
-                yield name, None, parameter
-                continue
-            block, local, rest = match.groups()
-            layer = getattr(self, block).layers[int(local)]
-            layer = getattr(layer, "transformer_layer", layer)
-            number = layer.layer_number - 1
+            template, layer = self.global_name(name)
             if ".mlp.experts." not in name:
-                yield f"{block}.layers.{{}}.{rest}", number, parameter
-            elif rest.endswith("mlp.experts.fc1"):
-                experts = rest.removesuffix("fc1")
-                for e, matrix, view in layer.mlp.experts.matrices():
-                    yield f"{block}.layers.{{}}.{experts}{e}.{matrix}.weight", number, view
+                yield TE_ALIASES.get(template, template), layer, parameter
+            elif name.endswith(".mlp.experts.fc1"):
+                experts = template.removesuffix("fc1")
+                for e, matrix, view in self.get_submodule(name.removesuffix(".fc1")).matrices():
+                    yield f"{experts}{e}.{matrix}.weight", layer, view
 
 
 class VirtualModels:
@@ -302,10 +286,9 @@ class VirtualModels:
         return (p for model in self.models for p in model.parameters())
 
     def named_parameters(self):
-        many = len(self.models) > 1
-        for i, model in enumerate(self.models):
+        for chunk, model in self._by_key().items():
             for name, parameter in model.named_parameters():
-                yield (f"model{i}.{name}" if many else name), parameter
+                yield (f"{chunk}.{name}" if len(self) > 1 else name), parameter
 
     def train(self, mode: bool = True):
         for model in self.models:
@@ -320,23 +303,23 @@ class VirtualModels:
             model.requires_grad_(requires_grad)
         return self
 
+    def _by_key(self) -> dict[str, torch.nn.Module]:
+        """{"model": chunk}, or {"model0": ..., "model1": ...} with several chunks."""
+        return {f"model{i}" if len(self) > 1 else "model": m for i, m in enumerate(self.models)}
+
     def state_dict(self) -> dict:
         """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
-        return {self._key(i): model.state_dict() for i, model in enumerate(self.models)}
+        return {key: model.state_dict() for key, model in self._by_key().items()}
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
-        for i, model in enumerate(self.models):
-            model.load_state_dict(state_dict[self._key(i)], strict=strict and self.lora is None)
+        for key, model in self._by_key().items():
+            model.load_state_dict(state_dict[key], strict=strict and self.lora is None)
 
     def sharded_state_dict(self) -> dict:
         """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
         those that are trained."""
-        if self.lora is not None:
-            return {self._key(i): lora.sharded_state(model) for i, model in enumerate(self.models)}
-        return {self._key(i): model.sharded_state_dict() for i, model in enumerate(self.models)}
-
-    def _key(self, i: int) -> str:
-        return f"model{i}" if len(self.models) > 1 else "model"
+        state_of = McaGPTModel.sharded_state_dict if self.lora is None else lora.sharded_state
+        return {key: state_of(model) for key, model in self._by_key().items()}
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"
@@ -352,8 +335,7 @@ class VirtualModels:
 def build_chunks(config: McaModelConfig) -> VirtualModels:
     """This rank's chunks with weights that nobody has filled yet."""
     vpp, models = config.virtual_pipeline_model_parallel_size, []
-    for stage in range(vpp or 1):
-        vp_stage = stage if vpp else None
+    for vp_stage in range(vpp) if vpp else [None]:
         first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         model = McaGPTModel(config, first, last, vp_stage)
@@ -366,14 +348,14 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
-    """Say which parameters tensor parallelism cuts. megatron does so only while it initialises
-    them, which is left out here; a parameter without the mark counts as a duplicate, and the
-    gradient norm comes out too small."""
-    kinds = {row.mca: row.kind for row in rows_of(model.config.hf_model_type, model.config)}
+    """Mark the parameters that tensor parallelism cuts. megatron marks them only where it draws
+    their first values, which nobody does here; a parameter without the mark counts as a duplicate,
+    and the gradient norm comes out too small."""
+    axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
-        kind = kinds.get(TE_ALIASES.get(name, name), "copy")
-        if kind != "copy" and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, 1)
+        axis = axes.get(name)
+        if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, axis, 1)
 
 
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:
@@ -407,7 +389,8 @@ class AutoModel:
         that cannot be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
-        if (folder / DIST_NAME).is_dir() and (folder / ADAPTER_CONFIG_NAME).is_file():
+        is_checkpoint = (folder / DIST_NAME).is_dir()  # one of ours, of whatever layout
+        if is_checkpoint and (folder / ADAPTER_CONFIG_NAME).is_file():
             reason = "it is a checkpoint of adapters, without the model that they belong to"
             remedy = "that model, with these as adapter_name_or_path, or in its weights: python -m "
             remedy += "mca_lite convert BASE DST --merge CHECKPOINT"
@@ -417,22 +400,21 @@ class AutoModel:
             config = AutoConfig.from_pretrained(model_name_or_path, args, trust_remote_code)
         old = config.vocab_size
         grow(config, vocab_size or old)
-        if config.vocab_size > old and (folder / DIST_NAME).is_dir():
+        if config.vocab_size > old and is_checkpoint:
             refuse_new_rows(folder, old, config.vocab_size)
         models = build_chunks(config)
-        if (folder / DIST_NAME).is_dir():  # a checkpoint of ours, of whatever layout
+        if is_checkpoint:
             saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
-        else:
-            if source is None:
-                source = SafetensorsSource(model_name_or_path, config.hf_model_type)
-            if config.vocab_size > old:
-                source = GrownSource(
-                    source, weights_convert.vocabulary_names(config), config.vocab_size
-                )
-            weights_convert.fill(models, source)
-            models.weights_from = "converted from Hugging Face safetensors"
+            return models
+        if source is None:
+            source = SafetensorsSource(model_name_or_path, config.hf_model_type)
+        if config.vocab_size > old:
+            names = weights_convert.vocabulary_names(config)
+            source = GrownSource(source, names, config.vocab_size)
+        weights_convert.fill(models, source)
+        models.weights_from = "converted from Hugging Face safetensors"
         return models
 
     @staticmethod

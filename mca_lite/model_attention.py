@@ -9,7 +9,6 @@ import functools
 import inspect
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -19,6 +18,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     gather_from_sequence_parallel_region,
+    mappings,
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -43,21 +43,13 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, order):
         ctx.group, ctx.order = group, order
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)[order]
+        return mappings._gather_along_first_dim(x, group)[order]
 
     @staticmethod
     def backward(ctx, grad):
         # each place is written once: an index's own gradient would sort the places, to add
-        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad).contiguous()
-        # gloo has no reduce-scatter: every rank sums the whole and keeps its part
-        if dist.get_backend(ctx.group) == "gloo":
-            dist.all_reduce(grad, group=ctx.group)
-            return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
-        mine = torch.empty_like(grad.chunk(ctx.group.size())[0])
-        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
-        return mine, None, None
+        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
+        return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
 
 
 class FusedSelfAttention(SelfAttention):
@@ -87,21 +79,22 @@ class FusedSelfAttention(SelfAttention):
         rotated unless core attention rotates."""
         if not self.splits_at_once:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        parts = *self.linear_qkv(hidden_states), self.num_query_groups_per_partition
-        d, norm = self.hidden_size_per_attention_head, self.q_layernorm
+        mixed, bias = self.linear_qkv(hidden_states)
+        sizes = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        norm, norms = self.q_layernorm, None
         if not self.rotates_at_once:
-            query, key, value = split_heads(*parts, d)
+            query, key, value = split_heads(mixed, bias, *sizes)
             return norm(query), self.k_layernorm(key), value
-        tables = self.core_attention.rotary_tables(parts[0], self.packed_seq_params)
         if norm is not None:
-            norm = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
-        return rotated_heads(*parts, d, norm, *tables, self.config.rope_interleave)
+            norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
+        tables = self.core_attention.rotary_tables(mixed, self.packed_seq_params)
+        return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
 
 
 def _kernels(query, mask):
-    """A context in which torch's attention on CUDA is cuDNN's where there is no mask, the fastest
-    also where an older cuDNN than torch's own is loaded, which torch would pass over; and never
-    where there is one, with which its gradients may be NaN (pytorch issue 196678)."""
+    """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
+    first: it is the fastest, and torch would pass it over where an older cuDNN than its own is
+    loaded. With a mask it is left out: its gradients may be NaN (pytorch issue 196678)."""
     if not query.is_cuda:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -191,13 +184,13 @@ class CoreAttention(MegatronModule):
         return rotary_tables(self.config, layout, x.dtype, self.layer_type)
 
     def _suits_rows(self, layout, attention_mask) -> bool:
-        """Documents of one length, which need no mask, are rows: cuDNN's kernel takes them, about
-        twice as fast as the varlen one."""
+        """Whether the documents of a packed row can be rows of a batch: they have one length, and
+        need no mask. cuDNN's kernel takes these about twice as fast as the varlen one."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and attention_mask is None and is_wide
 
     def _rows(self, query, key, value, layout, dropout):
-        """Packed documents of one length, [t, 1, n, d], as rows side by side -> [t, 1, n * d]."""
+        """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)
@@ -226,22 +219,22 @@ class CoreAttention(MegatronModule):
         """One call for each run of queries with its keys: documents, or their chunks under context
         parallelism."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = []
+        out, grouped = [], q.shape[1] != k.shape[1]
         for q0, q1, k0, k1 in layout.segments:
             mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
-            parts = [q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]]
+            queries, has_groups = q[:, :, q0:q1], grouped
+            pair = k[:, :, k0:k1], v[:, :, k0:k1]
             if self.softcap is not None:
                 numbers = self.softcap, self.softmax_scale, dropout
-                out.append(_capped_attention(*parts, mask, *numbers))
+                out.append(_capped_attention(queries, *pair, mask, *numbers))
                 continue
-            if type(mask) is torch.Tensor and q.is_cuda and q.shape[1] != k.shape[1]:
+            if type(mask) is torch.Tensor and q.is_cuda and has_groups:
                 # without cuDNN's only the slowest kernel knows both masks and query groups
-                times = q.shape[1] // k.shape[1]
-                parts[1:] = [x.repeat_interleave(times, 1) for x in parts[1:]]
-            more = dict(is_causal=mask is None, scale=self.softmax_scale)
-            more["enable_gqa"] = q.shape[1] != parts[1].shape[1]
+                times, has_groups = q.shape[1] // k.shape[1], False
+                pair = (x.repeat_interleave(times, 1) for x in pair)
+            more = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=has_groups)
             with _kernels(q, mask):
-                out.append(F.scaled_dot_product_attention(*parts, mask, dropout, **more))
+                out.append(F.scaled_dot_product_attention(queries, *pair, mask, dropout, **more))
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -250,20 +243,18 @@ class CoreAttention(MegatronModule):
         key. None: causal, and nothing else, of as many queries as keys."""
         more, window = num_keys - num_queries, self.window
         narrow = window is not None and num_keys > window
-        if hidden is None and not more and not narrow and self.softcap is None:
-            return None
         if hidden is not None and not narrow:
             return ~hidden
-        in_half = query.is_cuda and query.dtype != torch.float32
-        if in_half and hidden is None and not narrow and self.softcap is None:
-            return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
+        if hidden is None and not narrow and self.softcap is None:
+            if not more:
+                return None
+            if query.is_cuda and query.dtype != torch.float32:
+                return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
         visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         visible = visible.tril(more)
         if narrow:
             visible = visible.triu(more - window + 1)
-        if hidden is not None:
-            visible = visible & ~hidden
-        return visible
+        return visible if hidden is None else visible & ~hidden
 
     def _varlen(self, query, key, value, layout):
         """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
@@ -339,72 +330,49 @@ class LatentAttention(MegatronModule):
     def __init__(self, config, layer_number, pg_collection=None, **unused):
         super().__init__(config=config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        heads = config.num_attention_heads
+        h, heads = config.hidden_size, config.num_attention_heads
         still, turning = config.qk_head_dim, config.qk_pos_emb_head_dim
         self.num_heads = heads // self.tp_group.size()
         self.query_sizes, self.kv_sizes = [still, turning], [still, config.v_head_dim]
         self.down_sizes = [config.kv_lora_rank, turning]
-        column = dict(
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
-        if config.q_lora_rank is None:
-            self.linear_q_proj = ColumnParallelLinear(
-                config.hidden_size, heads * (still + turning), **column
-            )
+        shared = dict(config=config, bias=False, tp_group=self.tp_group)
+        column = dict(shared, init_method=config.init_method, gather_output=False)
+        row = dict(shared, init_method=config.output_layer_init_method, skip_bias_add=True)
+        rank, query_size = config.q_lora_rank, heads * sum(self.query_sizes)
+        if rank is None:
+            self.linear_q_proj = ColumnParallelLinear(h, query_size, **column)
         else:
-            rank = config.q_lora_rank
-            self.linear_q_down_proj = DuplicatedLinear(config, config.hidden_size, rank)
+            self.linear_q_down_proj = DuplicatedLinear(config, h, rank)
             self.q_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
-            self.linear_q_up_proj = ColumnParallelLinear(rank, heads * (still + turning), **column)
-        rank = config.kv_lora_rank
-        self.linear_kv_down_proj = DuplicatedLinear(
-            config, config.hidden_size, sum(self.down_sizes)
-        )
+            self.linear_q_up_proj = ColumnParallelLinear(rank, query_size, **column)
+        rank, kv_size = config.kv_lora_rank, heads * sum(self.kv_sizes)
+        self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
         self.kv_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
-        self.linear_kv_up_proj = ColumnParallelLinear(rank, heads * sum(self.kv_sizes), **column)
+        self.linear_kv_up_proj = ColumnParallelLinear(rank, kv_size, **column)
         of_core = dict(softmax_scale=config.softmax_scale, pg_collection=pg_collection)
         self.core_attention = CoreAttention(config, layer_number, None, "self", **of_core)
-        self.linear_proj = RowParallelLinear(
-            heads * config.v_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=self.tp_group,
-        )
+        out_size = heads * config.v_head_dim
+        self.linear_proj = RowParallelLinear(out_size, h, input_is_parallel=True, **row)
         self.recomputes_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
 
     def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **unused):
-        query, key, value = self._query_key_value(hidden_states)
+        tensors = self._query_key_value(hidden_states)
         if packed_seq_params is not None:
-            query, key, value = (x.squeeze(1) for x in (query, key, value))
-
-        def core(*tensors):
-            return self.core_attention(
-                *tensors, attention_mask, packed_seq_params=packed_seq_params
-            )
-
+            tensors = tuple(x.squeeze(1) for x in tensors)
+        shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        core = functools.partial(self.core_attention, **shared)
         if self.recomputes_core and self.training:
-            out = tensor_parallel.checkpoint(core, False, query, key, value)
-        else:
-            out = core(query, key, value)
-        return self.linear_proj(out)
+            return self.linear_proj(tensor_parallel.checkpoint(core, False, *tensors))
+        return self.linear_proj(core(*tensors))
 
     def _query_key_value(self, hidden_states):
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            query, _ = self.linear_q_up_proj(
-                self.q_layernorm(self.linear_q_down_proj(hidden_states))
-            )
+            q_latent = self.linear_q_down_proj(hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
         latent, k_turning = self.linear_kv_down_proj(hidden_states).split(self.down_sizes, -1)
         if self.config.sequence_parallel:
             k_turning = gather_from_sequence_parallel_region(

@@ -363,6 +363,11 @@ def get_family(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
+def values_of(hf) -> dict[str, Any]:
+    """Family.values of a transformers config, {} of one whose family is not in the table."""
+    return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
+
+
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
     """The rows of a model, one of each expert. config: anything with McaModelConfig's fields."""
     family = get_family(model_type)

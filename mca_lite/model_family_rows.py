@@ -36,13 +36,6 @@ class Row:
     linear: bool = False  # of kind copy: it is a matrix that others would cut
 
     @property
-    def num_parts(self) -> int:
-        """Tensors that gated or qkv merge, be they HF tensors or parts of one."""
-        if self.fused:
-            return {"gated": 2, "qkv": 3}.get(self.kind, 1)
-        return len(self.hf)
-
-    @property
     def axis(self) -> int | None:
         """The axis that tensor parallelism cuts, None where it cuts none."""
         return {"copy": None, "row": 1}.get(self.kind, 0)
@@ -109,7 +102,7 @@ def latent_attention():
 
 
 def mlp_rows(hf="mlp.", ours="mlp.", fused=False, **more):
-    """more: of a Row, such as the layers that have this MLP."""
+    """more: fields of Row, such as the layers that have this MLP."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
     yield _row(ours + "linear_fc1", gate_up, "gated", fused=fused, **more)
     yield _row(ours + "linear_fc2", hf + "down_proj", "row", **more)
@@ -127,10 +120,9 @@ def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
 
 
 def shared_expert_rows(name, gate=None):
-    ours, more = (
-        "mlp.shared_experts.",
-        dict(layers="moe", when="moe_shared_expert_intermediate_size"),
-    )
+    """gate: of Hugging Face's module that weighs what the shared experts give."""
+    ours = "mlp.shared_experts."
+    more = dict(layers="moe", when="moe_shared_expert_intermediate_size")
     yield from mlp_rows(f"mlp.{name}.", ours, **more)
     if gate:
         hf = (f"{_HF_LAYERS}mlp.{gate}.weight",)

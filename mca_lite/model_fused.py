@@ -102,7 +102,12 @@ def _divided_by_rms(x, weight, eps: float):
     return normed if weight is None else normed * weight
 
 
-def _rms_norm(x, weight, eps: float, zero_centered: bool):
+def _rms_norm(x, weight, eps: float, zero_centered: bool = False):
+    """x / rms(x) * weight over the last dimension, the mean square in float32, in x's dtype.
+
+    zero_centered: the weights lie around zero (Gemma's): 1 is added to them, and they multiply
+    before the rounding.
+    """
     if zero_centered:
         return _divided_by_rms(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
     if x.dtype == torch.float32:
@@ -111,14 +116,7 @@ def _rms_norm(x, weight, eps: float, zero_centered: bool):
     return weight * _divided_by_rms(x.float(), None, eps).to(x.dtype)
 
 
-@compiled
-def rms_norm(x, weight, eps: float, zero_centered: bool = False):
-    """x / rms(x) * weight over the last dimension, the mean square in float32, in x's dtype.
-
-    zero_centered: the weights lie around zero (Gemma's): 1 is added to them, and they multiply
-    before the rounding.
-    """
-    return _rms_norm(x, weight, eps, zero_centered)
+rms_norm = compiled(_rms_norm)
 
 
 def _rotate(x, cos, sin, interleaved: bool):
@@ -145,6 +143,9 @@ def rotate(query, key, cos, sin, interleaved: bool = False):
 
 
 def _split_heads(mixed, bias, groups: int, d: int):
+    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
+    each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is
+    added first."""
     s, b = mixed.shape[:2]
     mixed = (mixed if bias is None else mixed + bias).view(s, b, groups, -1, d)
     query = mixed[:, :, :, :-2].reshape(s, b, -1, d)
@@ -152,12 +153,7 @@ def _split_heads(mixed, bias, groups: int, d: int):
     return query, mixed[:, :, :, -2].contiguous(), mixed[:, :, :, -1].contiguous()
 
 
-@compiled
-def split_heads(mixed, bias, groups: int, d: int):
-    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
-    each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is
-    added first."""
-    return _split_heads(mixed, bias, groups, d)
+split_heads = compiled(_split_heads)
 
 
 @compiled

@@ -74,26 +74,18 @@ class Residual(torch.nn.Module):
         return residual + x
 
 
-def stage_layers(config, vp_stage: int | None = None) -> list[int]:
-    """Numbers in the whole model of the layers that one pipeline stage (and virtual stage)
-    holds."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage)))
-
-
 def block_spec(config, vp_stage: int | None = None):
     """What megatron's TransformerBlock of one pipeline stage (and virtual stage) is built from."""
-    numbers = stage_layers(config, vp_stage)
-    specs = {
-        is_moe: layer_spec(config, is_moe) for is_moe in {config.is_moe_layer(i) for i in numbers}
-    }
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    kinds = [config.is_moe_layer(number) for number in numbers]
+    specs = {is_moe: layer_spec(config, is_moe) for is_moe in set(kinds)}
     norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[specs[config.is_moe_layer(i)] for i in numbers], layer_norm=norm
-    )
+    return TransformerBlockSubmodules([specs[is_moe] for is_moe in kinds], layer_norm=norm)
 
 
 def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
@@ -107,11 +99,9 @@ def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.qk_norm_over_heads:
-        for name, heads in (
-            ("q_layernorm", config.num_attention_heads),
-            ("k_layernorm", config.num_query_groups),
-        ):
-            setattr(attention, name, ModuleSpec(module=RMSNormOverHeads, params={"heads": heads}))
+        of_query, of_key = {"heads": config.num_attention_heads}, {"heads": config.num_query_groups}
+        attention.q_layernorm = ModuleSpec(RMSNormOverHeads, params=of_query)
+        attention.k_layernorm = ModuleSpec(RMSNormOverHeads, params=of_key)
     return spec
 
 

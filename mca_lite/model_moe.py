@@ -15,7 +15,6 @@ expert-parallel rank nothing waits for the device.
 import functools
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import before_megatron  # noqa: F401  # isort: skip
@@ -27,13 +26,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from .model_fused import compiled, weighted_swiglu
-from .model_routing import (
-    BalancingLosses,
-    RouterStatistics,
-    balancing_parts,
-    choices_of,
-    choose_experts,
-)
+from .model_routing import BalancingLosses, RouterStatistics, choices_of, choose_experts
+
+
+def _adapter_of(module):
+    """The adapter that lora_layers.attach put on a module; None without one, or where it is off."""
+    adapter = getattr(module, "lora", None)
+    return adapter if adapter is not None and adapter.enabled else None
 
 
 class Router(TopKRouter):
@@ -53,15 +52,10 @@ class Router(TopKRouter):
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
-        logits = F.linear(
-            input.to(dtype),
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-        )
-        adapter = getattr(self, "lora", None)
-        if adapter is None or not adapter.enabled:
-            return logits
-        return logits + adapter(input).to(logits.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
+        adapter = _adapter_of(self)
+        return logits if adapter is None else logits + adapter(input).to(logits.dtype)
 
     def routing(self, logits, padding_mask=None):
         """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E],
@@ -87,31 +81,18 @@ class Router(TopKRouter):
             self.statistics.count(self.layer_number - 1, choices)
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += choices
-            # by way of the flat form: megatron's linear wants its gradient in that order
-            weights = self._with_losses(weights, flat.view(logits.shape), real)
+            losses = BalancingLosses.of(config)
+            if losses.on:
+                # by way of the flat form: megatron's linear wants its gradient in that order
+                shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
+                loss = self.statistics.losses(self.layer_number - 1, *shared, self.tp_cp_group)
+                # its gradient comes with that of the weights; megatron's schedule scales it like
+                # the main loss of a micro-batch
+                weights = MoEAuxLossAutoScaler.apply(weights, loss)
         if self.gives_choices:
             return weights, experts
         nowhere = torch.zeros(flat.shape, dtype=weights.dtype, device=flat.device)
         return nowhere.scatter(1, experts, weights), nowhere.bool().scatter(1, experts, True)
-
-    def _with_losses(self, weights, logits, real):
-        """weights, whose backward pass gives the balancing losses their gradients too."""
-        losses, group = BalancingLosses.of(self.config), self.tp_cp_group
-        if not losses.on:
-            return weights
-
-        def total(counts):
-            if group.size() > 1:
-                dist.all_reduce(counts, group=group)
-            return counts
-
-        balance, z, tokens = balancing_parts(
-            logits, real, losses.kind, self.topk, self.score_function, total
-        )
-        self.statistics.add_losses(self.layer_number - 1, balance, z, (tokens > 0) / group.size())
-        loss = losses.balance * balance + losses.z * z
-        # megatron's schedule scales what is attached like the main loss of a micro-batch
-        return MoEAuxLossAutoScaler.apply(weights, loss * self.statistics.loss_weight)
 
 
 # -- to experts and back -----------------------------------------------------------------------
@@ -250,8 +231,8 @@ class Experts(MegatronModule):
             # gradients are summed over the ranks that hold the same experts, also where these are
             # all ranks (ep 1, etp < tp)
             weight.allreduce = False
-            # a whole expert is no duplicate either: without the mark all but the first rank's would
-            # miss in the norm
+            # a whole expert is no duplicate either: without the mark the gradient norm would leave
+            # out those of all ranks but the first
             weight.tensor_model_parallel = True
             weight.partition_dim = 2
             weight.partition_stride = 1
@@ -274,7 +255,7 @@ class Experts(MegatronModule):
 
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
-        ends = None
+        ends, adapter = None, _adapter_of(self)
         if self.config.moe_grouped_gemm:
             ends = tokens_per_expert.cumsum(0).to(
                 device=x.device, dtype=torch.int32, non_blocking=True
@@ -290,13 +271,13 @@ class Experts(MegatronModule):
                 )
             return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
 
-        adapter = getattr(self, "lora", None)
-        if adapter is None or not adapter.enabled:
-            hidden = weighted_swiglu(multiply(x, self.fc1.flatten(1, 2)), probs)
-            return multiply(hidden, self.fc2), None
-        hidden = adapter.product(("gate", "up"), x, self.fc1, multiply)
-        hidden = weighted_swiglu(hidden, probs)
-        return adapter.product(("down",), hidden, self.fc2, multiply), None
+        def product(projections, t, w):
+            if adapter is None:
+                return multiply(t, w.flatten(1, -2))
+            return adapter.product(projections, t, w, multiply)
+
+        hidden = weighted_swiglu(product(("gate", "up"), x, self.fc1), probs)
+        return product(("down",), hidden, self.fc2), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """megatron's ShardedTensors: experts along the first axis, their columns along the

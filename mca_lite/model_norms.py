@@ -30,8 +30,8 @@ class RMSNorm(torch.nn.Module):
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x=None):
-        """x normed; without x the weight, for a kernel that norms among other things. Hooks that
-        wait for weights on their way (overlap_param_gather) want the call."""
+        """x normed. Without x the weight, for a kernel that norms by itself; it is asked for by a
+        call, since the hooks of overlap_param_gather wait for the weight in one."""
         if x is None:
             return self.weight
         return rms_norm(x, self.weight, self.eps, self.zero_centered)

@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from .loss_logits import all_reduce
 
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
@@ -86,13 +89,14 @@ def balancing_parts(
     kind: str,
     topk: int,
     score_function: str,
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's part of (balancing loss, z loss), and the number of real tokens of the
     micro-batch, float32.
 
-    logits [s, b, E]; real bool [s, b]. The parts of all ranks that share the micro-batch's tokens
-    sum to the losses; total: sums a vector over them, in place or not. kind "none": the first is 0.
+    logits [s, b, E]; real bool [s, b]. group: the ranks that share the micro-batch's tokens (None:
+    this one alone), whose parts sum to the losses. kind "none": the first is 0. Collective: one
+    all-reduce over the group.
     """
     s, b, num_experts = logits.shape
     real = real.to(torch.float32).contiguous()
@@ -103,18 +107,17 @@ def balancing_parts(
     counts = torch.cat(
         [(chosen * real[..., None]).sum(0), real.sum(0)[:, None]], -1
     ).detach()  # [b, E + 1]
-    counts = total(counts)
+    counts = all_reduce(counts, dist.ReduceOp.SUM, group)
     choices, tokens = counts[:, :-1], counts[:, -1]
     mass = (scores * real[..., None]).sum(0)  # [b, E]
-    of_row = tokens
-    if kind == "aux_loss":  # all rows are one
-        choices = choices.sum(0, keepdim=True)
-        mass = mass.sum(0, keepdim=True)
-        of_row = tokens.sum()[None]
-    safe = of_row.clamp(min=1)[:, None]
-    balance = num_experts * (choices / (safe * topk) * (mass / safe)).sum(-1)
-    rows = (of_row > 0).sum().clamp(min=1)
-    balance = balance.sum() / rows if kind != "none" else balance.sum() * 0
+    pools = tokens  # how many each pool has that is balanced by itself: a row, or all rows together
+    if kind == "aux_loss":
+        choices, mass = choices.sum(0, keepdim=True), mass.sum(0, keepdim=True)
+        pools = tokens.sum()[None]
+    size = pools.clamp(min=1)[:, None]
+    balance = num_experts * (choices / (size * topk) * (mass / size)).sum(-1)
+    num_pools = (pools > 0).sum().clamp(min=1)
+    balance = balance.sum() / num_pools if kind != "none" else balance.sum() * 0
     z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.sum().clamp(min=1)
     return balance, z, tokens.sum()
 
@@ -145,6 +148,16 @@ class RouterStatistics:
         """This rank's part of a micro-batch's losses; share: its part of the micro-batch, 0 where
         that is empty."""
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
+
+    def losses(
+        self, layer: int, logits, real, losses: BalancingLosses, topk, score_function, group=None
+    ) -> torch.Tensor:
+        """What the router of a layer adds to the loss of its micro-batch. It is counted for the
+        log. Arguments and collective: those of balancing_parts."""
+        balance, z, tokens = balancing_parts(logits, real, losses.kind, topk, score_function, group)
+        share = (tokens > 0) / (1 if group is None else group.size())
+        self.add_losses(layer, balance, z, share)
+        return (losses.balance * balance + losses.z * z) * self.loss_weight
 
     def take(
         self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]

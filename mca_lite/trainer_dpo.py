@@ -196,9 +196,9 @@ class DPOTrainer(McaTrainer):
         pref_loss. Those of DPO and ORPO go through dpo_loss and odds_ratio_loss, which a subclass
         may override."""
         r, formula = responses, LOSSES[self.train_config.pref_loss].formula
-        if formula is loss_preference.sigmoid:
+        if formula is loss_preference.dpo_loss:
             return self.dpo_loss(r.chosen, r.rejected, r.reference_chosen, r.reference_rejected)
-        if formula is loss_preference.odds_ratio:
+        if formula is loss_preference.odds_ratio_loss:
             lens = torch.cat([r.chosen_lens, r.rejected_lens])
             return self.odds_ratio_loss(r.chosen, r.rejected, lens)
         return formula(r, self.train_config)
@@ -206,9 +206,8 @@ class DPOTrainer(McaTrainer):
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of
         chosen, then rejected."""
-        return loss_preference.odds_ratio_loss(
-            chosen_logps, rejected_logps, *response_lens.chunk(2), beta=self.train_config.beta
-        )
+        responses = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
+        return loss_preference.odds_ratio_loss(responses, self.train_config)
 
     def dpo_loss(
         self,
@@ -218,15 +217,10 @@ class DPOTrainer(McaTrainer):
         reference_rejected_logps,
     ):
         """(losses, rewards of chosen, rewards of rejected), each [P]."""
-        config = self.train_config
-        return loss_preference.dpo_loss(
-            policy_chosen_logps,
-            policy_rejected_logps,
-            reference_chosen_logps,
-            reference_rejected_logps,
-            config.beta,
-            config.label_smoothing,
-        )
+        logps = policy_chosen_logps, policy_rejected_logps
+        reference = reference_chosen_logps, reference_rejected_logps
+        responses = Responses(*logps, None, None, *reference)
+        return loss_preference.dpo_loss(responses, self.train_config)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
         known, of_reference = batch.get("reference"), (None, None)

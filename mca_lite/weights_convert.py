@@ -9,6 +9,7 @@ them, and one rank writes it.
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +22,9 @@ from . import parallel
 from .args_values import parse_size
 from .files import describe_error
 from .model_families import rows_of
-from .model_family_rows import PREDICTION_LAYERS, TE_ALIASES, Row, is_of_expert
+from .model_family_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .weights_files import name_shards, remove_shards, write_hf_config, write_shards
-from .weights_sources import (
-    InitSource,
-    SafetensorsSource,
-    carried_tensors,
-    is_unused,
-    weights_folder,
-)
+from .weights_sources import carried_tensors, is_unused, original_of
 
 # Their rows are tokens: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -38,36 +33,36 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 # -- in --------------------------------------------------------------------------------------------
 
 
-def fill(models, source: SafetensorsSource | InitSource) -> None:
-    """Fill every parameter of this rank from `source`.
+def fill(models, source, only: Container[tuple[str, int | None]] | None = None) -> None:
+    """Fill the parameters of this rank from `source` (see weights_sources.py).
 
-    models: VirtualModels. No collectives. ValueError, on every rank, if the source lacks a tensor
-    of the model or holds one that the model does not use; ValueError for a tensor of another shape,
-    or a parameter without a row.
+    models: VirtualModels. only: the (megatron name, layer) that are filled; None: all, and the
+    source must hold the model's tensors and no others. No collectives. ValueError, on every rank,
+    for a source of another model; ValueError for a tensor of another shape, or a parameter without
+    a row.
     """
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
     if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
         rows[VOCABULARY[1]] = replace(rows[VOCABULARY[0]], mca=VOCABULARY[1])
-    check_names(config, source.names())
+    if only is None:
+        check_names(config, source.names())
     with torch.no_grad():
-        for name, layer, parameter in _own_names(models):
+        for (name, layer), parameter in own_parameters(models).items():
+            if only is not None and (name, layer) not in only:
+                continue
             if name not in rows:
                 raise ValueError(
                     f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: "
                     "no row of the family's table fills it (model_families.py)"
                 )
-            copy_in(rows[name], layer, parameter, source, config)
-
-
-def copy_in(row: Row, layer: int | None, parameter, source, config) -> None:
-    """Fill a parameter of this rank with the tensors of its row. ValueError for other shapes."""
-    _check_shapes(row, layer, parameter, source, config)
-    # of a tensor that nothing cuts each rank has the whole
-    rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
-    value = read_part(row, layer, source, config, rank)
-    assert value.shape == parameter.shape, f"{row} gives {value.shape} for {parameter.shape}"
-    parameter.copy_(value)
+            row = rows[name]
+            _check_shapes(row, layer, parameter, source, config)
+            # of a tensor that nothing cuts each rank has the whole
+            rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
+            value = read_part(row, layer, source, config, rank)
+            assert value.shape == parameter.shape, f"{row}: {value.shape} for {parameter.shape}"
+            parameter.copy_(value)
 
 
 def check_names(config, names: set[str]) -> None:
@@ -109,11 +104,11 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
     total, *rest = _whole_shape(row, parameter.shape, config)
     if row.mca in VOCABULARY:
         total = config.vocab_size
-    expected = [(rows, *rest) for rows in _rows_of_parts(row, total, config)]
-    if row.fused:
-        expected = [(total, *rest)]
-    for name, wanted in zip((hf.format(layer) for hf in row.hf), expected, strict=True):
-        if (got := source.shape(name)) != wanted:
+    rows: Counter[str] = Counter()
+    for part in _parts_of(row, layer, total, config):
+        rows[part.name] += part.rows
+    for name in rows:
+        if (got := source.shape(name)) != (wanted := (rows[name], *rest)):
             hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
             raise ValueError(
                 f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill "
@@ -145,11 +140,26 @@ def qkv_sizes(config) -> tuple[int, int, int]:
     return config.num_attention_heads // config.num_query_groups * d, d, d
 
 
-def _rows_of_parts(row: Row, total: int, config) -> list[int]:
-    """The rows of each tensor that a megatron tensor of `total` rows is made of."""
-    if row.kind == "qkv":
-        return [config.num_query_groups * size for size in qkv_sizes(config)]
-    return [total // row.num_parts] * row.num_parts
+class _Part(NamedTuple):
+    """A run of rows of a Hugging Face tensor that is a part of a megatron tensor: all of it, or of
+    a fused one the gate, say."""
+
+    name: str
+    first: int
+    rows: int
+
+
+def _parts_of(row: Row, layer: int | None, total: int, config) -> list[_Part]:
+    """What a megatron tensor of `total` rows is made of."""
+    sizes = [total]
+    if row.kind == "gated":
+        sizes = [total // 2, total // 2]
+    elif row.kind == "qkv":
+        sizes = [config.num_query_groups * size for size in qkv_sizes(config)]
+    names = [hf.format(layer) for hf in row.hf]
+    if not row.fused:
+        return [_Part(name, 0, size) for name, size in zip(names, sizes, strict=True)]
+    return [_Part(names[0], sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _num_groups(row: Row, config) -> int:
@@ -163,32 +173,32 @@ def _num_groups(row: Row, config) -> int:
 def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
     of rows that this rank touches."""
-    names, tp = [hf.format(layer) for hf in row.hf], degree(row, config)
+    shapes = {name: source.shape(name) for name in (hf.format(layer) for hf in row.hf)}
+    tp = degree(row, config)
+
+    def share(size: int) -> slice:
+        return slice(rank * size // tp, (rank + 1) * size // tp)
+
     if row.axis == 1:
-        return source.read(names[0], columns=_part(source.shape(names[0])[1], rank, tp))
-    held = [source.shape(name)[0] for name in names]
-    total = config.padded_vocab_size if row.mca in VOCABULARY else sum(held)
-    groups, starts = _num_groups(row, config), [0] * row.num_parts
-    sizes = [rows // groups for rows in _rows_of_parts(row, total, config)]
-    if row.fused:
-        names, held = names * len(sizes), held * len(sizes)
-        starts = [groups * sum(sizes[:i]) for i in range(len(sizes))]
-    part, in_group = _part(total, rank, tp), sum(sizes)
-    first, last = part.start // in_group, -(-part.stop // in_group)
+        [(name, shape)] = shapes.items()
+        return source.read(name, columns=share(shape[1]))
+    total = sum(shape[0] for shape in shapes.values())
+    if row.mca in VOCABULARY:
+        total = config.padded_vocab_size
+    mine, groups = share(total), _num_groups(row, config)
+    in_group = total // groups
+    first, last = mine.start // in_group, -(-mine.stop // in_group)
     pieces = []
-    for name, start, size, stored in zip(names, starts, sizes, held, strict=True):
-        rows = slice(min(start + first * size, stored), min(start + last * size, stored))
-        piece = source.read(name, rows=rows)
+    for part in _parts_of(row, layer, total, config):
+        stored, size = shapes[part.name][0], part.rows // groups
+        start, stop = (min(part.first + group * size, stored) for group in (first, last))
+        piece = source.read(part.name, rows=slice(start, stop))
         missing = (last - first) * size - piece.shape[0]  # rows that only pad the vocabulary
         if missing:
             piece = torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])])
         pieces.append(piece.unflatten(0, (last - first, size)))
     joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-    return joined.flatten(0, 1)[part.start - first * in_group : part.stop - first * in_group]
-
-
-def _part(size: int, rank: int, parts: int) -> slice:
-    return slice(rank * size // parts, (rank + 1) * size // parts)
+    return joined.flatten(0, 1)[mine.start - first * in_group : mine.stop - first * in_group]
 
 
 # -- out -------------------------------------------------------------------------------------------
@@ -203,7 +213,7 @@ def vocabulary_names(config) -> set[str]:
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, tensor) of the parts that a whole megatron tensor consists of."""
     names, groups = [hf.format(layer) for hf in row.hf], _num_groups(row, config)
-    sizes = [rows // groups for rows in _rows_of_parts(row, full.shape[0], config)]
+    sizes = [part.rows // groups for part in _parts_of(row, layer, full.shape[0], config)]
     parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(sizes, dim=1)]
     if row.fused:
         parts = [torch.cat(parts)]
@@ -225,7 +235,7 @@ def iter_hf_tensors(
     groups, sends to rank 0.
     """
     mine = own_parameters(models)
-    return _written_here(models.config, mine, _locate(mine), None, only)
+    return _written_here(models.config, mine, _locate(mine), {}, only)
 
 
 class _Location(NamedTuple):
@@ -237,13 +247,12 @@ class _Location(NamedTuple):
 
 
 def _written_here(
-    config, mine: dict, located: dict, writers: dict | None, only=None
+    config, mine: dict, located: dict, writers: dict, only=None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, CPU tensor) of what this rank writes. All ranks must iterate to the end.
 
-    writers: {(megatron name, layer): global rank that writes it}, each one of its holders; None:
-    global rank 0 writes all. Collectives: gathers over the group that a tensor is cut over; sends
-    where no holder writes.
+    writers: {(megatron name, layer): global rank that writes it}; global rank 0 writes the others.
+    Collectives: gathers over the group that a tensor is cut over; sends where no holder writes.
     """
     here = parallel.rank()
     for row, layer in _exported(config):
@@ -251,7 +260,8 @@ def _written_here(
         if only is not None and key not in only:
             continue
         holders, shape, dtype = located[key]
-        holder, writer = (holders[0], 0) if writers is None else (writers[key], writers[key])
+        writer = writers.get(key, 0)
+        holder = writer if writer in holders else holders[0]
         group, full = parallel.cut_group(row.expert is not None), None
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(mine[key].detach(), row.axis, group)
@@ -267,13 +277,18 @@ def _written_here(
             yield name, tensor.to("cpu", copy=True)
 
 
-def _share_out(config, located: dict) -> dict:
+def _writers(config, located: dict, max_shard_size) -> dict:
     """{(megatron name, layer): the holder that writes it}: each holder writes a run of what it
-    holds, in layer order."""
-    shares: dict = {}
+    holds, in layer order. {} where the model fits one file, or no other rank could write."""
+    size, shares = 0, dict[tuple, list]()
     for row, layer in _exported(config):
-        holders = located[row.mca, layer].holders
-        shares.setdefault((holders, row.expert is not None), []).append((row.mca, layer))
+        key = (row.mca, layer)
+        holders, shape, dtype = located[key]
+        size += math.prod(_whole_shape(row, shape, config)) * dtype.itemsize
+        shares.setdefault((holders, row.expert is not None), []).append(key)
+    has_others = parallel.world_size() > config.tensor_model_parallel_size
+    if not has_others or size <= parse_size(max_shard_size):
+        return {}
     return {
         key: holders[i * len(holders) // len(keys)]
         for (holders, _), keys in shares.items()
@@ -281,16 +296,10 @@ def _share_out(config, located: dict) -> dict:
     }
 
 
-def _own_names(models) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-    """(megatron name with {}, layer, parameter) of this rank's."""
-    for chunk in models:
-        for name, layer, parameter in chunk.global_parameter_names():
-            yield TE_ALIASES.get(name, name), layer, parameter
-
-
 def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
-    return {(name, layer): parameter for name, layer, parameter in _own_names(models)}
+    names = (named for chunk in models for named in chunk.global_parameter_names())
+    return {(name, layer): parameter for name, layer, parameter in names}
 
 
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
@@ -356,9 +365,8 @@ def export_hf(
     write.
     """
     config, mine = models.config, own_parameters(models)
-    located, writers = _locate(mine), None
-    if change is None and _needs_many_writers(config, located, max_shard_size):
-        writers = _share_out(config, located)
+    located = _locate(mine)
+    writers = _writers(config, located, max_shard_size) if change is None else {}
     tensors = _written_here(config, mine, located, writers)
     facts = (config.hf_config, config.name_or_path, config.params_dtype, config.mtp_num_layers)
     return write_model(tensors, save_directory, max_shard_size, *facts, change=change)
@@ -407,24 +415,11 @@ def write_model(
     return names if parallel.is_main() else []
 
 
-def _needs_many_writers(config, located: dict, max_shard_size) -> bool:
-    """Whether the model is larger than one file, and several ranks could write."""
-    total = 0
-    for row, layer in _exported(config):
-        _, shape, dtype = located[row.mca, layer]
-        total += math.prod(_whole_shape(row, shape, config)) * dtype.itemsize
-    many_ranks = parallel.world_size() > config.tensor_model_parallel_size
-    return many_ranks and total > parse_size(max_shard_size)
-
-
 def copies_of(row: Row, config) -> list[str]:
-    """Further names of the embedding or output layer: some checkpoints repeat it in each layer for
-    multi-token prediction. The names found in the source checkpoint; all possible names if there is
-    no source."""
+    """Further names of the embedding or output layer, which some checkpoints repeat in each layer
+    for multi-token prediction: those in the model's original, or all that there may be."""
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
     copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
-    folder = weights_folder(config.name_or_path) if copies else None
-    if folder is None:
-        return copies
-    return sorted(SafetensorsSource(str(folder)).names() & set(copies))
+    original = original_of(config.name_or_path) if copies else None
+    return copies if original is None else sorted(original.names() & set(copies))

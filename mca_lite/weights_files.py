@@ -183,13 +183,10 @@ def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple
         block = rows[0].hf[0].removeprefix(_OF_LAYER).partition(".experts.")[0]
         return [(f"{renamed[1]}{block}.{renamed[2]}" if renamed else name, ())]
     kind = "row" if experts[2] == "down_proj" else "gated"
-    [parts] = [row.hf for row in rows if row.kind == kind]
-    size = shape[1] // len(parts)
+    [names] = [row.hf for row in rows if row.kind == kind]
+    parts, size = [experts[1] + n.removeprefix(_OF_LAYER) for n in names], shape[1] // len(names)
     return [
-        (
-            experts[1] + part.removeprefix(_OF_LAYER).replace("[]", str(e)),
-            (e, slice(i * size, (i + 1) * size)),
-        )
+        (part.replace("[]", str(e)), (e, slice(i * size, (i + 1) * size)))
         for e in range(shape[0])
         for i, part in enumerate(parts)
     ]

@@ -345,9 +345,9 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
     return first + (num_trained or 0) <= int(layer[1]) < first + ahead
 
 
-def weights_folder(source: str | None) -> Path | None:
-    """The folder with a model's safetensors: itself, or the hub's snapshot in the cache; None if
-    there is none."""
+def original_of(source: str | None) -> SafetensorsSource | None:
+    """The safetensors of the model that another one was made from: a folder's, or those of the
+    hub's snapshot in the cache. None if they are gone."""
     if not source:
         return None
     if not Path(source).is_dir():
@@ -357,7 +357,8 @@ def weights_folder(source: str | None) -> Path | None:
         with contextlib.suppress(Exception):
             source = snapshot_download(source, local_files_only=True)
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    return Path(source) if any((Path(source) / name).is_file() for name in names) else None
+    is_there = any((Path(source) / name).is_file() for name in names)
+    return SafetensorsSource(source) if is_there else None
 
 
 def carried_tensors(
@@ -367,8 +368,8 @@ def carried_tensors(
 
     Nothing if the source is gone; a warning then, if config.json says that there should be some.
     """
-    folder = weights_folder(source)
-    if folder is None:
+    tensors = original_of(source)
+    if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
         if source and is_unused(f"model.layers.{next_layer}.", hf_config, num_trained):
             warnings.warn(
@@ -378,6 +379,5 @@ def carried_tensors(
                 stacklevel=2,
             )
         return
-    tensors = SafetensorsSource(str(folder))
     unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
     yield from ((name, tensors.read(name)) for name in unused)

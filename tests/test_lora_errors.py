@@ -157,6 +157,15 @@ def test_a_damaged_adapter_is_refused(base, tmp_path):
     assert "holds no adapter_config.json" in error
 
 
+@pytest.mark.parametrize("ranks, keys", [(2, TP2), (1, {"backend": "torch"})])
+def test_an_adapter_that_lacks_a_weight_of_its_modules_to_save_is_refused(
+    base, tmp_path, ranks, keys
+):
+    adapter = changed(base[1], tmp_path / "lacks", modules_to_save=["model.norm"])
+    for error in world.run(loaded, ranks, base[0], str(tmp_path), adapter, **keys):
+        assert f"{adapter} lacks base_model.model.model.norm.weight" in error
+
+
 def refusal(path: str, output_dir: str, adapter=None, **keys) -> str:
     try:
         if adapter is None:

@@ -18,9 +18,7 @@ NAMES = {"all": (("q",), ("k",), ("v",)), "some": (("q",), (), ("v",)), "one": (
 def adapter_of(names, groups, spec=None):
     """An adapter of a linear 12 -> 8 + 4 + 4 (one projection: 8), no matrix of it zero."""
     widths = (8, 4, 4)[: len(names)]
-    adapter = LoraAdapter(
-        spec or LoraSpec(rank=3, alpha=6), "linear", names, 12, widths, groups=groups
-    )
+    adapter = LoraAdapter(spec or LoraSpec(rank=3, alpha=6), names, 12, widths, groups=groups)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in adapter.parameters():
@@ -60,7 +58,7 @@ def test_an_update_below_the_last_digit_of_the_output_is_there_on_average():
     """Added to an output that is rounded to bf16 already, it would vanish."""
     torch.manual_seed(0)
     linear = Linear(256, 384, dtype=torch.bfloat16).requires_grad_(False)
-    adapter = LoraAdapter(LoraSpec(rank=1, alpha=1), "linear", (("q",),), 256, (384,))
+    adapter = LoraAdapter(LoraSpec(rank=1, alpha=1), (("q",),), 256, (384,))
     x = torch.randn(512, 256).bfloat16()
     base = linear(x).float()
     attach_beside(linear, adapter)
@@ -98,7 +96,7 @@ def experts_of(names, dtype):
     """(adapter of three experts, 8 -> 2 * 6 or 6 -> 8, no matrix zero; fc1 and fc2, frozen)."""
     generator = torch.Generator().manual_seed(0)
     names = tuple(tuple(f"{name}.{i}" for i in range(3)) if name else () for name in names)
-    adapter = LoraExperts(LoraSpec(rank=3, alpha=6), "experts", names, 8, 6)
+    adapter = LoraExperts(LoraSpec(rank=3, alpha=6), names, 8, 6)
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -184,7 +182,7 @@ def train_by_products(*args, **keys) -> tuple[list, int]:
     products, product = [], LoraAdapter._product
 
     def counted(self, x, weight):
-        products.append(self.mca)
+        products.append(self.names)
         return product(self, x, weight)
 
     with pytest.MonkeyPatch.context() as patch:

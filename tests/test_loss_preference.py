@@ -1,15 +1,27 @@
 """The preference losses against numbers derived by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mca_lite.loss_preference import dpo_loss, log1mexp, odds_ratio_loss
+from mca_lite.loss_preference import Responses, log1mexp
+from mca_lite.loss_preference import dpo_loss as dpo_of_responses
+from mca_lite.loss_preference import odds_ratio_loss as odds_ratio_of_responses
 
 
 def t(*values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, **config):
+    responses = Responses(chosen, rejected, None, None, reference_chosen, reference_rejected)
+    return dpo_of_responses(responses, SimpleNamespace(**{"label_smoothing": 0.0, **config}))
+
+
+def odds_ratio_loss(*responses, beta):
+    return odds_ratio_of_responses(Responses(*responses), SimpleNamespace(beta=beta))
 
 
 def test_dpo_by_hand():

@@ -6,6 +6,8 @@ bf16 with a float32 log-softmax of the rows that have labels, the reference unde
 weights and moments, torch's fused AdamW. Rows alone: TRL packs no pairs.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -13,13 +15,14 @@ import torch.nn.functional as F
 def run_pairs(shape, mbs, rows, s, steps, packed=False, liger=False):
     import transformers
 
-    from mca_lite.loss_preference import dpo_loss
+    from mca_lite.loss_preference import Responses, dpo_loss
 
     from .bench_gpu import Clock, dataset_of_pairs, fill, hf_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config, clock, logs = hf_config(shape), Clock(), []
+    objective = SimpleNamespace(beta=0.1, label_smoothing=0.0)
     data, tokens, squares = dataset_of_pairs(config, s, rows, packed)
     models = []
     for _ in range(2):
@@ -54,7 +57,8 @@ def run_pairs(shape, mbs, rows, s, steps, packed=False, liger=False):
             )
             with torch.no_grad():
                 known = logps(reference, ids, labels).chunk(2)
-            losses, *_ = dpo_loss(*logps(policy, ids, labels).chunk(2), *known, beta=0.1)
+            responses = Responses(*logps(policy, ids, labels).chunk(2), None, None, *known)
+            losses, *_ = dpo_loss(responses, objective)
             loss = losses.sum() / rows
             loss.backward()
             total += float(loss.detach())
