@@ -17,7 +17,13 @@ from pathlib import Path
 from .args_values import refuse
 from .cli_errors import finish, parser_of
 from .constants import HF_CONFIG_NAME
-from .files import check_can_write, is_of_mcore_adapter, read_json, why_mcore_adapters
+from .files import (
+    check_can_write,
+    is_of_mcore_adapter,
+    read_json,
+    resolve_folder,
+    why_mcore_adapters,
+)
 
 # what belongs to a model beside its weights and config.json
 _SIDE_FILES = (
@@ -66,8 +72,6 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     """Write `src` in the other format into `dst` -> a line that says what was done.
 
     ValueError where src is neither, is damaged, or dst holds something."""
-    from .weights_sources import resolve_folder
-
     _refuse_full(dst)
     from_checkpoint = (Path(src) / "manifest.json").is_file()
     folder = Path(src) if from_checkpoint else resolve_folder(src)
