@@ -8,6 +8,7 @@ a typing error shows in a fraction of a second.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
@@ -364,7 +365,9 @@ class TrainingArguments(ArgumentGroup):
         False, "split recomputation's inputs over the tensor parallel ranks", model=True
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = mca(
-        "auto", "auto: Transformer Engine where it works and suits the model, in bf16 or fp16"
+        "auto",
+        "auto: Transformer Engine where it works and suits the model, in bf16 or fp16",
+        model=True,
     )
     attention_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
     hidden_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
@@ -447,6 +450,12 @@ class TrainingArguments(ArgumentGroup):
         """Samples of an optimizer step over all ranks."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
+
+    def steps_of_run(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of a run: max_steps, or those of num_train_epochs, rounded up."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return math.ceil(self.num_train_epochs * steps_per_epoch)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,7 @@
 """The rules of a run's other groups of keys, between groups, and between adapters and a model.
 
 Every rule stands once, here, in args_rules_training.py (TrainingArguments alone) or in
-args_rules_model.py (a model's numbers). The command line, YAML files and the constructors of Python
+args_rules_model.py (a model's numbers). args_run.parse_args and the constructors of Python
 (DPOConfig, LoraSpec, the trainers) ask these functions, with a Judge (args_values.py) and the
 arguments `a` by their keys.
 """
@@ -83,11 +83,10 @@ def check_data(a: Any, judge: Judge) -> None:
             a.notes.append(f"{key}: no effect on what is streamed")
         elif key == "buffer_size" and not a.streaming:
             a.notes.append("buffer_size: no effect, since streaming is false")
-    template = a.chat_template
-    if template and "{" not in template and template not in TEMPLATES:
-        if not os.path.isfile(template):
-            reason = "expected a built-in template, a jinja file or its text"
-            judge.refuse("chat_template", reason, f"one of {', '.join(TEMPLATES)}")
+    template = a.chat_template or "{"
+    if not ("{" in template or template in TEMPLATES or os.path.isfile(template)):
+        reason = "expected a built-in template, a jinja file or its text"
+        judge.refuse("chat_template", reason, f"one of {', '.join(TEMPLATES)}")
     if a.train_on_prompt and a.mask_history:
         judge.refuse("mask_history", "train_on_prompt is on too", "one of the two")
     if weights is not None and min(weights, default=0) <= 0:
@@ -114,32 +113,25 @@ def check_finetuning(a: Any, judge: Judge) -> None:
         judge.refuse("lora_target", "it names no layer", "lora_target: all")
     elif a.adapter_name_or_path:
         shaped = {"lora_rank", "lora_alpha", "lora_target", "use_rslora", "modules_to_save"}
-        for key in sorted(shaped.intersection(given)):
-            folder = a.adapter_name_or_path
-            a.notes.append(f"{key} is not used: the adapter in {folder} decides it")
-    _check_objective_keys(a, judge)
+        decides = f"the adapter in {a.adapter_name_or_path} decides it"
+        a.notes += [f"{key} is not used: {decides}" for key in sorted(shaped.intersection(given))]
+    objective = OBJECTIVES[a.stage]
+    others = {key for row in OBJECTIVES.values() for key in row.keys}.difference(objective.keys)
+    if given := [key for key in a.changed if key in others]:
+        a.notes.append(f"{', '.join(given)}: no effect, since stage is {a.stage}")
+    if objective.check_keys is not None:
+        objective.check_keys(a, judge)
 
 
 # ---- between groups
-
-
-def _check_objective_keys(a: Any, judge: Judge) -> None:
-    """FinetuningArguments against the row of their stage; `a.notes` names keys of others."""
-    own = OBJECTIVES[a.stage].keys
-    others = {key for objective in OBJECTIVES.values() for key in objective.keys} - set(own)
-    if given := [key for key in a.changed if key in others]:
-        a.notes.append(f"{', '.join(given)}: no effect, since stage is {a.stage}")
-    if check := OBJECTIVES[a.stage].check_keys:
-        check(a, judge)
 
 
 def check_metric(a: Any, metrics: tuple[str, ...], judge: Judge) -> None:
     """metric_for_best_model against the metrics that an evaluation gives."""
     # of several sets a metric has its set's name before its own
     if a.eval_strategy != "no" and not a.metric_for_best_model.endswith(metrics):
-        reason, remedy = f"an evaluation gives {', '.join(metrics)}", metrics[0]
-        keys = "metric_for_best_model eval_strategy"
-        judge.refuse(keys, reason, f"metric_for_best_model: {remedy}")
+        reason, key = f"an evaluation gives {', '.join(metrics)}", "metric_for_best_model"
+        judge.refuse(f"{key} eval_strategy", reason, f"{key}: {metrics[0]}")
 
 
 def check_objective_run(a: Any, judge: Judge) -> None:
@@ -183,9 +175,9 @@ def check_backend(a: Any, judge: Judge) -> None:
         judge.refuse(f"{key} finetuning_type", f"{reason}the routers' bias too", f"{key}: 0")
 
 
-def check_run(a: Any, given: set[str], judge: Judge) -> list[str]:
-    """What the groups of a run must agree on: data, folders and evaluation -> lines about values
-    without effect. given: the keys that are not left to their defaults."""
+def check_run(a: Any, given: dict[str, Any], judge: Judge) -> list[str]:
+    """What the groups of a run (RunArguments) must agree on: data, folders and evaluation -> lines
+    about values without effect. given: the keys and values that were written."""
     check_backend(a, judge)
     check_objective_run(a, judge)
     check_stream(a, judge)
@@ -206,15 +198,14 @@ def check_run(a: Any, given: set[str], judge: Judge) -> list[str]:
         remedy = "do_train: true, or do_eval: true"
         judge.refuse("do_train do_eval do_predict", "there is nothing to do", remedy)
     start = a.model_name_or_path
-    if os.path.isdir(start or "") and os.path.realpath(start) == os.path.realpath(a.output_dir):
+    if os.path.isdir(start) and os.path.realpath(start) == os.path.realpath(a.output_dir):
         reason = "the trained model would overwrite the one that it starts from"
-        keys = "output_dir model_name_or_path"
-        judge.refuse(keys, reason, f"output_dir: {a.output_dir}-sft")
+        judge.refuse("output_dir model_name_or_path", reason, f"output_dir: {a.output_dir}-sft")
     return _idle_keys(a, given)
 
 
-def _idle_keys(a: Any, given: set[str]) -> list[str]:
-    notes = []
+def _idle_keys(a: Any, given: dict[str, Any]) -> list[str]:
+    notes = [note for group in a.groups for note in group.notes]
     if a.sequence_packing and not (a.neat_packing or a.packing):
         notes.append(
             f"sequence_packing joins the samples of a micro-batch, {a.per_device_train_batch_size} "
@@ -222,7 +213,7 @@ def _idle_keys(a: Any, given: set[str]) -> list[str]:
         )
     if a.fp8 and OBJECTIVES[a.stage].has_pairs:
         notes.append("fp8: log-probabilities of responses are rounded to about 0.2 with it")
-    if a.max_steps > 0 and "num_train_epochs" in given:
+    if a.max_steps > 0 and given.get("num_train_epochs") is not None:
         notes.append(f"num_train_epochs is not used: max_steps is {a.max_steps}")
     if a.eval_strategy == "no" and not (a.do_eval or a.do_predict):
         if a.val_size > 0 or a.eval_dataset:
@@ -279,17 +270,13 @@ def check_adapter_config(values: dict, path, judge: Judge) -> None:
     for key, plain in _PLAIN.items():
         if key in values and values[key] not in plain:
             reason = f"{key} is {json.dumps(values[key])}, which is not built here (expected "
+            reason += f"{json.dumps(plain[0])})"
             remedy = "merge that adapter into its base with PEFT and train a new one"
-            name = f"{key} of {path}"
-            judge.refuse(
-                "adapter_name_or_path", f"{reason}{json.dumps(plain[0])})", remedy, None, name
-            )
+            judge.refuse("adapter_name_or_path", reason, remedy, None, f"{key} of {path}")
 
 
 def _is_list_of_names(names) -> bool:
-    if names is None:
-        return True
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names is None or (isinstance(names, list) and all(type(name) is str for name in names))
 
 
 # -- which modules
@@ -311,12 +298,8 @@ def resolve_targets(targets: Iterable[str], found: list, judge: Judge) -> tuple[
             near = difflib.get_close_matches(target, known, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
             remedy = f"all, some of {', '.join(known)}, or a pattern over names such as "
-            judge.refuse(
-                "lora_target",
-                f"it means no layer of this model{hint}",
-                remedy + found[-2].hf,
-                target,
-            )
+            reason = f"it means no layer of this model{hint}"
+            judge.refuse("lora_target", reason, f"{remedy}{found[-2].hf}", target)
         chosen |= meant
     return tuple(c.hf for c in found if c.hf in chosen)
 
@@ -468,9 +451,8 @@ def _check_fused(spec, model_type: str, rows, found: list, judge: Judge) -> None
         others = sorted({last(c.hf) for c in found if c.in_all} - fused)
         reason = f"adapters on {', '.join(meant)} of {model_type}, which holds several projections "
         remedy = f"lora_target: {', '.join(others)}, or use_mca: false"
-        judge.refuse(
-            "lora_target", f"{reason}in one tensor, are not built", remedy, list(spec.targets)
-        )
+        reason += "in one tensor, are not built"
+        judge.refuse("lora_target", reason, remedy, list(spec.targets))
 
 
 def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_model") -> None:

@@ -11,75 +11,57 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from .args_values import Judge
-from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import read_json, why_mcore_adapters, why_no_model
-from .model_families import FAMILIES, get_family
+from .model_families import FAMILIES, Family
 
-_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-_LAYOUT = "pipeline_model_parallel_layout"
-
-
-@dataclass(kw_only=True)
-class ModelNumbers:
-    """What rules need to know of a model. None: not known, and rules that need it say nothing."""
-
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    head_channels: int | None = None
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    norm_over_heads: bool | None = None  # whether keys are normed over all query groups together
-    ffn_hidden_size: int | None = None
-    num_experts: int | None = None
-    expert_columns: int | None = None
-    shared_columns: int | None = None  # of the shared experts together
-    has_expert_bias: bool | None = None  # whether routers have a bias that training can update
-    has_prediction_layers: bool | None = None  # whether the family has them
-    embedding_is_head: bool | None = None
-    model_type: str | None = None
-    te_works: bool | None = None  # whether Transformer Engine works here
+TP, CP = "tensor_model_parallel_size", "context_parallel_size"
+PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+LAYOUT = "pipeline_model_parallel_layout"
 
 
-def numbers_of(values: dict[str, Any]) -> ModelNumbers:
-    """The numbers in a config.json, an mca_config.json or the fields of a McaModelConfig."""
-
-    def number(*names: str) -> int | None:
-        return next((values[name] for name in names if isinstance(values.get(name), int)), None)
-
-    kind = values.get("model_type", values.get("hf_model_type"))
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    of_family = {} if family is None else family.constants
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    return ModelNumbers(
-        num_layers=number("num_hidden_layers", "num_layers"),
-        hidden_size=hidden,
-        head_channels=number("head_dim", "kv_channels") or (hidden and heads and hidden // heads),
-        num_attention_heads=heads,
-        num_query_groups=number("num_key_value_heads", "num_query_groups"),
-        norm_over_heads=values.get("qk_norm_over_heads", of_family.get("qk_norm_over_heads")),
-        ffn_hidden_size=number("intermediate_size", "ffn_hidden_size"),
-        num_experts=number(
-            "num_moe_experts", "num_local_experts", "num_experts", "n_routed_experts"
-        ),
-        expert_columns=number("moe_ffn_hidden_size", "moe_intermediate_size"),
-        shared_columns=number("moe_shared_expert_intermediate_size"),
-        has_prediction_layers=None if family is None else family.prediction_layers,
-        embedding_is_head=values.get(
-            "tie_word_embeddings", values.get("tie_embeddings_and_output_weights")
-        ),
-        model_type=kind,
-    )
+# fields of McaModelConfig that rules read -> what config.json calls them
+_IN_CONFIG_JSON = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "",
+    "kv_channels": "head_dim",
+    "num_attention_heads": "",
+    "num_query_groups": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "num_moe_experts": "num_local_experts num_experts n_routed_experts",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size": "",
+    "moe_router_enable_expert_bias": "",
+    "tie_embeddings_and_output_weights": "tie_word_embeddings",
+    "qk_norm_over_heads": "",
+}
 
 
-def check_model(m: ModelNumbers, a: Any, judge: Judge) -> None:
-    """Every rule between a model's numbers and the arguments of the layout."""
+def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
+    """The fields of McaModelConfig that rules read, of a config.json or an mca_config.json. None:
+    not known, and rules that need it say nothing."""
+    numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
+    for field, theirs in _IN_CONFIG_JSON.items():
+        known = (values[name] for name in (field, *theirs.split()) if name in values)
+        setattr(numbers, field, next((value for value in known if isinstance(value, int)), None))
+    family = _family_of(numbers)
+    if family is not None and numbers.qk_norm_over_heads is None:
+        numbers.qk_norm_over_heads = family.constants.get("qk_norm_over_heads")
+    return numbers
+
+
+def _family_of(m: Any) -> Family | None:
+    return FAMILIES.get(m.hf_model_type) if isinstance(m.hf_model_type, str) else None
+
+
+def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> None:
+    """Every rule between a model's numbers and the arguments of the layout. m: what numbers_of()
+    gives, or a McaModelConfig. te_works: whether Transformer Engine works here, where it is known.
+    """
     _check_tensor_parallel(m, a, judge)
-    if m.num_experts:
+    if m.num_moe_experts:
         _check_experts(m, a, judge)
     else:
         _check_no_experts(a, judge)
@@ -89,44 +71,44 @@ def check_model(m: ModelNumbers, a: Any, judge: Judge) -> None:
         _check_fp8(m, a, judge)
     if m.num_layers:
         _check_layers(m.num_layers, a, judge)
-    if m.te_works is False and "layernorm" in (a.recompute_modules or ()):
-        reason = "layernorm needs Transformer Engine, which does not work here"
-        judge.refuse("recompute_modules", reason, "recompute_modules: without layernorm")
-    if m.te_works is False and a.moe_permute_fusion:
-        reason = "it needs Transformer Engine, which does not work here"
-        judge.refuse("moe_permute_fusion", reason, "moe_permute_fusion: false")
+    if te_works is False:
+        why = "needs Transformer Engine, which does not work here"
+        if "layernorm" in (a.recompute_modules or ()):
+            remedy = "recompute_modules: without layernorm"
+            judge.refuse("recompute_modules", f"layernorm {why}", remedy)
+        if a.moe_permute_fusion:
+            judge.refuse("moe_permute_fusion", f"it {why}", "moe_permute_fusion: false")
 
 
-def _check_tensor_parallel(m: ModelNumbers, a: Any, judge: Judge) -> None:
-    key, tp = "tensor_model_parallel_size", a.tensor_model_parallel_size
+def _check_tensor_parallel(m: Any, a: Any, judge: Judge) -> None:
+    tp = a.tensor_model_parallel_size
     counts = {"attention heads": m.num_attention_heads, "MLP columns": m.ffn_hidden_size}
     groups = m.num_query_groups or m.num_attention_heads
     # several ranks may share a group, as long as each has as many, and norms see one group alone
-    if groups and (tp % groups or m.norm_over_heads):
+    if groups and (tp % groups or m.qk_norm_over_heads):
         counts["query groups"] = groups
     shared = {what: count for what, count in counts.items() if count}
     uneven = [f"{count} {what}" for what, count in shared.items() if count % tp]
     if uneven:
-        best = math.gcd(tp, *shared.values())
         reason = f"the model has {' and '.join(uneven)}: no multiple of {tp}"
-        judge.refuse(key, reason, f"{key}: {best}")
+        judge.refuse(TP, reason, f"{TP}: {math.gcd(tp, *shared.values())}")
 
 
-def _check_experts(m: ModelNumbers, a: Any, judge: Judge) -> None:
+def _check_experts(m: Any, a: Any, judge: Judge) -> None:
     key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
     tp = a.tensor_model_parallel_size
-    experts = m.num_experts or 0
+    experts = m.num_moe_experts
     if experts % ep:
         reason = f"the model's {experts} experts cannot be shared evenly by {ep} ranks"
         judge.refuse(key, reason, f"{key}: {math.gcd(experts, ep)}")
     if tp > 1 and not a.sequence_parallel:
         reason = "experts and tensor parallelism need sequence parallelism"
         judge.refuse("sequence_parallel", reason, "sequence_parallel: true")
-    columns, etp = m.expert_columns or m.ffn_hidden_size, a.expert_tensor_parallel_size or tp
+    columns, etp = m.moe_ffn_hidden_size or m.ffn_hidden_size, a.expert_tensor_parallel_size or tp
     if columns and columns % etp:
         key, reason = "expert_tensor_parallel_size", f"an expert has {columns} columns"
         judge.refuse(key, f"{reason}: no multiple of {etp}", f"{key}: 1", etp)
-    if m.has_expert_bias is False and a.moe_router_bias_update_rate:
+    if m.moe_router_enable_expert_bias is False and a.moe_router_bias_update_rate:
         key = "moe_router_bias_update_rate"
         reason = "the routers of this model have no bias to update"
         judge.refuse(key, reason, f"{key}: 0, and moe_aux_loss_coeff evens out the loads")
@@ -141,34 +123,34 @@ def _check_no_experts(a: Any, judge: Judge) -> None:
         judge.refuse(key, "the model has no experts", f"{key} left out")
 
 
-def _check_prediction_layers(m: ModelNumbers, judge: Judge) -> None:
+def _check_prediction_layers(m: Any, judge: Judge) -> None:
     key, none = "mtp_num_layers", "mtp_num_layers: 0"
-    if m.has_prediction_layers is False:
+    family = _family_of(m)
+    if family is not None and not family.prediction_layers:
         having = ", ".join(name for name, family in FAMILIES.items() if family.prediction_layers)
-        reason = f"{m.model_type} has no layers for multi-token prediction ({having} have)"
+        reason = f"{m.hf_model_type} has no layers for multi-token prediction ({having} have)"
         judge.refuse(key, reason, none)
-    elif m.embedding_is_head:
+    elif m.tie_embeddings_and_output_weights:
         judge.refuse(key, "it is not built for a model whose embedding is its head", none)
 
 
-def _check_fp8(m: ModelNumbers, a: Any, judge: Judge) -> None:
+def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
     """Transformer Engine's 8-bit products: which layers have them, and of what sizes."""
     if a.transformer_impl == "local":
         reason = "its products are Transformer Engine's, and the layers of this run are local ones"
         remedy = "transformer_impl: transformer_engine, or fp8 left out"
         judge.refuse("fp8 transformer_impl", reason, remedy)
     tp, pp = a.tensor_model_parallel_size, a.pipeline_model_parallel_size
-    cut = {"MLP columns": m.ffn_hidden_size, "columns of shared experts": m.shared_columns}
-    if m.num_attention_heads and m.head_channels:
-        groups = m.num_query_groups or m.num_attention_heads
-        cut["channels of all queries"] = m.num_attention_heads * m.head_channels
-        cut["channels of queries, keys and values"] = (
-            m.num_attention_heads + 2 * groups
-        ) * m.head_channels
+    heads, hidden, shared = m.num_attention_heads, m.hidden_size, "columns of shared experts"
+    cut = {"MLP columns": m.ffn_hidden_size, shared: m.moe_shared_expert_intermediate_size}
+    if heads and (channels := m.kv_channels or (hidden and hidden // heads)):
+        groups = m.num_query_groups or heads
+        cut["channels of all queries"] = heads * channels
+        cut["channels of queries, keys and values"] = (heads + 2 * groups) * channels
     sizes = {what: size / tp for what, size in cut.items() if size}
     odd = [f"{size:g} {what}" for what, size in sizes.items() if size % 16]
-    if m.hidden_size and m.hidden_size % 16:
-        odd.append(f"hidden size {m.hidden_size}")
+    if hidden and hidden % 16:
+        odd.append(f"hidden size {hidden}")
     if odd:
         reason = f"8-bit products need sizes that 16 divides, and a rank has {', '.join(odd)}"
         judge.refuse("fp8 tensor_model_parallel_size", reason, "fp8 left out")
@@ -176,7 +158,7 @@ def _check_fp8(m: ModelNumbers, a: Any, judge: Judge) -> None:
         most = (m.num_layers or 0) // pp
         if a.first_last_layers_bf16 and m.num_layers and getattr(a, key) > most:
             reason = f"a pipeline stage has {most} layers"
-            judge.refuse(f"{key} {_PP}", reason, f"{key}: {most}")
+            judge.refuse(f"{key} {PP}", reason, f"{key}: {most}")
 
 
 # ---- layers and the stages of a pipeline
@@ -185,14 +167,14 @@ def _check_fp8(m: ModelNumbers, a: Any, judge: Judge) -> None:
 def _check_layers(layers: int, a: Any, judge: Judge) -> None:
     pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
     layout, stages = a.pipeline_model_parallel_layout, pp * (vpp or 1)
-    proposal = f"{_LAYOUT}: <a layout of {layers} layers>"
+    proposal = f"{LAYOUT}: <a layout of {layers} layers>"
     if layers >= stages:
-        proposal = f"{_LAYOUT}: {balanced_layout(layers, pp, vpp)}"
+        proposal = f"{LAYOUT}: {balanced_layout(layers, pp, vpp)}"
     if isinstance(layout, str):
         counts = [stage.count("t") for stage in layout_stages(layout)]
         if sum(counts) != layers:
             reason = f"it holds {sum(counts)} layers, and the model has {layers}"
-            judge.refuse(_LAYOUT, reason, proposal)
+            judge.refuse(LAYOUT, reason, proposal)
     elif layout is not None:  # a list, or what megatron-core made of it
         return
     elif layers % stages == 0:
@@ -204,27 +186,25 @@ def _check_layers(layers: int, a: Any, judge: Judge) -> None:
     uneven = [count for count in counts if unit and count % unit]
     if uneven:  # megatron-core would look for layers after the last one
         reason = f"it does not divide the {uneven[0]} layers of a pipeline stage"
-        judge.refuse(
-            f"recompute_num_layers {_PP} {_VPP} {_LAYOUT}", reason, "recompute_num_layers: 1"
-        )
+        judge.refuse(f"recompute_num_layers {PP} {VPP} {LAYOUT}", reason, "recompute_num_layers: 1")
 
 
 def _refuse_stages(layers: int, a: Any, proposal: str, judge: Judge) -> None:
     pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
     stages = pp * (vpp or 1)
     if layers >= stages:
-        key = _VPP if vpp and layers % pp == 0 else _PP
+        key = VPP if vpp and layers % pp == 0 else PP
         reason = f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp or 1} = "
         judge.refuse(key, f"{reason}{stages} stages", proposal)
     elif vpp and layers >= pp:
         reason = "it counts chunks on each rank, not layers in a chunk: "
         reason += f"{pp} x {vpp} stages are more than {layers} layers"
         fits = [n for n in range(1, min(vpp, layers + 1)) if layers % (n * pp) == 0]
-        remedy = f"{_LAYOUT}: {balanced_layout(layers, pp)} instead of {_VPP}"
-        judge.refuse(_VPP, reason, f"{_VPP}: {fits[-1]}" if fits else remedy)
+        remedy = f"{LAYOUT}: {balanced_layout(layers, pp)} instead of {VPP}"
+        judge.refuse(VPP, reason, f"{VPP}: {fits[-1]}" if fits else remedy)
     else:
         reason = f"there are more stages than the model's {layers} layers"
-        judge.refuse(_PP, reason, f"{_PP}: {layers}")
+        judge.refuse(PP, reason, f"{PP}: {layers}")
 
 
 def layout_stages(layout: str) -> list[str]:
@@ -286,77 +266,11 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 # ---- config.json
 
 
-def read_model_config(
-    name: str,
-    judge: Judge,
-    *,
-    revision: str | None = None,
-    own_weights: bool = True,
-    files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
-) -> dict[str, Any]:
-    """What the first of `files` that there is in a model's folder holds, or the config.json of a
-    model of the hub; {} where that is refused. own_weights: its weights are read later."""
-    folder, key = Path(name), "model_name_or_path"
-    held = [folder / file for file in files if (folder / file).is_file()]
-    remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
-    if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
-        reason = "it holds adapters, without the model that they belong to"
-        judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}", name)
-    elif own_weights and (other := why_mcore_adapters(folder)):
-        judge.refuse(key, *other, name)
-    elif folder.is_dir() and not held:
-        judge.refuse(key, f"there is no {HF_CONFIG_NAME} in this folder", remedy, name)
-    elif not held and (missing := why_no_model(name)):
-        judge.refuse(key, missing, remedy, name)
-    else:
-        try:
-            if not held:
-                # seconds to import
-                from transformers.utils import cached_file
-
-                held = [Path(cached_file(name, HF_CONFIG_NAME, revision=revision))]
-            return read_json(held[0])
-        except ImportError:
-            raise
-        except Exception as error:  # whatever a hub, a network or a file comes up with
-            lines = str(error).strip().splitlines() or [repr(error)]
-            reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"
-            judge.refuse(key, reason, remedy, name)
-    return {}
-
-
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
     """Every rule between a config.json, as it was read, and the arguments -> lines about losses
     that it asks for, and that this run does not have."""
     check_model(numbers_of(values), a, judge)
     return _unheard_wishes(values, a)
-
-
-# rope scalings whose frequencies do not depend on the length of the sequence
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-def check_hf_config(hf: Any, origin: str, ropes: list[dict[str, Any]], judge: Judge) -> None:
-    """What a family cannot honour of a config.json. hf: transformers' config of a family in the
-    table; ropes: its model_rope.rope_parameters."""
-    family, instead = get_family(hf.model_type), "use_mca: false, to train it as plain torch"
-
-    def refuse(key: str, value: Any, reason: str) -> None:
-        name, reason = f"{key} in config.json of {origin}", f"it cannot be honoured: {reason}"
-        judge.refuse("model_name_or_path", reason, instead, value, name)
-
-    for key, honoured, why in family.refusals:
-        if (value := getattr(hf, key, None)) not in honoured:
-            refuse(key, value, why)
-    if getattr(hf, "quantization_config", None):
-        refuse("quantization_config", None, "save the model in bf16 or fp32 first")
-    for rope in ropes:
-        if (kind := rope["rope_type"]) not in ROPE_TYPES:
-            refuse("rope_type", kind, f"expected one of {', '.join(ROPE_TYPES)}")
-        # default rope in the other models of transformers passes it over, and the scaled ones
-        # cannot run with it
-        if (part := rope.get("partial_rotary_factor") or 1.0) != 1.0 and not family.partial_rotary:
-            refuse("partial_rotary_factor", part, "expected 1.0 or none")
 
 
 def _unheard_wishes(values: dict[str, Any], a: Any) -> list[str]:

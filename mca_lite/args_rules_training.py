@@ -15,12 +15,11 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from .args_keys import FIELDS_OF_MEGATRON, unsupported
-from .args_rules_model import layout_defect, layout_stages
+from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_defect, layout_stages
 from .args_values import Judge, cast
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
-# what report_to may name -> the package that it takes, and the extra that installs it
-REPORTERS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb")}
+REPORTERS = ("tensorboard", "wandb")  # that report_to may name: packages, and our extras too
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 _OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
 # fields of megatron's config that additional_configs cannot set: they follow from other keys ...
@@ -86,29 +85,25 @@ def _normalise_training(a: Any, judge: Judge) -> None:
         a.recompute_num_layers = a.recompute_num_layers or 1
     if a.fp8:
         a.fp8_recipe = a.fp8_recipe or "tensorwise"
-    tp = "tensor_model_parallel_size"
-    if a.sequence_parallel and a.tensor_model_parallel_size == 1 and tp not in judge.bad:
+    if a.sequence_parallel and a.tensor_model_parallel_size == 1 and TP not in judge.bad:
         a.sequence_parallel = False
-        a.notes.append(f"sequence_parallel is switched off: {tp} is 1")
+        a.notes.append(f"sequence_parallel is switched off: {TP} is 1")
     _normalise_layout(a, judge)
 
 
 def _normalise_layout(a: Any, judge: Judge) -> None:
-    key, vpp_key = "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"
-    pp = a.pipeline_model_parallel_size
-    if a.pipeline_model_parallel_layout is not None and judge.bad.isdisjoint(
-        {key, vpp_key, "pipeline_model_parallel_size"}
-    ):
-        layout = a.pipeline_model_parallel_layout.replace(" ", "")
+    layout, pp = a.pipeline_model_parallel_layout, a.pipeline_model_parallel_size
+    if layout is not None and judge.bad.isdisjoint({LAYOUT, VPP, PP}):
+        layout = layout.replace(" ", "")
         if reason := layout_defect(layout, pp):
-            example = f"{key}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
-            judge.refuse(key, reason, example, layout)
+            example = f"{LAYOUT}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)"
+            judge.refuse(LAYOUT, reason, example, layout)
             layout = None
         else:
             stages = len(layout_stages(layout))
             if a.virtual_pipeline_model_parallel_size not in (None, stages // pp):
                 reason = f"the layout has {stages} stages for {pp} pipeline ranks"
-                judge.refuse(vpp_key, reason, f"{vpp_key}: {stages // pp}")
+                judge.refuse(VPP, reason, f"{VPP}: {stages // pp}")
             a.virtual_pipeline_model_parallel_size = stages // pp
         a.pipeline_model_parallel_layout = layout
     if a.virtual_pipeline_model_parallel_size == 1:  # megatron's word for it is None
@@ -117,12 +112,7 @@ def _normalise_layout(a: Any, judge: Judge) -> None:
 
 def check_world(a: Any, judge: Judge) -> None:
     """The parallel degrees against the number of processes."""
-    degrees = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-    world, product = a.world_size, a.model_parallel_size
+    world, product, degrees = a.world_size, a.model_parallel_size, (TP, PP, CP)
     if world % product == 0:
         if judge.bad.isdisjoint(degrees):
             _check_expert_world(a, judge)
@@ -136,11 +126,8 @@ def check_world(a: Any, judge: Judge) -> None:
     first = next(name for name in degrees if getattr(a, name) > 1)
     reason = f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
     reason += f"{world}, is no multiple"
-    torchrun = f"torchrun --nproc_per_node {product}"
-    remedy = (
-        f"a multiple of {product} processes ({torchrun}; of plan and inspect --gpus {product}), "
-    )
-    remedy += f"or {lower}"
+    remedy = f"a multiple of {product} processes (torchrun --nproc_per_node {product}; of plan and "
+    remedy += f"inspect --gpus {product}), or {lower}"
     judge.refuse(" ".join([first, *degrees]), reason, remedy)
 
 
@@ -162,7 +149,7 @@ def _resolve_batches(a: Any, judge: Judge) -> None:
     given, total = a.gradient_accumulation_steps, a.global_batch_size
     a.gradient_accumulation_steps = given or 1
     sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"}
-    sizes |= {f"{name}_parallel_size" for name in ("context", "tensor_model", "pipeline_model")}
+    sizes |= {TP, PP, CP}
     if total is None or not judge.bad.isdisjoint(sizes):
         return
     micro, dp = a.per_device_train_batch_size, a.data_parallel_size
@@ -186,8 +173,7 @@ def _check_layout(a: Any, judge: Judge) -> None:
     pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
     check_virtual_stages(a, judge)
     if vpp and a.gradient_accumulation_steps % pp:
-        keys = "gradient_accumulation_steps global_batch_size virtual_pipeline_model_parallel_size "
-        keys += "pipeline_model_parallel_size"
+        keys = f"gradient_accumulation_steps global_batch_size {VPP} {PP}"
         reason = f"with virtual stages micro-batches run in groups of {pp}, the pipeline's size"
         judge.refuse(keys, reason, f"a multiple of {pp} micro-batches a step")
     both = a.use_distributed_optimizer and a.overlap_grad_reduce
@@ -220,10 +206,8 @@ def _check_layout(a: Any, judge: Judge) -> None:
 def check_virtual_stages(a: Any, judge: Judge) -> None:
     """Virtual stages are those of a pipeline."""
     if a.virtual_pipeline_model_parallel_size and a.pipeline_model_parallel_size == 1:
-        pp, vpp = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-        reason = f"virtual stages need a pipeline, and {pp} is 1"
-        remedy = f"{pp}: 2, or {vpp} left out"
-        judge.refuse(f"{vpp} {pp} pipeline_model_parallel_layout", reason, remedy)
+        reason = f"virtual stages need a pipeline, and {PP} is 1"
+        judge.refuse(f"{VPP} {PP} {LAYOUT}", reason, f"{PP}: 2, or {VPP} left out")
 
 
 def _check_cadence(a: Any, judge: Judge) -> None:
@@ -239,29 +223,23 @@ def _check_cadence(a: Any, judge: Judge) -> None:
         remedy = "eval_strategy: steps, or early_stopping_patience left out"
         judge.refuse("early_stopping_patience eval_strategy", reason, remedy)
     for name in a.report_to:
-        package, extra = REPORTERS[name]
-        _check_installed("report_to", package, extra, judge, name)
+        _check_installed("report_to", name, name, judge, name)
     if a.plot_loss:
         _check_installed("plot_loss", "matplotlib", "plot", judge, True)
 
 
 def _check_best_model(a: Any, judge: Judge) -> None:
-    keys, evaluated = (
-        "load_best_model_at_end eval_strategy",
-        "each checkpoint must be evaluated, but",
-    )
+    keys, but = "load_best_model_at_end eval_strategy", "each checkpoint must be evaluated, but"
     if a.eval_strategy == "no":
         remedy = "eval_strategy: steps and save_strategy: steps"
         judge.refuse(keys, "without evaluation no checkpoint is the best one", remedy)
     elif a.eval_strategy != a.save_strategy:
-        reason = f"{evaluated} eval_strategy is {a.eval_strategy} and save_strategy "
-        reason += a.save_strategy
+        reason = f"{but} eval_strategy is {a.eval_strategy} and save_strategy {a.save_strategy}"
         judge.refuse(f"{keys} save_strategy", reason, f"save_strategy: {a.eval_strategy}")
     elif a.eval_strategy == "steps" and a.save_steps % a.eval_steps:
-        reason = f"{evaluated} save_steps {a.save_steps} is no multiple of eval_steps "
+        reason = f"{but} save_steps {a.save_steps} is no multiple of eval_steps {a.eval_steps}"
         remedy = f"eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}"
-        keys += " eval_steps save_steps logging_steps"
-        judge.refuse(keys, f"{reason}{a.eval_steps}", remedy)
+        judge.refuse(f"{keys} eval_steps save_steps logging_steps", reason, remedy)
 
 
 def _check_installed(key: str, package: str, extra: str, judge: Judge, value: Any) -> None:
@@ -275,18 +253,16 @@ def _check_memory(a: Any, judge: Judge) -> None:
     for key, kind in kinds.items():
         if getattr(a, key) not in (None, False) and a.recompute_granularity != kind:
             reason = f"it belongs to {kind} recomputation, and recompute_granularity is "
+            reason += str(a.recompute_granularity)
             remedy = f"recompute_granularity: {kind}, or {key} left out"
-            judge.refuse(
-                f"{key} recompute_granularity", f"{reason}{a.recompute_granularity}", remedy
-            )
+            judge.refuse(f"{key} recompute_granularity", reason, remedy)
     if not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES):
         remedy = f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}"
         judge.refuse("recompute_modules", "expected parts of a layer", remedy)
     if a.distribute_saved_activations and a.sequence_parallel:
-        key, reason = "distribute_saved_activations", "the activations are shared already"
-        judge.refuse(
-            f"{key} sequence_parallel", f"with sequence_parallel {reason}", f"{key}: false"
-        )
+        reason = "with sequence_parallel the activations are shared already"
+        remedy = "distribute_saved_activations: false"
+        judge.refuse("distribute_saved_activations sequence_parallel", reason, remedy)
 
 
 def _check_precision(a: Any, judge: Judge) -> None:
@@ -428,7 +404,7 @@ def check_schedule(a: Any, judge: Judge) -> None:
     a.lr_scheduler_kwargs = values
     fits = len(judge.problems) == before and judge.bad.isdisjoint({"max_steps", "warmup_steps"})
     if fits and a.max_steps > 0:
-        _check_schedule_steps(a, schedule_steps(a, a.max_steps), judge)
+        _schedule_steps(a, a.max_steps, judge)
 
 
 def _equal(value: Any, number: Any) -> bool:
@@ -446,37 +422,37 @@ class ScheduleSteps(NamedTuple):
     decay: int | None
 
 
-def schedule_steps(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """The steps of the schedule of TrainingArguments over so many optimizer steps."""
-    kwargs, warmup = a.lr_scheduler_kwargs or {}, warmup_steps(a, num_training_steps)
-    if a.lr_scheduler_type == "constant":
-        warmup = 0
-    stable, decay = kwargs.get("num_stable_steps"), kwargs.get("num_decay_steps")
-    if SCHEDULES[a.lr_scheduler_type] != "WSD":
-        return ScheduleSteps(warmup, num_training_steps if decay is None else decay, None)
-    end = num_training_steps
-    if stable is not None:
-        rest = max(num_training_steps - warmup - stable, 1)
-        end = warmup + stable + (rest if decay is None else decay)
-    if decay is None:
-        decay = max(end - warmup - (stable or 0), 1)
-    return ScheduleSteps(warmup, end, decay)
+def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
+    """The steps of the schedule of TrainingArguments over so many optimizer steps. ConfigError
+    where they do not fit together."""
+    judge = Judge(a)
+    steps = _schedule_steps(a, num_training_steps, judge)
+    judge.close()
+    return steps
 
 
 def warmup_steps(a: Any, num_training_steps: int) -> int:
-    """Warm-up in steps, rounded up: warmup_steps, or the share warmup_ratio of all steps."""
-    share = a.warmup_ratio
-    if 0 < a.warmup_steps < 1:  # a share too, as in transformers 5
-        share = a.warmup_steps
-    elif a.warmup_steps:
-        return int(a.warmup_steps)
+    """Warm-up in steps: warmup_steps, or the share warmup_ratio of all steps, rounded up."""
+    if a.lr_scheduler_type == "constant":
+        return 0
+    share = math.ceil(a.warmup_ratio * num_training_steps)
     # a share leaves a step to decay in
-    return min(math.ceil(share * num_training_steps), max(num_training_steps - 1, 0))
+    return a.warmup_steps or min(share, max(num_training_steps - 1, 0))
 
 
-def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
-    warmup, end, decay = steps
-    if warmup >= end and SCHEDULES[a.lr_scheduler_type] != "constant":
+def _schedule_steps(a: Any, num_training_steps: int, judge: Judge) -> ScheduleSteps:
+    kwargs, style = a.lr_scheduler_kwargs, SCHEDULES[a.lr_scheduler_type]
+    end, warmup = num_training_steps, warmup_steps(a, num_training_steps)
+    stable, decay = kwargs.get("num_stable_steps"), kwargs.get("num_decay_steps")
+    if style != "WSD":
+        end, decay = (end if decay is None else decay), None
+    else:
+        if stable is not None:
+            rest = max(end - warmup - stable, 1)
+            end = warmup + stable + (rest if decay is None else decay)
+        if decay is None:
+            decay = max(end - warmup - (stable or 0), 1)
+    if warmup >= end and style != "constant":
         reason = f"{warmup} warm-up steps leave nothing of the {end} steps to decay in"
         remedy = "warmup_steps: 0.1, a share of all steps"
         judge.refuse("warmup_steps lr_scheduler_kwargs", reason, remedy, warmup)
@@ -485,11 +461,4 @@ def _check_schedule_steps(a: Any, steps: ScheduleSteps, judge: Judge) -> None:
         reason += f"leave of {end}"
         name = "lr_scheduler_kwargs.num_decay_steps"
         judge.refuse("lr_scheduler_kwargs", reason, f"num_decay_steps: {end - warmup}", decay, name)
-
-
-def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """schedule_steps() of a run of that length. ConfigError where they do not fit together."""
-    judge, steps = Judge(a), schedule_steps(a, num_training_steps)
-    _check_schedule_steps(a, steps, judge)
-    judge.close()
-    return steps
+    return ScheduleSteps(warmup, end, decay)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import json
@@ -23,20 +22,19 @@ from .args import (
     UseMcaArguments,
 )
 from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
-from .args_rules import check_backend, check_objective_run, check_run
-from .args_rules_model import check_config, read_model_config
-from .args_rules_training import check_world
+from .args_rules import check_backend, check_data, check_finetuning, check_objective_run, check_run
+from .args_rules_model import check_config
+from .args_rules_training import check_training, check_world
 from .args_values import (
     ArgumentGroup,
     ConfigError,
     Judge,
     Problem,
-    cast,
     default_of,
     loads_yaml,
     read_config_file,
-    type_hints,
 )
+from .files import read_model_config
 from .objectives import OBJECTIVES
 
 
@@ -137,30 +135,28 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     own, ignored = own_keys(given, problems)
     if any(problem.reason == _IN_GROUPS for problem in problems):
         raise ConfigError(problems)  # what else is missing may be in those groups
-    switched_off = _without_megatron(own)
-    judges = {group: group.read(own) for group in GROUPS}
-    for judge in judges.values():
-        judge.arguments.check(judge)
-    if needs_world and "WORLD_SIZE" not in os.environ:
-        check_world(judges[TrainingArguments].arguments, judges[TrainingArguments])
-    problems += [problem for judge in judges.values() for problem in judge.problems]
-    run = RunArguments(*(judge.arguments for judge in judges.values()))
-    judge = Judge(run, {problem.key for problem in problems})
-    if run.model_name_or_path:
+    judge = Judge(None, problems)
+    backend = UseMcaArguments.read(own, judge)
+    judge.arguments = run = RunArguments(
+        ModelArguments.read(own, judge),
+        DataArguments.read(own, judge),
+        FinetuningArguments.read(own, judge),
+        TrainingArguments.read(own, judge, backend.use_mca),
+        backend,
+    )
+    if name := run.model_name_or_path:
         revision, own_weights = run.model_revision, not run.train_from_scratch
-        run.model_config = read_model_config(
-            run.model_name_or_path, judge, revision=revision, own_weights=own_weights
-        )
-    run.warnings = [*ignored, *(note for group in run.groups for note in group.notes)]
-    if switched_off:
-        names = ", ".join(switched_off)
-        run.warnings.append(f"use_mca is false: plain torch DDP does without {names}")
-    run.warnings += check_run(run, {key for key in own if own[key] is not None}, judge)
+        run.model_config = read_model_config(name, judge, revision, own_weights)
+    check_training(run.training, judge)
+    if needs_world and "WORLD_SIZE" not in os.environ:
+        check_world(run.training, judge)
+    check_data(run.data, judge)
+    check_finetuning(run.finetuning, judge)
+    run.warnings = [*ignored, *check_run(run, own, judge)]
     if run.model_config:
         # of a degree that the number of processes does not allow the model has its say too
         judge.bad.discard("tensor_model_parallel_size")
         run.warnings += check_config(run.model_config, run, judge)
-    judge.problems[:0] = problems
     judge.close()
     return run
 
@@ -210,8 +206,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
 def _is_value(option: str, word: str) -> bool:
     """Whether the word after `--option` is its value, not the next key or a flag's file."""
     key, equals, _ = word.partition("=")
-    known = key in FIELDS or key in ALIASES
-    known = known or lookup(IGNORED_KEYS, key) or lookup(UNSUPPORTED, key)
+    known = any(lookup(table, key) for table in (FIELDS, ALIASES, IGNORED_KEYS, UNSUPPORTED))
     flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
     if word.startswith("--") or (equals and known):
         return False
@@ -251,23 +246,6 @@ def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str,
             remedy = near[0] if near else "one of the keys that --help lists"
             problems.append(Problem(name, value, "no such key", HINTS.get(name, remedy)))
     return own, ["these keys have no effect: " + ", ".join(ignored)] if ignored else []
-
-
-def _without_megatron(own: dict[str, Any]) -> list[str]:
-    """Where use_mca is false, take megatron-core's keys out -> those that had another value."""
-    with contextlib.suppress(ValueError):  # shown with the other problems
-        if cast(own.get("use_mca", True), bool):
-            return []
-    changed = []
-    for item in dataclasses.fields(TrainingArguments):
-        if item.metadata.get("torch", True) or own.get(item.name) is None:
-            continue
-        with contextlib.suppress(ValueError):  # not of its type: it stays, to be shown
-            value = cast(own[item.name], type_hints(TrainingArguments)[item.name])
-            del own[item.name]
-            if value != default_of(item):
-                changed.append(item.name)
-    return changed
 
 
 def format_help() -> str:

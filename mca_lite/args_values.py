@@ -6,6 +6,7 @@ is a dataclass whose fields are made by arg(); the groups of a run are in args.p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -18,7 +19,7 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import yaml
 
@@ -55,13 +56,13 @@ _OWN_VALUE = object()
 class Judge:
     """Collects the Problems of arguments: an object whose attributes are keys.
 
-    bad: the keys that have a problem. Their values were put back to the default, so a rule that
-    involves one of them says nothing more.
+    problems: those that are known already. bad: the keys that have a problem. Their values were put
+    back to the default, so a rule that involves one of them says nothing more.
     """
 
-    def __init__(self, arguments: Any, bad: Iterable[str] = ()):
-        self.arguments, self.bad = arguments, set(bad)
-        self.problems: list[Problem] = []
+    def __init__(self, arguments: Any, problems: Iterable[Problem] = ()):
+        self.arguments, self.problems = arguments, list(problems)
+        self.bad = {problem.key for problem in self.problems}
 
     def refuse(
         self, keys: str, reason: str, suggestion: str, value: Any = _OWN_VALUE, name: str = ""
@@ -162,8 +163,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = f"it cannot be read: {error}"
-        problem = Problem("config file", str(path), reason, "the path of a YAML file")
-        raise ConfigError([problem]) from None
+        refuse("config file", str(path), reason, "the path of a YAML file")
     try:
         # JSON is YAML but for the tabs between its tokens
         loader = ConfigLoader(text.replace("\t", " ") if str(path).endswith(".json") else text)
@@ -181,11 +181,9 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
             for key, node in root.value
         }
     except (yaml.YAMLError, RecursionError) as error:
-        reason = f"it is no valid configuration: {_first_line(error)}"
-        if isinstance(error, RecursionError):
-            reason = "it is no valid configuration: it is nested too deep"
-        problem = Problem("config file", str(path), reason, "key: value, each key once")
-        raise ConfigError([problem]) from None
+        why = "it is nested too deep" if isinstance(error, RecursionError) else _first_line(error)
+        reason = f"it is no valid configuration: {why}"
+        refuse("config file", str(path), reason, "key: value, each key once")
 
 
 def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
@@ -301,12 +299,6 @@ def _cast_str(value: Any) -> str:
     raise ValueError("expected text")
 
 
-@functools.cache
-def type_hints(group_class: type) -> dict[str, Any]:
-    """Field name -> annotation, as an object."""
-    return typing.get_type_hints(group_class)
-
-
 def parse_size(size: str | int) -> int:
     """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for anything else."""
     if isinstance(size, int):
@@ -364,13 +356,6 @@ def default_of(item: dataclasses.Field) -> Any:
     return item.default
 
 
-def _or_default(value: Any, item: dataclasses.Field) -> Any:
-    """A value, its field's default in place of None, or text where the field has no default."""
-    if value is not None:
-        return value
-    return "" if default_of(item) is MISSING else default_of(item)
-
-
 def example(item: dataclasses.Field) -> str:
     """What to write instead: the key with its default, or with its help text."""
     default = default_of(item)
@@ -381,6 +366,9 @@ def example(item: dataclasses.Field) -> str:
     if isinstance(default, (str, int, float)):
         return f"{item.name}: {default}"
     return f"{item.name}: <{item.metadata['help']}>"
+
+
+_Group = TypeVar("_Group", bound="ArgumentGroup")
 
 
 @dataclass(kw_only=True)
@@ -399,22 +387,30 @@ class ArgumentGroup:
         judge.close()
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Judge:
-        """The Judge of a group made of key -> value, its `arguments`; other groups' keys are passed
-        over, and the group's rules are not asked yet.
+    def read(cls: type[_Group], values: dict[str, Any], judge: Judge, use_mca=True) -> _Group:
+        """The group made of key -> value; its rules are not asked yet. Other groups' keys are
+        passed over, and without use_mca megatron-core's are too.
 
         It does without the constructor, since the rules between groups must see a group that has
         problems too.
         """
-        group = cls.__new__(cls)
-        judge = Judge(group)
+        group, left_out = cls.__new__(cls), []
         for item in dataclasses.fields(cls):
             value = values.get(item.name)
             if value is None and default_of(item) is MISSING:
                 judge.refuse(item.name, "it is required and was not given", example(item), None)
-            setattr(group, item.name, _or_default(value, item))
+                value = ""
+            if value is not None and not (use_mca or item.metadata.get("torch", True)):
+                with contextlib.suppress(ValueError):  # not of its type: it stays, to be shown
+                    if cast(value, _hint(cls, item.name)) != default_of(item):
+                        left_out.append(item.name)
+                    value = None
+            setattr(group, item.name, value)
         group._cast(judge)
-        return judge
+        if left_out:
+            names = ", ".join(left_out)
+            group.notes.append(f"use_mca is false: plain torch DDP does without {names}")
+        return group
 
     def _cast(self, judge: Judge) -> None:
         self.notes: list[str] = []
@@ -427,13 +423,12 @@ class ArgumentGroup:
 
     def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
         """Cast a field in place and check it; what does not work becomes the default."""
-        key, value = item.name, getattr(self, item.name)
-        if default_of(item) is not MISSING:
-            value = _or_default(value, item)
+        key, value, default = item.name, getattr(self, item.name), default_of(item)
+        if value is None and default is not MISSING:
+            value = default
         value = item.metadata.get("words", {}).get(str(value).lower(), value)
         try:
-            # mypy asks whether instances can be hashed; the class is
-            value = cast(value, type_hints(type(self))[key])  # type: ignore[arg-type]
+            value = cast(value, _hint(type(self), key))
             if "choices" in item.metadata:
                 value = cast(value, Literal[tuple(item.metadata["choices"])])
             if "check" in item.metadata and value is not None:
@@ -447,7 +442,9 @@ class ArgumentGroup:
             if value is not None and not all(keeps(value, limit) for _, keeps, limit in limits):
                 wanted = " and ".join(f"{words} {limit}" for words, _, limit in limits)
                 judge.refuse(key, f"it must be {wanted}", example(item), value)
-        setattr(self, key, value if key not in judge.bad else _or_default(None, item))
+        if key in judge.bad:
+            value = "" if default is MISSING else default
+        setattr(self, key, value)
 
     def check(self, judge: Judge) -> None:
         """The rules of a group; its fields hold values of their types."""
@@ -462,6 +459,14 @@ class ArgumentGroup:
     def to_dict(self) -> dict[str, Any]:
         """Field name -> the value in effect, copied."""
         return dataclasses.asdict(self)
+
+
+_type_hints = functools.cache(typing.get_type_hints)
+
+
+def _hint(group_class: type, key: str) -> Any:
+    """The annotation of a field, as an object."""
+    return _type_hints(group_class)[key]
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:

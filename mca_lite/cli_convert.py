@@ -15,7 +15,13 @@ from pathlib import Path
 from .args_values import refuse
 from .cli_errors import finish, parser_of
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import check_can_write, is_of_mcore_adapter, read_json, why_mcore_adapters
+from .files import (
+    check_can_write,
+    is_of_mcore_adapter,
+    read_json,
+    resolve_folder,
+    why_mcore_adapters,
+)
 
 # what belongs to a model beside its weights and config.json
 _SIDE_FILES = (
@@ -60,7 +66,6 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     _refuse_full(dst)
     from . import ckpt, ckpt_folder
     from .ckpt_megatron import MegatronSnapshot
-    from .weights_sources import resolve_folder
 
     if (Path(src) / ckpt_folder.MANIFEST_NAME).is_file():
         record = ckpt_folder.read_manifest(Path(src))

@@ -180,7 +180,6 @@ def _memory_lines(layout: _Layout) -> list[str]:
 def _run_lines(layout: _Layout) -> list[str]:
     """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps says how many."""
     from .args_rules_training import plan_schedule
-    from .data_batches import steps_of_run
     from .optimizers import OPTIMIZERS
 
     args, arguments = layout.args, layout.arguments
@@ -195,7 +194,7 @@ def _run_lines(layout: _Layout) -> list[str]:
         )
     else:
         lines.append("data           not read, since max_steps is given")
-    steps = steps_of_run(args, of_epoch)
+    steps = args.steps_of_run(of_epoch)
     rows = steps * layout.global_batch_size
     lines.append(f"steps          {steps:,} of {layout.global_batch_size} samples, {rows:,} in all")
     most = rows * sum(layout.model.lengths)

@@ -300,13 +300,6 @@ class BatchPlan:
         return chosen[:, self.dp_rank].tolist()
 
 
-def steps_of_run(args, steps_per_epoch: int) -> int:
-    """Optimizer steps of a run: max_steps, or those of num_train_epochs, rounded up."""
-    if args.max_steps > 0:
-        return args.max_steps
-    return math.ceil(args.num_train_epochs * steps_per_epoch)
-
-
 class _MicroBatches:
     """The plan from a position on, as the batch sampler of a DataLoader."""
 

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from .constants import MCA_CONFIG_NAME
+from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
 
@@ -78,6 +78,34 @@ def why_no_model(name: str) -> str | None:
     return reason
 
 
+def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
+    """The local folder of a model: itself, or the hub's snapshot, which may be downloaded.
+
+    ValueError, before the hub is asked, for what can only be a folder and is not there.
+    """
+    if Path(model_name_or_path).is_dir():
+        return Path(model_name_or_path)
+    if missing := why_no_model(model_name_or_path):
+        raise ValueError(f"model {model_name_or_path}: {missing}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    try:
+        found = snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision)
+    except OSError as error:  # a network's and a hub's errors are such
+        words = f"model {model_name_or_path}: expected a folder, or a model of the hub; no such "
+        words += f"folder is here (seen from {Path.cwd()}), and "
+        if isinstance(error, LocalEntryNotFoundError):
+            words += "the hub does not answer, nor has its cache such a model"
+        elif isinstance(error, RepositoryNotFoundError):
+            words += "the hub has none of this name, or one that wants HF_TOKEN"
+        else:
+            words += f"the hub says: {describe_error(error).strip().splitlines()[0]}"
+        raise ValueError(f"{words}. A folder can be named as ./{model_name_or_path}") from error
+    return Path(found)
+
+
 def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
     """Whether a folder's mca_config.json is one that mcore_adapter wrote: it has fields of its own,
     and does not say which class of ours it is for."""
@@ -112,6 +140,45 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(record).__name__}")
     return record
+
+
+def read_model_config(
+    name: str,
+    judge: Any,
+    revision: str | None = None,
+    own_weights: bool = True,
+    files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
+) -> dict[str, Any]:
+    """What the first of `files` that there is in a model's folder holds, or the config.json of a
+    model of the hub; {} where that is refused. judge: args_values.Judge. own_weights: its weights
+    are read later."""
+    folder, key = Path(name), "model_name_or_path"
+    held = [folder / file for file in files if (folder / file).is_file()]
+    remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
+    if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
+        reason = "it holds adapters, without the model that they belong to"
+        judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}", name)
+    elif own_weights and (other := why_mcore_adapters(folder)):
+        judge.refuse(key, *other, name)
+    elif folder.is_dir() and not held:
+        judge.refuse(key, f"there is no {HF_CONFIG_NAME} in this folder", remedy, name)
+    elif not held and (missing := why_no_model(name)):
+        judge.refuse(key, missing, remedy, name)
+    else:
+        try:
+            if not held:
+                # seconds to import
+                from transformers.utils import cached_file
+
+                held = [Path(cached_file(name, HF_CONFIG_NAME, revision=revision))]
+            return read_json(held[0])
+        except ImportError:
+            raise
+        except Exception as error:  # whatever a hub, a network or a file comes up with
+            lines = str(error).strip().splitlines() or [repr(error)]
+            reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"
+            judge.refuse(key, reason, remedy, name)
+    return {}
 
 
 def check_can_write(folder: str | os.PathLike, key: str) -> None:

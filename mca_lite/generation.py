@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from . import lora_files, model_config
 from .args_run import GROUPS
-from .args_values import read_config_file, refuse
+from .args_values import Judge, read_config_file, refuse
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .constants import (
@@ -27,9 +27,8 @@ from .constants import (
     RUN_CONFIG_NAME,
 )
 from .data_chat import ChatRenderer
-from .files import read_json
+from .files import read_json, resolve_folder
 from .model import load_torch_model
-from .weights_sources import resolve_folder
 
 MAX_NEW_TOKENS = 512  # where neither the caller nor generation_config.json says how many
 
@@ -61,7 +60,7 @@ def keys_of_run(folder: str | Path) -> SimpleNamespace:
     config.yaml."""
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     values = read_config_file(path) if path.is_file() else {}
-    groups = (vars(group.read(values).arguments) for group in GROUPS)
+    groups = (vars(group.read(values, Judge(None))) for group in GROUPS)
     return SimpleNamespace(**{key: value for group in groups for key, value in group.items()})
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from . import model_te
 from .args import TrainingArguments
-from .args_rules_model import check_hf_config, check_model, numbers_of, read_model_config
+from .args_rules_model import check_model
 from .args_rules_training import DERIVED_FIELDS, check_virtual_stages
-from .args_values import ConfigError, Judge, Problem, refuse
+from .args_values import Judge, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import describe_error, is_of_mcore_adapter, read_json
+from .files import describe_error, is_of_mcore_adapter, read_json, read_model_config
 from .model_families import FAMILIES, SAME_AS, get_family
-from .model_rope import rope_frequencies, rope_parameters
+from .model_rope import rope_frequencies
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -130,7 +130,7 @@ class PretrainedConfig:
 # derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
 _DERIVED = {*DERIVED_FIELDS.split(), "autocast_dtype", "microbatch_group_size_per_vp_stage"}
 _DERIVED |= {"window_size", "window_attn_skip_freq"}
-_DERIVED |= {"init_method", "output_layer_init_method", "embedding_init_method", "pipeline_dtype"}
+_DERIVED |= {"init_method", "output_layer_init_method", "embedding_init_method"}
 # what decides which rank holds which part of which tensor, under which name
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
@@ -159,23 +159,20 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     sliding_window: int | None = None  # tokens that a query sees, itself included
     sliding_layers: list[int] | None = None  # the layers, from 0, that have the window; None: all
     pre_norms: bool = True  # norms in front of attention and MLP
-    post_norms: bool = (
-        False  # norms of what attention and MLP give, before it is added to the residual stream
-    )
+    # norms of what attention and MLP give, before it is added to the residual stream
+    post_norms: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP give
     logits_scaling: float = 1.0  # the logits are divided by it
     final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
     attn_logit_softcapping: float | None = None  # the same of attention's scores
-    rope_interleave: bool = (
-        False  # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
-    )
+    # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
+    rope_interleave: bool = False
     drop_embeddings: bool = True  # whether hidden_dropout is for the embeddings as well
     loss_chunk_size: int | None = None  # rows of logits that are held at once; None: by the device
     loss_weights_differ: bool = False  # rows weigh differently in the loss: see loss_tokens.py
-    rows_are_packed: bool = (
-        False  # training rows hold several documents: attention without their borders is refused
-    )
+    # training rows hold several documents: attention without their borders is refused
+    rows_are_packed: bool = False
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -185,16 +182,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     moe_grouped_gemm: bool = True
     moe_router_dtype: str | None = "fp32"
     moe_router_load_balancing_type: str = "none"
-    moe_router_bias_update_rate: float = (
-        0.0  # megatron's 1e-3 would change the bias of a model that is merely fine-tuned
-    )
+    # megatron's 1e-3 would change the bias of a model that is merely fine-tuned
+    moe_router_bias_update_rate: float = 0.0
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
-    moe_router_group_score: str = (
-        "top2"  # what a group of experts counts by: its two best, or "max"
-    )
-    perform_initialization: bool = field(
-        default=False
-    )  # weights come from a checkpoint or from sources.InitSource
+    moe_router_group_score: str = "top2"  # what a group of experts counts by: its best two, or max
+    perform_initialization: bool = False  # weights come from a checkpoint, or are drawn by name
 
     def __post_init__(self):
         if isinstance(self.activation_func, str):
@@ -204,7 +196,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.activation_func = ACTIVATIONS[self.activation_func]
         if self.activation_func not in (F.silu, F.gelu):
             self.bias_activation_fusion = False
-        model_te.resolve_layers(self)
+        self.validate()
         if self.transformer_impl == "local":
             self.apply_rope_fusion = False  # TE's kernel: local attention rotates by itself
         # megatron's way to hand an MLP its activation: ours is a SwiGLU of our own
@@ -215,7 +207,6 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
-        self.validate()
         if self.cuda_graph_scope == "full":
             self.cuda_graph_scope = []  # megatron makes the same of its own default, and warns
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
@@ -225,13 +216,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         interleaved = self.virtual_pipeline_model_parallel_size is not None
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
 
-    def changed(self, names: list[str]) -> list[str]:
-        """Those of the fields that have another value than McaModelConfig's default."""
-        default = {f.name: f.default for f in fields(McaModelConfig)}
-        return [name for name in names if getattr(self, name) != default[name]]
-
     def validate(self) -> None:
-        """Check the layout against the model, without a process group. Raises ConfigError."""
+        """Choose the layers, and check the layout against the model, without a process group.
+        Raises ConfigError."""
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
         layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's types know no text
@@ -239,13 +226,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             # m is a layer for multi-token prediction in megatron's syntax: before the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
-        numbers = numbers_of(dict(vars(self)))
-        numbers.has_expert_bias = self.moe_router_enable_expert_bias
-        numbers.te_works = model_te.transformer_engine_works()
         judge = Judge(self)
+        model_te.resolve_layers(self)
         model_te.check_layers(self, judge)
         check_virtual_stages(self, judge)
-        check_model(numbers, self, judge)
+        check_model(self, self, judge, model_te.transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
             # config.json says how many the files hold: a model drawn from a seed may have more
@@ -367,8 +352,7 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
     except Exception as error:  # whatever a made up file leads to in transformers
         reason = f"its {HF_CONFIG_NAME} cannot be used: {describe_error(error)}"
         remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
-        problem = Problem("model_name_or_path", model_name_or_path, reason, remedy)
-        raise ConfigError([problem]) from error
+        refuse("model_name_or_path", model_name_or_path, reason, remedy)
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool):
@@ -386,25 +370,11 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
-    ropes, judge = rope_parameters(hf), Judge(None)
-    check_hf_config(hf, name_or_path or hf.model_type, ropes, judge)
-    judge.close()
-    family, rope = get_family(hf.model_type), ropes[-1]
-    values = family.values(hf)
-    window, types = family.sliding_window(hf), getattr(hf, "layer_types", None)
-    values.update(
-        name_or_path=name_or_path,
-        hf_model_type=hf.model_type,
-        hf_config=hf.to_dict(),
-        rotary_base=rope["rope_theta"],
-        rotary_percent=rope.get("partial_rotary_factor") or 1.0,
-        sliding_window=window,
-        sliding_layers=types
-        and window
-        and [i for i, name in enumerate(types) if name == "sliding_attention"],
-    )
+    family, origin = get_family(hf.model_type), name_or_path or hf.model_type
+    family.check(hf, origin)
+    known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=hf.to_dict())
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
-    return target._build(values, args, name_or_path or hf.model_type)
+    return target._build(family.values(hf) | known, args, origin)
 
 
 def _from_arguments(args) -> dict[str, Any]:
@@ -413,10 +383,8 @@ def _from_arguments(args) -> dict[str, Any]:
     # a saved layout must not outlive the run that it was made for: there None counts too
     values = {key: getattr(args, key) for key in keys}
     out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
-    asked = args.transformer_impl
-    if asked != "auto":
-        model_te.resolve_transformer_impl(asked)  # refuses what does not work here
-    out["transformer_impl"] = asked
+    if args.transformer_impl == "transformer_engine":
+        model_te.refuse_where_absent()
     cuda = torch.cuda.is_available()
     # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
     for name in ("bias_dropout_fusion", "apply_rope_fusion"):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .args_values import refuse
+from .args_values import Judge, refuse
 from .model_family_rows import (
     GEMMA_NORMS,
     GLM4_NORMS,
@@ -75,6 +75,20 @@ _EVERY_LAYER = ("moe_layer_freq", (None, 1), _SPARSE)
 _BY_SOFTMAX = ("scoring_func", (None, "softmax"), "expected softmax")
 _BY_SIGMOID = ("scoring_func", (None, "sigmoid"), "expected sigmoid")
 
+# rope scalings whose frequencies do not depend on the length of the sequence
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_parameters(hf) -> list[dict[str, Any]]:
+    """The rope parameters of a transformers config: one dict, or two for layers with a window and
+    without."""
+    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
+    for kind in kinds:
+        kind.setdefault("rope_type", "default")
+        kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+    return kinds
+
 
 @dataclass(frozen=True)
 class Family:
@@ -105,14 +119,39 @@ class Family:
         if not values.get("num_moe_experts"):
             # megatron refuses what would describe the experts of a dense model
             values = {name: value for name, value in values.items() if not name.startswith("moe_")}
+        rope, types = rope_parameters(hf)[-1], getattr(hf, "layer_types", None)
+        values["rotary_base"] = rope["rope_theta"]
+        values["rotary_percent"] = rope.get("partial_rotary_factor") or 1.0
+        if self.has_windows and (types is None or "sliding_attention" in types):
+            values["sliding_window"] = hf.sliding_window
+            if types and hf.sliding_window:
+                slides = [i for i, name in enumerate(types) if name == "sliding_attention"]
+                values["sliding_layers"] = slides
         return values
 
-    def sliding_window(self, hf) -> int | None:
-        """The window that is in use, in tokens."""
-        types = getattr(hf, "layer_types", None)
-        if not self.has_windows or (types is not None and "sliding_attention" not in types):
-            return None
-        return hf.sliding_window
+    def check(self, hf, origin: str) -> None:
+        """ConfigError where transformers' config of a model of this family asks for what cannot be
+        honoured. origin: what the config.json is called."""
+        judge, instead = Judge(None), "use_mca: false, to train it as plain torch"
+
+        def refuse(key: str, value: Any, reason: str) -> None:
+            name, reason = f"{key} in config.json of {origin}", f"it cannot be honoured: {reason}"
+            judge.refuse("model_name_or_path", reason, instead, value, name)
+
+        for key, honoured, why in self.refusals:
+            if (value := getattr(hf, key, None)) not in honoured:
+                refuse(key, value, why)
+        if getattr(hf, "quantization_config", None):
+            refuse("quantization_config", None, "save the model in bf16 or fp32 first")
+        for rope in rope_parameters(hf):
+            if (kind := rope["rope_type"]) not in ROPE_TYPES:
+                refuse("rope_type", kind, f"expected one of {', '.join(ROPE_TYPES)}")
+            # default rope in the other models of transformers passes it over, and the scaled ones
+            # cannot run with it
+            part = rope.get("partial_rotary_factor") or 1.0
+            if part != 1.0 and not self.partial_rotary:
+                refuse("partial_rotary_factor", part, "expected 1.0 or none")
+        judge.close()
 
 
 # -- what several families share

@@ -4,21 +4,10 @@
 """
 
 import copy
-from typing import Any
 
 import torch
 
 from .parallel import device
-
-
-def rope_parameters(hf) -> list[dict[str, Any]]:
-    """The model's rope parameters: one dict, or two for layers with a window and without."""
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
-    kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
-    for kind in kinds:
-        kind.setdefault("rope_type", "default")
-        kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
-    return kinds
 
 
 def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:

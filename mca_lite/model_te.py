@@ -8,6 +8,7 @@ measured with TE 2.11 and cuDNN 9.14 on an H200.
 import functools
 import re
 import warnings
+from dataclasses import fields
 
 import torch
 
@@ -55,20 +56,24 @@ def transformer_engine_works() -> bool:
     return reason is None
 
 
-def resolve_transformer_impl(asked: str) -> str:
-    """ "local" or "transformer_engine" for "auto", "local" or "transformer_engine"."""
-    if asked == "auto":
-        return "transformer_engine" if transformer_engine_works() else "local"
-    if asked == "transformer_engine" and not transformer_engine_works():
+def refuse_where_absent() -> None:
+    """ConfigError where Transformer Engine, which a run asks for, does not work here."""
+    if not transformer_engine_works():
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"
-        refuse("transformer_impl", asked, reason, "transformer_impl: local or auto")
-    return asked
+        remedy = "transformer_impl: local or auto"
+        refuse("transformer_impl", "transformer_engine", reason, remedy)
+
+
+def _changed(config, names: list[str]) -> list[str]:
+    """Those of the fields that have another value than their default."""
+    default = {f.name: f.default for f in fields(config)}
+    return [name for name in names if getattr(config, name) != default[name]]
 
 
 def needs_local(config) -> list[str]:
     """What of a McaModelConfig TE's layers lack, or do wrong."""
-    needs = config.changed(ONLY_LOCAL)
+    needs = _changed(config, ONLY_LOCAL)
     channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
     if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
         needs.append("heads of more than 128 channels")
@@ -83,8 +88,9 @@ def resolve_layers(config) -> None:
     TE multiplies float32 in tf32, so that auto means it for bf16 and fp16 alone.
     """
     if config.transformer_impl == "auto":
-        plain = needs_local(config) or not (config.bf16 or config.fp16)
-        config.transformer_impl = "local" if plain else resolve_transformer_impl("auto")
+        suits = (config.bf16 or config.fp16) and not needs_local(config)
+        works = suits and transformer_engine_works()
+        config.transformer_impl = "transformer_engine" if works else "local"
 
 
 def check_layers(config, judge: Judge) -> None:
@@ -93,7 +99,7 @@ def check_layers(config, judge: Judge) -> None:
     if config.transformer_impl == "transformer_engine" and needs:
         reason = f"{config.hf_model_type} needs {', '.join(needs)}, which only the local layers "
         judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
-    for name in config.changed(NOT_LOCAL) if config.transformer_impl == "local" else ():
+    for name in _changed(config, NOT_LOCAL) if config.transformer_impl == "local" else ():
         reason = f"{name}: the local layers have no such thing"
         key = f"additional_configs.{name}"
         judge.refuse(name, reason, f"{name} left out", getattr(config, name), key)

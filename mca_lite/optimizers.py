@@ -46,13 +46,9 @@ def register_optimizer(
     float32 master weights under megatron-core. ValueError for a name that is taken. Call it before
     the configuration is parsed, on every rank.
     """
-    _add(name, Optimizer(make, tuple(states), counts_steps), *aliases)
-
-
-def _add(name: str, row: Optimizer, *aliases: str) -> None:
     for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
         raise ValueError(f"optim {taken} is registered already: choose another name")
-    OPTIMIZERS[name] = row
+    OPTIMIZERS[name] = Optimizer(make, tuple(states), counts_steps)
     OPTIMIZER_ALIASES.update(dict.fromkeys(aliases, name))
 
 
@@ -84,17 +80,13 @@ def _sgd(groups: list[dict], args):
     return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
 
 
-_add(
-    "adam",
-    Optimizer(
-        _adam,
-        states=("exp_avg", "exp_avg_sq"),
-        counts_steps=True,
-        megatron="adam",
-        distributed=True,
-        halves=_adam_of_halves,
-    ),
-    "adamw_torch",
-    "adamw_torch_fused",
+OPTIMIZERS["adam"] = Optimizer(
+    _adam,
+    states=("exp_avg", "exp_avg_sq"),
+    counts_steps=True,
+    megatron="adam",
+    distributed=True,
+    halves=_adam_of_halves,
 )
-_add("sgd", Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd"))
+OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
+OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")

@@ -27,7 +27,6 @@ from . import (
     plan_advice,
     watchdog,
     weights_convert,
-    weights_sources,
 )
 from .args_rules import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
 from .args_rules_model import check_torch_experts, check_torch_packing
@@ -43,9 +42,8 @@ from .constants import (
     RUN_CONFIG_NAME,
 )
 from .data import DatasetBundle, TokenDataset, load_datasets
-from .data_batches import steps_of_run
 from .data_packs import Packs
-from .files import check_can_write, read_json, write_file, write_json
+from .files import check_can_write, read_json, resolve_folder, write_file, write_json
 from .lora_sites import host_of
 from .model_config import load_tokenizer
 from .model_families import FAMILIES
@@ -53,7 +51,7 @@ from .objectives import OBJECTIVES, Objective
 from .trainer_callbacks import StopSignals, TrainerCallback
 from .trainer_evaluation import records_of
 from .trainer_generate import generate, scores
-from .weights_sources import GrownSource, SafetensorsSource, check_shapes, resolve_folder
+from .weights_sources import GrownSource, SafetensorsSource, check_shapes
 
 
 @dataclass
@@ -99,9 +97,8 @@ def make_plan(arguments: RunArguments) -> Plan:
     folder = resolve_folder(keys.model_name_or_path, keys.model_revision)
     planned = _plan_model(arguments, folder, keys.train_from_scratch, arguments.model_config)
     _open_source(planned)
-    tokenizer = load_tokenizer(folder, keys.trust_remote_code)
     judge = Judge(arguments)
-    num_new, report = _plan_new_tokens(arguments, tokenizer, planned, judge)
+    tokenizer, num_new, report = _plan_tokenizer(arguments, planned, judge)
     if arguments.finetuning.finetuning_type == "lora":
         _plan_adapters(arguments, planned, num_new, judge)
     judge.close()
@@ -115,7 +112,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     data.report[:0] = report
     if data.train is not None and not arguments.data.streaming:
         of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
-    steps = steps_of_run(args, of_epoch)
+    steps = args.steps_of_run(of_epoch)
     if data.train is not None and args.max_steps <= 0:  # else its rule knew the steps
         plan_schedule(args, steps)  # refuses what leaves nothing to decay
     return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
@@ -172,23 +169,30 @@ def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedMode
     return second
 
 
-def _plan_new_tokens(
-    arguments: RunArguments, tokenizer, planned: PlannedModel, judge: Judge
-) -> tuple[int, list[str]]:
-    """Put the keys' new tokens into the tokenizer, and plan their rows -> (new tokens, lines for
-    the report).
+def _plan_tokenizer(
+    arguments: RunArguments, planned: PlannedModel, judge: Judge
+) -> tuple[Any, int, list[str]]:
+    """Load the tokenizer, put the keys' new tokens into it, and plan their rows -> (tokenizer, new
+    tokens, lines for the report).
 
     With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: what is not
     trained stays as it began.
     """
     keys, finetuning = arguments.model, arguments.finetuning
     asked = bool(keys.add_tokens or keys.add_special_tokens)
-    added = weights_sources.add_tokens(tokenizer, keys.add_tokens, keys.add_special_tokens)
-    old = planned.old_vocab_size
-    size = weights_sources.grown_size(tokenizer, old, keys.resize_vocab or asked, judge)
-    new = max(added, size - old)
+    tokenizer = load_tokenizer(planned.folder, keys.trust_remote_code)
+    known, old = len(tokenizer), planned.old_vocab_size
+    tokenizer.add_tokens(keys.add_tokens or [])
+    tokenizer.add_tokens(keys.add_special_tokens or [], special_tokens=True)
+    size = max(len(tokenizer), old)
+    if size > old and not (keys.resize_vocab or asked):
+        reason = f"the tokenizer has {size} tokens, and the model's vocab_size is {old}: they do "
+        reason += "not belong together, or new tokens were added without growing the embedding"
+        judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it")
+    new = max(len(tokenizer) - known, size - old)
     if not new:
-        return 0, ["vocabulary: the tokenizer had all of the new tokens"] if asked else []
+        had = "vocabulary: the tokenizer had all of the new tokens"
+        return tokenizer, 0, [had] if asked else []
     line = f"vocabulary: {new} new token{'s' if new > 1 else ''}"
     if size > old:
         _grow(planned, size)
@@ -197,7 +201,7 @@ def _plan_new_tokens(
     if finetuning.finetuning_type == "lora" and not given:
         finetuning.modules_to_save = list(EMBEDDING_AND_HEAD)
         line += "; modules_to_save is embed_tokens, lm_head, which trains them"
-    return new, [line]
+    return tokenizer, new, [line]
 
 
 def _grow(planned: PlannedModel, size: int) -> None:

@@ -20,7 +20,7 @@ from . import before_megatron, ckpt, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
-from .data_batches import BatchPlan, Collator, make_loader, pad_batch, steps_of_run
+from .data_batches import BatchPlan, Collator, make_loader, pad_batch
 from .data_stream import TokenStream
 from .log import Report, run_summary
 from .log_speed import ModelWork, Throughput, model_work
@@ -313,7 +313,7 @@ class McaTrainer:
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
         args = self.args
         self.batch_plan = plan = plan_batches(self, self.train_dataset)
-        max_steps = steps_of_run(args, plan.steps_per_epoch)
+        max_steps = args.steps_of_run(plan.steps_per_epoch)
         self.state = TrainerState(
             max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch
         )

@@ -28,13 +28,13 @@ from .data_batches import documents_of, split_documents
 from .data_cache import cache_folder
 from .data_files import SIDES
 from .data_packs import Packs, WithReference, samples_of
+from .files import resolve_folder
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
 from .objectives import OBJECTIVES
 from .packed_rows import pack_batch
 from .trainer import McaTrainer
 from .trainer_evaluation import by_sample, collecting, sum_documents
 from .trainer_reference import is_same_model, reference_of
-from .weights_sources import resolve_folder
 
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
 # DPOConfig's fields -> the configuration keys that mean the same
@@ -162,7 +162,7 @@ class DPOTrainer(McaTrainer):
         if keys.ref_model == "model":
             return planned.folder
         if keys.ref_model not in (None, *REFERENCES):
-            return Path(resolve_folder(keys.ref_model, arguments.model.model_revision))
+            return resolve_folder(keys.ref_model, arguments.model.model_revision)
         judge = Judge(keys)
         # new tokens bring modules_to_save that the file does not name
         check = OBJECTIVES[keys.stage].check_keys

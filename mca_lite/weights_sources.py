@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from .args_values import Judge
 from .constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from .files import describe_error, read_json, why_no_model
+from .files import describe_error, read_json, resolve_folder
 from .model_families import FAMILIES
 from .model_family_rows import UNUSED_TENSORS
 from .weights_files import file_parts, file_tensors, holds_fused_experts, open_safetensors
@@ -218,58 +217,12 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, which may be downloaded.
-
-    ValueError, before the hub is asked, for what can only be a folder and is not there.
-    """
-    if Path(model_name_or_path).is_dir():
-        return Path(model_name_or_path)
-    if missing := why_no_model(model_name_or_path):
-        raise ValueError(f"model {model_name_or_path}: {missing}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    try:
-        found = snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision)
-    except OSError as error:  # a network's and a hub's errors are such
-        words = f"model {model_name_or_path}: expected a folder, or a model of the hub; no such "
-        words += f"folder is here (seen from {Path.cwd()}), and "
-        if isinstance(error, LocalEntryNotFoundError):
-            words += "the hub does not answer, nor has its cache such a model"
-        elif isinstance(error, RepositoryNotFoundError):
-            words += "the hub has none of this name, or one that wants HF_TOKEN"
-        else:
-            words += f"the hub says: {describe_error(error).strip().splitlines()[0]}"
-        raise ValueError(f"{words}. A folder can be named as ./{model_name_or_path}") from error
-    return Path(found)
-
-
 # -- new tokens ------------------------------------------------------------------------------------
 
 # A new row of embedding and head begins as the mean of the rows that the model has, in that matrix,
 # summed in float64 in the order of the file: the same in every layout and on both backends,
 # whatever else is drawn at random.
 MEAN_ROWS = 4096  # of the matrix are in memory at a time
-
-
-def add_tokens(tokenizer, tokens: list[str] | None, special_tokens: list[str] | None) -> int:
-    """Teach the tokenizer these tokens -> how many of them it did not know."""
-    known = len(tokenizer)  # add_tokens() counts those too that it knew
-    tokenizer.add_tokens(tokens or [])
-    tokenizer.add_tokens(special_tokens or [], special_tokens=True)
-    return len(tokenizer) - known
-
-
-def grown_size(tokenizer, vocab_size: int, resize: bool, judge: Judge) -> int:
-    """The model's vocab_size after growing it for the tokenizer, which is refused if not resize."""
-    if len(tokenizer) > vocab_size and not resize:
-        reason = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is "
-        reason += f"{vocab_size}: they do not belong together, or new tokens were added without "
-        reason += "growing the embedding"
-        judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it", False)
-    return max(len(tokenizer), vocab_size)
 
 
 def mean_row(read: Callable[[slice], torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:

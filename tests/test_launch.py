@@ -17,10 +17,10 @@ from mca_lite import world as launcher
 from mca_lite.args import DataArguments
 from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.data_files import resolve
+from mca_lite.files import resolve_folder
 from mca_lite.objectives import OBJECTIVES
 from mca_lite.output_folder import OutputFolderError
 from mca_lite.weights_files import name_shards, write_shards
-from mca_lite.weights_sources import resolve_folder
 from tests.shared import world
 from tests.shared.commands import ROOT, SHORT, run
 from tests.shared.training import read_log

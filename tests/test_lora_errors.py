@@ -236,6 +236,7 @@ def finetuning(**keys):
 def test_the_keys_are_those_of_llama_factory():
     from mca_lite.args import FinetuningArguments
     from mca_lite.args_run import own_keys
+    from mca_lite.args_values import Judge
 
     values = dict(
         finetuning_type="lora",
@@ -243,7 +244,7 @@ def test_the_keys_are_those_of_llama_factory():
         lora_alpha=32,
         additional_target="lm_head",
     )
-    got = FinetuningArguments.read(own_keys(values, [])[0]).arguments
+    got = FinetuningArguments.read(own_keys(values, [])[0], Judge(None))
     assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
     assert got.modules_to_save == ["lm_head"]
 
