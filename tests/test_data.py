@@ -198,6 +198,11 @@ def test_mix_weights_give_the_proportions_of_an_epoch(tokenizer, tmp_path):
         3,
         3,
     ]  # spread evenly
+    again, other = (
+        texts(tokenizer, load(tokenizer, "sft", *files, mix_weights=[3.0, 1.0], seed=seed).train)
+        for seed in (42, 7)
+    )
+    assert [text[0] for text in again] == read != [text[0] for text in other]  # which 3 is drawn
     assert "mix: 9 samples an epoch from the 2 of dataset 1" in bundle.report
     for wrong in ([1.0], [1.0, -1.0]):
         with pytest.raises(ValueError, match="(?s)mix_weights.*rate"):
@@ -260,14 +265,15 @@ def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
     again = load(tokenizer, "sft", file, packing=packing).train
     assert again.fingerprint != first.fingerprint and again.identity == first.identity
     assert WithReference(again, None).identity == first.identity
-    others = dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)
+    others = [dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)]
+    others += [dict(default_system="d"), dict(train_on_prompt=True), dict(enable_thinking=False)]
     other = [load(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
     write(tmp_path / "a.jsonl", "b", "d")
     other.append(load(tokenizer, "sft", file, packing=packing).train)
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = CHATML.replace("\n", "#")
     other.append(load(changed, "sft", file, packing=packing).train)
-    assert len({first.identity, *(dataset.identity for dataset in other)}) == 6
+    assert len({first.identity, *(dataset.identity for dataset in other)}) == 9
 
 
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
