@@ -249,6 +249,9 @@ def there_and_back(path: str, out: str) -> list[dict]:
         folder.mkdir(parents=True)
         snapshot = backend.snapshot(with_optimizer=True, copy=False)
         snapshot.finish(folder, [snapshot.write(folder)[1]])
+    backend.load_state(Path(out, "0"), with_optimizer=False)  # weights that somebody else sets
+    for inner, parameter, main, _ in _owned(optimizer, backend.model):
+        assert torch.equal(inner.master(main), parameter.detach().float())
     return found
 
 
