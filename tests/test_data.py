@@ -300,6 +300,17 @@ def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer
         assert texts(tokenizer, bundle.train) == [f"{column}<|im_end|>"]
 
 
+def test_a_large_file_is_hashed_again_where_its_time_has_changed(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_cache, "HASH_DIRECTLY_BELOW_BYTES", 0)
+    for answer, written_at in (("b", 1_000_000), ("c", 2_000_000)):  # of one size
+        file = write(tmp_path / "a.jsonl", answer)
+        os.utime(file, (written_at, written_at))
+        for _ in range(2):
+            bundle = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "cache"))
+            assert texts(tokenizer, bundle.train) == [f"{answer}<|im_end|>"]
+    assert len([*(tmp_path / "cache" / "hashes").glob("*[0-9a-f]")]) == 2
+
+
 def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "b")
     folder = load(tokenizer, "sft", file).train.shards[0].folder
