@@ -318,6 +318,9 @@ def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_p
     (folder / "meta.json").write_text(json.dumps({**meta, "created": 0, "notes": ["old"]}))
     assert "  note: old" in load(tokenizer, "sft", file).report
     assert "  note: old" not in load(tokenizer, "sft", file, overwrite_cache=True).report
+    written = (folder / "meta.json").read_text()
+    load(tokenizer, "sft", file, overwrite_cache=True)  # as the other ranks of a run do
+    assert (folder / "meta.json").read_text() == written
 
 
 def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monkeypatch):
