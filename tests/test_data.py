@@ -562,6 +562,13 @@ def test_the_collator_pads_on_the_right():
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
+def test_the_collator_numbers_the_documents_of_a_row():
+    one, other = ({"input_ids": ids, "labels": ids} for ids in ([1, 2], [3]))
+    batch = Collator(pad_token_id=9)([[one, other, one], [other]])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 1, 2], [3, 9, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 2, 3, 3], [1, 0, 0, 0, 0]]
+
+
 @pytest.mark.parametrize(
     ("micro", "accumulation", "dp"),
     [(1, 12, 1), (2, 6, 1), (2, 2, 3), (3, 1, 4), (1, 3, 4), (12, 1, 1)],
