@@ -87,12 +87,18 @@ def system_of_the_filesystem(folder: Path) -> bytes:
     return opcodes + b"\x93X" + len(command).to_bytes(4, "little") + command + b"\x85R."
 
 
+def saved_by_torch(folder: Path) -> bytes:
+    """torch's own functions, beside the dtypes that an index names in the same module."""
+    return call("torch", "save", b"N", text(folder / "ran")) + b"."
+
+
 def changed_class(folder: Path) -> bytes:
     """BUILD with a state of two parts sets attributes, also those of a class."""
     return b"c%s\nMetadata\n(N(dVversion\nVchanged\nstb." % b"torch.distributed.checkpoint.metadata"
 
 
 CRAFTED = {
+    "torch.save": (saved_by_torch, "torch.save"),
     "torch.load": (loaded_by_torch, "_get_device_module"),
     "os": (system, "system"),
     "dotted": (system_of_the_filesystem, "os.system"),

@@ -198,6 +198,11 @@ def test_mix_weights_give_the_proportions_of_an_epoch(tokenizer, tmp_path):
         3,
         3,
     ]  # spread evenly
+    again, other = (
+        texts(tokenizer, load(tokenizer, "sft", *files, mix_weights=[3.0, 1.0], seed=seed).train)
+        for seed in (42, 7)
+    )
+    assert [text[0] for text in again] == read != [text[0] for text in other]  # which 3 is drawn
     assert "mix: 9 samples an epoch from the 2 of dataset 1" in bundle.report
     for wrong in ([1.0], [1.0, -1.0]):
         with pytest.raises(ValueError, match="(?s)mix_weights.*rate"):
@@ -260,14 +265,15 @@ def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
     again = load(tokenizer, "sft", file, packing=packing).train
     assert again.fingerprint != first.fingerprint and again.identity == first.identity
     assert WithReference(again, None).identity == first.identity
-    others = dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)
+    others = [dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)]
+    others += [dict(default_system="d"), dict(train_on_prompt=True), dict(enable_thinking=False)]
     other = [load(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
     write(tmp_path / "a.jsonl", "b", "d")
     other.append(load(tokenizer, "sft", file, packing=packing).train)
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = CHATML.replace("\n", "#")
     other.append(load(changed, "sft", file, packing=packing).train)
-    assert len({first.identity, *(dataset.identity for dataset in other)}) == 6
+    assert len({first.identity, *(dataset.identity for dataset in other)}) == 9
 
 
 def test_a_tokenizer_that_cuts_special_tokens_is_another_one(tokenizer):
@@ -302,6 +308,17 @@ def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer
         assert texts(tokenizer, bundle.train) == [f"{column}<|im_end|>"]
 
 
+def test_a_large_file_is_hashed_again_where_its_time_has_changed(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_cache, "HASH_DIRECTLY_BELOW_BYTES", 0)
+    for answer, written_at in (("b", 1_000_000), ("c", 2_000_000)):  # of one size
+        file = write(tmp_path / "a.jsonl", answer)
+        os.utime(file, (written_at, written_at))
+        for _ in range(2):
+            bundle = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "cache"))
+            assert texts(tokenizer, bundle.train) == [f"{answer}<|im_end|>"]
+    assert len([*(tmp_path / "cache" / "hashes").glob("*[0-9a-f]")]) == 2
+
+
 def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", "b")
     folder = load(tokenizer, "sft", file).train.shards[0].folder
@@ -312,6 +329,9 @@ def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_p
         for again in (False, True)
     ]
     assert [shard.meta["first_bad"] for shard in shards] == [["old"], []]
+    written = (folder / "meta.json").read_text()
+    load(tokenizer, "sft", file, overwrite_cache=True)  # as the other ranks of a run do
+    assert (folder / "meta.json").read_text() == written
 
 
 def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monkeypatch):
@@ -551,6 +571,13 @@ def test_the_collator_pads_on_the_right():
     assert batch["labels"].tolist() == [[2, 3, 4], [6, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_the_collator_numbers_the_documents_of_a_row():
+    one, other = ({"input_ids": ids, "labels": ids} for ids in ([1, 2], [3]))
+    batch = Collator(pad_token_id=9)([[one, other, one], [other]])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 1, 2], [3, 9, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 2, 3, 3], [1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,8 @@ def test_blocks_of_llama_factory_are_read():
 
 
 def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
-    tokenizer, part = encode(CALLS[:4], CHATML, [ADD])
+    thinking = CALLS[1] | {"reasoning_content": "\nI add.\n"}  # as models write it
+    tokenizer, part = encode([CALLS[0], thinking, *CALLS[2:4]], CHATML, [ADD])
     described = json.dumps({"type": "function", "function": ADD}, ensure_ascii=False)
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     text = tokenizer.decode(part.ids)

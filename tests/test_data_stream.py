@@ -348,8 +348,12 @@ def test_the_identity_names_files_and_order(tmp_path):
     found.append(stream(tmp_path, file, buffer_size=3).identity)
     found.append(stream(tmp_path, file, seed=1).identity)
     found.append(stream(tmp_path, file, cutoff_len=8).identity)
+    found.append(stream(tmp_path, file, val_size=2).identity)
     with open(file, "a") as more:
         more.write("\n")
     found.append(stream(tmp_path, file).identity)
-    assert found[0] == found[1] and len(set(found)) == 5
+    text = (tmp_path / "a.jsonl").read_text()
+    (tmp_path / "a.jsonl").write_text(text.replace("a0-", "b0-"))  # as long as before
+    found.append(stream(tmp_path, file).identity)
+    assert found[0] == found[1] and len(set(found)) == 7
     assert np.char.startswith(found, "streamed-").all()

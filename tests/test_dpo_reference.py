@@ -3,6 +3,7 @@ refused where it is foreign.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -404,19 +405,21 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
 
 
 def scores(path, adapter, out, keys) -> tuple:
-    """(what the reference says, twice, and whether the policy trains on) of a model in training,
-    with dropout.
+    """(what the reference says, twice, and a second model as the reference; whether the policy
+    trains on) of a model in training, with dropout.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.lora import adapters_of
     from mca_lite.lora_files import load_adapter
+    from mca_lite.trainer_evaluation import by_sample
 
     args = TrainingArguments(output_dir=out, attention_dropout=0.3, hidden_dropout=0.3, **keys)
-    trainer = DPOTrainer(
-        load_adapter(AutoModel.from_pretrained(path, args), adapter, 0.3), DPOConfig(), args=args
-    )
+    model, second = (AutoModel.from_pretrained(path, args) for _ in range(2))
+    trainer = DPOTrainer(load_adapter(model, adapter, 0.3), DPOConfig(), second, args)
     trainer.backend.train_mode(True)
     found = [trainer._score(Pairs()).tolist() for _ in range(2)]
+    run = functools.partial(trainer._reference_logps, trainer.ref_chunks)
+    found.append(by_sample(trainer, Pairs(), run, (2,)).tolist())
     return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[
         0
     ].training
@@ -433,9 +436,12 @@ def expected_scores(path) -> list:
 
 def test_the_reference_has_neither_dropout_nor_adapters(start, tmp_path):
     [wanted] = world.run(expected_scores, 1, start[0])
-    for (first, second), in_training in world.run(scores, 2, *start, str(tmp_path), dict(PP2)):
-        assert first == second and in_training
+    for (first, again, of_second), in_training in world.run(
+        scores, 2, *start, str(tmp_path), dict(PP2)
+    ):
+        assert first == again and in_training
         np.testing.assert_allclose(first, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(of_second, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):

@@ -1,10 +1,11 @@
-"""Small files are written whole or not at all."""
+"""Small files are written whole or not at all; checksums."""
 
 import os
+import zlib
 
 import pytest
 
-from mca_lite.files import write_file, write_json
+from mca_lite.files import checksum, write_file, write_json
 
 
 def test_a_written_file_replaces_the_old_one(tmp_path):
@@ -27,3 +28,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         write_file(tmp_path / "state.json", "new")
     assert (tmp_path / "state.json").read_text() == "old"
     assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_a_checksum_is_of_the_whole_file(tmp_path):
+    content = os.urandom(2_500_000)  # it is read a MiB at a time
+    (tmp_path / "weights").write_bytes(content)
+    assert checksum(tmp_path / "weights") == (len(content), zlib.crc32(content))

@@ -22,7 +22,15 @@ from mca_lite.args import TrainingArguments
 from mca_lite.args_run import parse_args
 from mca_lite.log import Report, format_progress, format_summary
 from mca_lite.log_read import format_duration, read_log, smooth
-from mca_lite.trainer_callbacks import BestModel, EarlyStopping, TrainerControl, TrainerState
+from mca_lite.trainer_callbacks import (
+    BestModel,
+    EarlyStopping,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    export_states,
+    restore_states,
+)
 from tests.shared.training import Clock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,6 +183,24 @@ def test_early_stopping_refuses_numbers_that_mean_nothing(key, value):
     keys = {"early_stopping_patience": 1, f"early_stopping_{key}": value}
     with pytest.raises(ValueError, match=f"early_stopping_{key}"):
         TrainingArguments(output_dir="out", eval_strategy="epoch", **keys)
+
+
+class Counter(TrainerCallback):
+    def __init__(self, count: int = 0):
+        self.count = count
+
+    def state_dict(self) -> dict:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["count"]
+
+
+def test_two_callbacks_of_a_class_get_each_its_own_state_again():
+    states = json.loads(json.dumps(export_states([Counter(1), BestModel(), Counter(2)])))
+    again = [Counter(), Counter(), Counter(7)]  # the third one is new in the resumed run
+    restore_states(again, states)
+    assert [callback.count for callback in again] == [1, 2, 7]
 
 
 # trainer_log.jsonl and the progress line

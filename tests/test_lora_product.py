@@ -92,6 +92,19 @@ def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
     assert torch.equal(got, (base + adapter(x)).to(dtype))
 
 
+@torch.no_grad()
+def test_a_weight_that_is_replaced_after_a_product_is_the_one_of_the_next():
+    one, other = (
+        Linear(12, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in "ab"
+    )
+    for linear in (one, other):
+        attach_beside(linear, adapter_of(NAMES["one"], None)[0])
+    x = torch.randn(5, 12).bfloat16()
+    one(x)  # moves the weight into the memory that has room for B beside it
+    one.weight.data = other.weight.data.clone()
+    assert torch.equal(one(x), other(x))
+
+
 def experts_of(names, dtype):
     """(adapter of three experts, 8 -> 2 * 6 or 6 -> 8, no matrix zero; fc1 and fc2, frozen)."""
     generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -320,6 +321,18 @@ def test_dropout_of_the_residual_stream_is_the_configs_and_leaves_the_embedding_
         zeros_behind_the_embedding, 1, [(seed, {}), (phi, {}), (llama, dict(hidden_dropout=0.5))]
     )[0]
     assert got == [(False, 0.3), (False, 0.4), (True, 0.5)]
+
+
+def test_embeddings_in_bf16_are_scaled_by_the_factor_in_bf16():
+    """As transformers' own are: sqrt(12) is 3.4641, and 3.4688 in bf16."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    from mca_lite.model import _scale_embedding
+
+    theirs, ids = Gemma3TextScaledWordEmbedding(11, 12, 0, 12**0.5).bfloat16(), torch.arange(11)
+    ours = SimpleNamespace(config=SimpleNamespace(embedding_multiplier=12**0.5))
+    scaled = _scale_embedding(ours, (ids,), theirs.weight[ids])
+    assert torch.equal(scaled, theirs(ids))
 
 
 def test_what_only_local_layers_have_is_refused_with_transformer_engine():

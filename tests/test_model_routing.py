@@ -1,9 +1,12 @@
 """Routing against transformers' own routers, and the balancing losses by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mca_lite.args import TrainingArguments
+from mca_lite.backend import Backend
 from mca_lite.model_routing import (
     BalancingLosses,
     RouterStatistics,
@@ -97,6 +100,16 @@ def test_choices_and_weights_are_those_of_transformers(name, changes, keys):
     )
 
 
+def test_a_bias_that_is_the_same_for_all_experts_changes_no_choice():
+    """However low it is: experts of closed groups stay behind those with negative scores."""
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(3))
+    keys = dict(topk=3, score_function="sigmoid", num_groups=4, group_topk=2)
+    (_, chosen), (_, biased) = (
+        choose_experts(logits, bias=torch.full((E,), bias), **keys) for bias in (0.0, -2.0)
+    )
+    assert torch.equal(biased, chosen)
+
+
 def by_hand(logits, real, topk, score_function):
     """(aux loss, z loss) of one pool of tokens [T, E], loop by loop."""
     num_experts, tokens = logits.shape[1], [t for t in range(len(logits)) if real[t]]
@@ -162,6 +175,25 @@ def test_losses_count_as_the_keys_say():
     keys = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.02)
     losses = BalancingLosses.of(TrainingArguments(output_dir="unused", **keys))
     assert losses == ("aux_loss", 0.05, 0.02)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_step_has_the_mean_of_balancing_losses_over_real_micro_batches(per_token):
+    """Both backends take the same weight, so that none of them shows what it has to be."""
+    trained = (3, 5, 0)  # tokens of this rank's micro-batches; the last one only fills the step
+    batches = [{"padding_mask": torch.tensor([[n == 0]]), "trained": n} for n in trained]
+    statistics = RouterStatistics(1, E, "cpu")
+    backend = SimpleNamespace(
+        statistics_of_routers=statistics,
+        losses_of_routers=BalancingLosses("aux_loss", 0.1),
+        args=SimpleNamespace(calculate_per_token_loss=per_token),
+        dp_size=2,
+        _sum_over_data_parallel=lambda own: 2 * own,  # the other rank has as many
+    )
+    Backend.weigh_router_losses(backend, batches, lambda batch: batch["trained"])
+    # what the sum over all micro-batches is divided by: trained tokens, or micro-batches
+    divisor = 2 * (3 + 5 if per_token else 3)
+    assert float(statistics.loss_weight) / divisor == pytest.approx(1 / 4)
 
 
 def test_padding_is_not_counted():

@@ -69,6 +69,18 @@ def test_weights_that_somebody_else_sets_are_their_own_masters():
     assert torch.equal(optimizer.master(weight), torch.full((4,), 3.0))
 
 
+@pytest.mark.parametrize("halves", [("exp_avg",), ("exp_avg", "exp_avg_sq")])
+def test_moments_of_a_checkpoint_are_kept_as_the_run_asks(halves):
+    weight = torch.nn.Parameter(draw(4))
+    weight.grad = draw(4, seed=1)
+    before, after = AdamW([weight], **HYPER), AdamW([weight], **HYPER, halves=halves)
+    before.step()
+    after.load_state_dict(before.state_dict())
+    after.step()
+    kept = {name: after.state[weight][name].dtype for name in ("exp_avg", "exp_avg_sq")}
+    assert kept == {n: torch.bfloat16 if n in halves else torch.float32 for n in kept}
+
+
 # -- updates
 
 
@@ -249,6 +261,9 @@ def there_and_back(path: str, out: str) -> list[dict]:
         folder.mkdir(parents=True)
         snapshot = backend.snapshot(with_optimizer=True, copy=False)
         snapshot.finish(folder, [snapshot.write(folder)[1]])
+    backend.load_state(Path(out, "0"), with_optimizer=False)  # weights that somebody else sets
+    for inner, parameter, main, _ in _owned(optimizer, backend.model):
+        assert torch.equal(inner.master(main), parameter.detach().float())
     return found
 
 

@@ -5,6 +5,7 @@ named.
 import pytest
 import torch
 
+from mca_lite import parity as parity_of_steps
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import ended
 from tests.shared.layouts import AUX, CP2, EP2, OVERLAP, PP2, TP2, TP2_SP, VPP2
@@ -191,6 +192,15 @@ def test_a_layer_on_another_stage_is_named_on_every_rank(folder):
     code, out = in_world(folder, "qwen3", 2, PP2, scale_mlp)
     assert code == 3 and "layer 2 mlp differs first" in out, out
     assert "the activation" in out
+
+
+def test_a_verdict_allows_three_times_the_noise_and_misses_nothing():
+    names = [("outputs", name) for name in ("near", "far", "not finite", "not there")]
+    oracle, size = {name: torch.ones(4) for name in names}, 2.0
+    noise = dict.fromkeys(names, 0.01 * size)  # the bound is 0.0301 of the size
+    found = dict(zip(names, (0.0300 * size, 0.0302 * size, float("nan")), strict=False))
+    rows = parity_of_steps._rows(oracle, noise, {}, found)
+    assert [row.differs for row in rows] == [False, True, True, True]
 
 
 def test_what_cannot_be_compared_is_refused(folder):

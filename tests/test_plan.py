@@ -77,7 +77,14 @@ def test_ranks_of_a_tiny_model_hold_what_is_planned(tmp_path, layout):
     check(tiny.hf_config("qwen3", **SMALL), LAYOUTS[layout][0], 64, tmp_path, LAYOUTS[layout][1])
 
 
-@pytest.mark.parametrize("name, keys", [("qwen3_moe", EP2), ("qwen2_moe", {**EP2, **BF16})])
+@pytest.mark.parametrize(
+    "name, keys",
+    [
+        ("qwen3_moe", EP2),
+        ("qwen2_moe", {**EP2, **BF16}),
+        ("qwen3_moe", {**EP2, **DIST_OPT}),  # each rank has its own experts, and all their states
+    ],
+)
 def test_ranks_of_a_mixture_of_experts_do(tmp_path, name, keys):
     hf = tiny_moe.hf_config(name, hidden_size=64, vocab_size=512)
     check(hf, 2, 64, tmp_path, {**TWO, **keys})

@@ -68,6 +68,9 @@ def test_a_pipeline_waits_and_recomputation_computes_again():
     assert one.bubble == one.messages == 0
     assert pipe.compute == pytest.approx(one.compute / 2)
     assert pipe.bubble == pytest.approx(pipe.compute / 8)  # (2 - 1) of 8 micro-batches
+    keys = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    virtual, _ = planned_on_h200("1.5B", 2, **keys)
+    assert virtual.bubble == pytest.approx(pipe.bubble / 2)  # a micro-batch waits for half a stage
     again, _ = planned_on_h200("1.5B", recompute_granularity="full")
     # a third of all but the head, whose products and passes are some tenths of the model's
     assert 1.22 < again.compute / one.compute < 4 / 3
@@ -82,6 +85,9 @@ def test_messages_take_what_a_link_gives(monkeypatch):
     shared, _ = planned_on_h200("1.5B", 2, link, use_distributed_optimizer=True)
     assert shared.messages == pytest.approx(weights * (4 + 2) / 2 / link)
     assert shared.update == pytest.approx(copies.update / 2)
+    behind = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+    behind, _ = planned_on_h200("1.5B", 2, link, use_distributed_optimizer=True, **behind)
+    assert behind.messages == 0  # a forward pass takes longer than the weights too
     hidden, _ = planned_on_h200("1.5B", 2, link, overlap_grad_reduce=True)
     assert hidden.messages == 0  # a backward pass is longer
     split, _ = planned_on_h200("1.5B", 2, link, tensor_model_parallel_size=2)

@@ -227,13 +227,16 @@ def train_with_dropout(path, out, **keys):
     return train(path, out, attention_dropout=0.2, hidden_dropout=0.2, **keys)
 
 
-def test_dropout_is_the_same_on_all_ranks_of_a_model_and_repeats(model_path, tmp_path):
+def test_dropout_is_the_same_on_all_ranks_of_a_model_and_follows_the_seed(model_path, tmp_path):
     keys = dict(TP2, steps=2)
     first = world.run(train_with_dropout, 2, model_path, str(tmp_path / "a"), **keys)
     again = world.run(train_with_dropout, 2, model_path, str(tmp_path / "b"), **keys)
     assert first[0] == first[1] == again[0]
     plain = world.run(train, 2, model_path, str(tmp_path / "plain"), **keys)
     assert first[0][0] != plain[0][0]
+    keys |= dict(seed=7, data_seed=42)  # the same samples
+    other = world.run(train_with_dropout, 2, model_path, str(tmp_path / "other"), **keys)
+    assert other[0][0] not in (first[0][0], plain[0][0])
 
 
 @pytest.fixture(scope="module")

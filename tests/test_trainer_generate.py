@@ -52,11 +52,14 @@ def answers_of_transformers(folder, with_adapter: bool) -> list[tuple[list, list
 
 
 def samples_of(answers) -> list[dict]:
-    """Samples of two turns, the second one answered so; every other answer begins otherwise."""
+    """Samples of two turns, the second one answered so; every other answer begins otherwise, and
+    the first one has trained tokens behind its end."""
     samples = []
     for number, (prompt, answer) in enumerate(answers):
         if number % 2:
             answer = [(answer[0] + 1) % 50 + 4, *answer[1:]]
+        elif number == 0:
+            answer = [*answer, 1, 7]  # the end of the turn, and what a template writes behind it
         tokens = prompt + answer
         labels = [-100] * (len(prompt) - 1) + answer
         labels[0] = tokens[1]  # an earlier turn that is trained
@@ -83,7 +86,7 @@ def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
         model, args, word_tokenizer(), eval_dataset={"a": samples, "b": samples[:1]}
     )
     metrics = trainer.evaluate()
-    args.generation_num_samples = 2
+    args.generation_num_samples = 3  # of which one rank has the first and the last
     return metrics, generate(trainer, samples), sorted(p.name for p in (out / "x").parent.iterdir())
 
 
@@ -108,14 +111,14 @@ def test_answers_are_those_of_transformers_generate(folder, tmp_path, name):
     wanted = [" ".join(w for w in words(answer) if w[0] != "<") for _, answer in answers]
     overlaps = []
     for sample, (prompt, answer) in zip(samples, answers, strict=False):
-        label = sample["labels"][len(prompt) - 1 :]
+        label = sample["labels"][len(prompt) - 1 :][: len(answer)]
         a, b = ([t for t in ids if t > 3] for ids in (answer, label))
         overlaps.append(2 * longest_common(a, b) / (len(a) + len(b)))
     for metrics, first, left in results:
         assert metrics["eval_a_exact_match"] == 3 / 5 and metrics["eval_b_exact_match"] == 1
         assert metrics["eval_exact_match"] == 4 / 6
         assert metrics["eval_a_rouge_l"] == pytest.approx(np.mean(overlaps))
-        assert [(one["index"], one["answer"]) for one in first] == [*enumerate(wanted[:2])]
+        assert [(one["index"], one["answer"]) for one in first] == [*enumerate(wanted[:3])]
         assert first[0]["prompt"] == " ".join(words(answers[0][0]))
         assert ".generate" not in left
 
