@@ -199,8 +199,10 @@ class Backend(abc.ABC):
 
     def carry_router_sums(self, sums: list | None) -> None:
         """Go on from the router_sums() of a run that is resumed."""
-        if sums and self.statistics_of_routers is not None and parallel.is_main():
-            rows = self.statistics_of_routers.rows
+        if self.statistics_of_routers is None:
+            return
+        rows = self.statistics_of_routers.rows.zero_()  # a run in this process may have left some
+        if sums and parallel.is_main():
             carried = rows.new_tensor(sums)
             if carried.shape == rows.shape:  # another number of layers begins anew
                 rows += carried

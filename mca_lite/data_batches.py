@@ -21,7 +21,7 @@ from .constants import IGNORE_INDEX
 from .data_files import SIDES
 
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
-_DRAWS = 1000  # at once, as Hugging Face's datasets does: another number is another order
+_DRAWS = 1000  # at once, as Hugging Face's datasets does
 
 
 def documents_of(sample) -> list[Mapping]:

@@ -19,6 +19,8 @@ class Packs(Dataset):
     of its documents. padding_fraction: of all positions of full rows.
     """
 
+    unit = "packs"  # what a row is, in reports
+
     def __init__(self, dataset, capacity: int):
         lengths = dataset.document_lengths
         squares = (lengths.astype(np.float64) ** 2).sum(axis=1)

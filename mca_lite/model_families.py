@@ -124,7 +124,7 @@ class Family:
         values["rotary_percent"] = rope.get("partial_rotary_factor") or 1.0
         if self.has_windows and (types is None or "sliding_attention" in types):
             values["sliding_window"] = hf.sliding_window
-            if types and hf.sliding_window:
+            if types:
                 slides = [i for i, name in enumerate(types) if name == "sliding_attention"]
                 values["sliding_layers"] = slides
         return values
@@ -141,6 +141,9 @@ class Family:
         for key, honoured, why in self.refusals:
             if (value := getattr(hf, key, None)) not in honoured:
                 refuse(key, value, why)
+        window = getattr(hf, "sliding_window", None)
+        if not window and "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+            refuse("layer_types", "sliding_attention", f"the window is switched off ({window})")
         if getattr(hf, "quantization_config", None):
             refuse("quantization_config", None, "save the model in bf16 or fp32 first")
         for rope in rope_parameters(hf):

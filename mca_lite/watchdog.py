@@ -191,7 +191,7 @@ class Watchdog:
 
     def _answer(self) -> None:
         question = self._read("question")
-        if question in (None, self._answered):
+        if question in (None, "", self._answered):
             return
         self._answered = question
         stack, is_waiting = stack_of(self._thread_id)
@@ -230,11 +230,12 @@ class Watchdog:
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
+        # nothing is deleted: a rank that has just seen a key would wait for it in get()
         if self._behind is not None:
             _say(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
-            self.store.delete_key("report")
+            self.store.set("report", "")
         if self._asked is not None:
-            self.store.delete_key("question")
+            self.store.set("question", "")
         self._asked, self._behind, self.waited = None, None, 0.0
 
     def _name(self, rank: int) -> str:
@@ -292,7 +293,7 @@ class Watchdog:
         if verdict is not None:
             record = json.loads(verdict)
             return RankFailed(record["text"], record["code"])
-        if report is not None:
+        if report:
             self._judge(report)
             return RankFailed(report, HANG_EXIT_CODE)
         return None

@@ -432,6 +432,15 @@ def test_configs_of_different_pipeline_layouts_do_not_match():
             dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
             "rope_type .*: 'dynamic'",
         ),
+        (
+            "qwen3",
+            dict(
+                num_hidden_layers=2,
+                layer_types=["sliding_attention", "full_attention"],
+                use_sliding_window=False,
+            ),
+            "layer_types .*: 'sliding_attention'\n.*switched off",
+        ),
         # transformers' own default rope passes it over: half a rotation would be another model
         (
             "llama",

@@ -3,12 +3,13 @@ anew in another.
 """
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.shared import tiny_moe, world
+from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import tensors
 from tests.shared.layouts import AUX, BIAS, CP2, DIST_OPT, EP2, EP4, ETP1, PP2, TP2_SP, VPP2
 from tests.shared.training import assert_same_curve, read_log, train
@@ -109,3 +110,34 @@ def test_a_line_of_the_log_has_the_routers_of_all_its_steps_after_a_restart(path
     [[whole], [parts]] = [read_log(str(tmp_path / name)) for name in ("whole", "parts")]
     for key in ("loss", "expert_load_max", "expert_load_min", "load_balancing_loss", "z_loss"):
         assert parts[key] == pytest.approx(whole[key], rel=1e-4), key
+
+
+def lines_of_the_log(path: str, out: str, interrupted: bool, **keys) -> list[dict]:
+    from mca_lite import TrainingArguments
+    from mca_lite.model import AutoModel
+    from mca_lite.trainer import McaTrainer
+    from mca_lite.trainer_callbacks import Interrupted, TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3 and not (Path(out) / "checkpoint-3").exists():
+                signal.raise_signal(signal.SIGTERM)
+
+    args = TrainingArguments(output_dir=out, disable_tqdm=True, **keys)
+    model, callbacks = AutoModel.from_pretrained(path, args), [Interrupt()] * interrupted
+    trainer = McaTrainer(model, args, train_dataset=tiny.samples(40), callbacks=callbacks)
+    try:
+        trainer.train()
+    except Interrupted:
+        trainer.train("auto")
+    return read_log(out)
+
+
+def test_going_on_in_the_same_process_counts_no_step_twice(path, tmp_path):
+    keys = dict(AUX, global_batch_size=4, max_steps=4, logging_steps=4, learning_rate=1e-2)
+    [[whole]], [[parts]] = (
+        world.run(lines_of_the_log, 1, path, str(tmp_path / str(cut)), cut, **keys)
+        for cut in (False, True)
+    )
+    for key in ("loss", "expert_load_max", "load_balancing_loss"):
+        assert parts[key] == pytest.approx(whole[key], rel=1e-6), key

@@ -120,7 +120,7 @@ def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
 MESSAGES = {
     "tensor": (TP2_SP, "_allgather_base_", 1),
     "pipeline": (PP2, "recv_", 2),
-    "context": (CP2, "allgather_", 4),
+    "context": (CP2, "_allgather_base_", 4),
     "experts": (EP2, "alltoall_base_", 1),
 }
 

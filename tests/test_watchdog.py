@@ -2,6 +2,7 @@
 and in small worlds.
 """
 
+import datetime
 import os
 import re
 import signal
@@ -96,6 +97,36 @@ def test_a_world_in_which_no_rank_is_behind_is_told_of_and_left_alone(capsys):
     ranks.wait(200)
     said = capsys.readouterr().err
     assert said.count("warning: ") == 1 and "none of 3 ranks is behind" in said and not ranks.codes
+
+
+class GoesOnBetween:
+    """A store for one rank: just after it has seen the question, the rank that asked goes on."""
+
+    def __init__(self, store, asker: Watchdog):
+        self.store, self.asker = store, asker
+
+    def __getattr__(self, name: str):
+        return getattr(self.store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = self.store.check(keys)
+        if found and keys == ["question"] and self.asker._asked:
+            self.asker._go_on()
+        return found
+
+
+def test_a_question_that_is_taken_back_while_it_is_read_stops_no_rank():
+    ranks = Ranks(size=2)
+    ranks.settle()
+    asker, reader = ranks.all
+    reader.store.set_timeout(datetime.timedelta(seconds=1))
+    reader.store = GoesOnBetween(reader.store, asker)
+    asker.look()
+    asker.waited = 60.0
+    asker.look()
+    assert asker._asked
+    reader.look()  # get() of a key that is gone waits, and raises
+    assert asker._asked is None
 
 
 def test_a_rank_that_goes_on_is_told_of_and_the_next_wait_is_a_new_one(capsys):
