@@ -148,7 +148,7 @@ class TokenStream:
         records, self.num_held_out = _Records(self, Position()), count
         _, block = records.next_block(count)
         samples = ((Position(), documents) for documents in self._tokenize(block))
-        in_rows = self._in_rows(samples, 0) if self.joins else _one_each(samples)
+        in_rows = self._in_rows(samples, 0) if self.encoder.joins else _one_each(samples)
         rows = [row for row, _ in in_rows]
         if len(block) < count or records.turns.exhausted or not rows:
             reason = "it takes all records of a dataset, or none of them gives a sample"
