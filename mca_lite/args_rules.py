@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from .args_values import Judge
@@ -63,7 +64,7 @@ def check_data(a: Any, judge: Judge) -> None:
         remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
         judge.refuse("eval_on_each_dataset", "eval_dataset names none", remedy)
     elif a.eval_on_each_dataset:
-        names = [os.path.splitext(os.path.basename(name))[0] for name in a.eval_dataset]
+        names = [Path(name).stem for name in a.eval_dataset]  # as load_datasets names them
         if len(set(names)) < len(names):
             reason = f"their losses would have the same names: {', '.join(names)}"
             judge.refuse("eval_on_each_dataset eval_dataset", reason, "files of different names")

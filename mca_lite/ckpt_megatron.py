@@ -55,6 +55,8 @@ class MegatronSnapshot:
             tensors = _by_parameter(chunks)
             state["optimizer"] = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             state["optimizer_steps"] = _optimizer_steps(optimizer, models)
+        # common.pt would hold the empty part of a rank that has nothing of it to write
+        state = {name: part for name, part in state.items() if part != {}}
         sharded, self._common = save_preprocess(state)
         by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
         self._planner = torch_strategy.MCoreSavePlanner(

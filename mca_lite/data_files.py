@@ -313,6 +313,9 @@ def _read_csv(file: str, raw) -> Iterator[tuple[str, object]]:
     lines = io.StringIO(_decode(raw.read(), file), newline="")
     reader = csv.DictReader(lines, strict=True)
     try:
+        names = [name for name in reader.fieldnames or () if name]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"{file}:1: the first line names the column {twice!r} twice")
         for record in reader:
             where = f"{file}:{reader.line_num}"
             if None in record:
@@ -353,6 +356,8 @@ def parse_json(text: str, where: str):
         ) from None
     except RecursionError:
         raise ValueError(f"{where}: expected one JSON value: {_TOO_DEEP}") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise ValueError(f"{where}: {error}") from None
     return _check_text(value, where) if _SURROGATE.search(text) else value
 
 
@@ -375,6 +380,8 @@ def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
             raise ValueError(f"{file}:{error.lineno}: {invalid} {error.msg}") from None
         except RecursionError:
             raise ValueError(f"{where}: {invalid} {_TOO_DEEP}") from None
+        except ValueError as error:  # a number of more digits than Python reads
+            raise ValueError(f"{where}: {error}") from None
         yield where, _check_text(record, where) if may_be_no_text else record
         at = space.match(text, at).end()
         if is_list and text[at : at + 1] not in (",", "]"):

@@ -369,9 +369,11 @@ def _export(plan: Plan, trainer, result) -> None:
         steps = f"steps {first + 1} to {result.global_step}"
     seconds = result.metrics["train_runtime"]
     done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
-    if first >= last:
-        done = f"nothing was left to train: the run goes to step {last}, and its checkpoint is at "
-        done += f"step {first}"
+    if result.global_step == first:
+        why = f"the run goes to step {last}"
+        if first < last:
+            why = "the run ended early before (early_stopping_patience, or a callback)"
+        done = f"nothing was left to train: {why}, and its checkpoint is at step {first}"
     if args.save_hf_model:
         done += f"; the model is in {args.output_dir}"
     if report.page_path is not None:

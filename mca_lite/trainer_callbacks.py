@@ -261,7 +261,7 @@ class EarlyStopping(TrainerCallback):
     by more than early_stopping_threshold.
 
     A resumed run goes on counting where it was: the count is read off state.log_history, which the
-    checkpoint holds.
+    checkpoint holds. Where it is full already, nothing more is trained.
     """
 
     evaluations_without_gain = 0
@@ -278,12 +278,16 @@ class EarlyStopping(TrainerCallback):
         for record in state.log_history:
             if metric in record:
                 self._count(args, float(record[metric]))
+        self._stop_if_full(args, control)
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         value = _value_of(args, metrics)
         if value is None:
             return
         self._count(args, value)
+        self._stop_if_full(args, control)
+
+    def _stop_if_full(self, args, control) -> None:
         if self.evaluations_without_gain >= args.early_stopping_patience:
             control.should_training_stop = True
 

@@ -178,6 +178,14 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     assert evaluate(stopping, state, 3, eval_loss=1.0).should_training_stop
 
 
+@pytest.mark.parametrize("patience, stops", [(2, True), (3, False)])
+def test_a_run_that_early_stopping_ended_trains_no_further_when_resumed(patience, stops):
+    history = [{"step": step, "eval_loss": loss} for step, loss in enumerate((1.0, 1.1, 1.2), 1)]
+    control, state = TrainerControl(), TrainerState(global_step=3, log_history=history)
+    EarlyStopping().on_train_begin(asked(early_stopping_patience=patience), state, control)
+    assert control.should_training_stop is stops
+
+
 @pytest.mark.parametrize("key, value", [("patience", 0), ("threshold", -0.5)])
 def test_early_stopping_refuses_numbers_that_mean_nothing(key, value):
     keys = {"early_stopping_patience": 1, f"early_stopping_{key}": value}

@@ -420,14 +420,19 @@ def test_dropout_leaves_the_copies_of_a_matrix_equal(base, keys, tmp_path):
     assert all(loss == loss for loss, _ in curve)
 
 
-def test_a_run_goes_on_where_a_pipeline_stage_trains_nothing(tmp_path):
+@pytest.mark.parametrize(
+    "target, layout",
+    [("embed_tokens", PP2), ("lm_head", PP2), ("embed_tokens", {})],
+    ids=["last stage", "first stage", "dp2, where the second rank writes all"],
+)
+def test_a_run_goes_on_where_a_rank_has_nothing_trained_to_write(tmp_path, target, layout):
     path = tiny.save_model(tmp_path / "model", "llama")
     small_runs.save_tokenizer(path)
     small_runs.write_data(tmp_path)
     keys = dict(model_name_or_path=path, dataset=f"{tmp_path}/chat.jsonl", disable_tqdm=True)
     keys.update(cache_dir=f"{tmp_path}/cache", output_dir=f"{tmp_path}/out", cutoff_len=32)
-    keys.update(finetuning_type="lora", lora_target=["embed_tokens"], save_steps=1, logging_steps=1)
-    keys.update(lr_scheduler_type="constant", gradient_accumulation_steps=2, **PP2)
+    keys.update(finetuning_type="lora", lora_target=[target], save_steps=1, logging_steps=1)
+    keys.update(lr_scheduler_type="constant", gradient_accumulation_steps=2, **layout)
     world.run(small_runs.train, 2, {**keys, "max_steps": 1})
     world.run(small_runs.train, 2, {**keys, "max_steps": 2, "resume_from_checkpoint": "auto"})
     keys["output_dir"] = f"{tmp_path}/whole"

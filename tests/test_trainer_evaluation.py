@@ -95,6 +95,10 @@ def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
             "do_eval=true eval_on_each_dataset=true eval_dataset={folder}/chat.jsonl,chat.json",
             "eval_on_each_dataset",
         ),
+        (
+            "do_eval=true eval_on_each_dataset=true eval_dataset=folder/chat/,{folder}/chat.jsonl",
+            "eval_on_each_dataset",
+        ),
         ("eval_strategy=steps val_size=2 metric_for_best_model=bleu", "metric_for_best_model"),
     ],
 )
@@ -106,6 +110,14 @@ def test_nothing_to_do_or_to_evaluate_on_is_refused(folder, words, key):
     with pytest.raises(ConfigError) as refused:
         parse_args((base + words).format(folder=folder).split())
     assert key in [problem.key for problem in refused.value.problems]
+
+
+def test_folders_to_evaluate_on_one_by_one_may_end_in_a_slash(folder):
+    from mca_lite.args_run import parse_args
+
+    words = "model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir=unused "
+    words += "do_eval=true eval_on_each_dataset=true eval_dataset=one/,two/"
+    assert parse_args(words.format(folder=folder).split()).data.eval_dataset == ["one/", "two/"]
 
 
 def evaluate_under_another_name(path, out) -> tuple[dict, int]:
