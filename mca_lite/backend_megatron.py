@@ -22,6 +22,8 @@ from megatron.core.tensor_parallel import (
 )
 
 from . import lora, parallel, weights_convert
+from .args_rules_model import check_gate
+from .args_values import Judge
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
@@ -54,7 +56,9 @@ class MegatronBackend(Backend):
     snapshot_of, load_checkpoint = MegatronSnapshot, staticmethod(load_megatron)
 
     def __init__(self, models: VirtualModels, args):
-        self.config = models.config
+        self.config, judge = models.config, Judge(args)
+        check_gate(self.config, args, judge)
+        judge.close()
         super().__init__(models, args, BalancingLosses.of(self.config))
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
         self.config.rows_are_packed = args.sequence_packing
