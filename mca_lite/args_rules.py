@@ -32,6 +32,11 @@ def check_named(a: Any, judge: Judge) -> None:
         judge.refuse("dataset", "it names no data", SOME_DATA)
 
 
+def name_of_set(file: str) -> str:
+    """The name of a set of eval_dataset in its metrics."""
+    return Path(file).stem  # of a folder too, with a slash behind it
+
+
 def check_records(a: Any, objective: Objective, judge: Judge) -> None:
     """DataArguments against the records of an objective."""
     if not objective.has_pairs:
@@ -64,7 +69,7 @@ def check_data(a: Any, judge: Judge) -> None:
         remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
         judge.refuse("eval_on_each_dataset", "eval_dataset names none", remedy)
     elif a.eval_on_each_dataset:
-        names = [Path(name).stem for name in a.eval_dataset]  # as load_datasets names them
+        names = [name_of_set(name) for name in a.eval_dataset]
         if len(set(names)) < len(names):
             reason = f"their losses would have the same names: {', '.join(names)}"
             judge.refuse("eval_on_each_dataset eval_dataset", reason, "files of different names")
@@ -127,11 +132,14 @@ def check_finetuning(a: Any, judge: Judge) -> None:
 # ---- between groups
 
 
-def check_metric(a: Any, metrics: tuple[str, ...], judge: Judge) -> None:
-    """metric_for_best_model against the metrics that an evaluation gives."""
-    # of several sets a metric has its set's name before its own
-    if a.eval_strategy != "no" and not a.metric_for_best_model.endswith(metrics):
-        reason, key = f"an evaluation gives {', '.join(metrics)}", "metric_for_best_model"
+def check_metric(a: Any, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
+    """metric_for_best_model against the metrics that an evaluation gives. sets: the names of
+    several sets, which stand before those of their metrics."""
+    given, key = list(metrics), "metric_for_best_model"
+    given += [f"{name}_{metric}" for name in sets for metric in metrics]
+    names = {*given, *(f"eval_{name}" for name in given)}
+    if a.eval_strategy != "no" and a.metric_for_best_model not in names:
+        reason = f"an evaluation gives {', '.join(given)}"
         judge.refuse(f"{key} eval_strategy", reason, f"{key}: {metrics[0]}")
 
 
@@ -139,6 +147,8 @@ def check_objective_run(a: Any, judge: Judge) -> None:
     """The keys of all groups against the row of the stage."""
     objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
     metrics = objective.metrics
+    if a.mtp_num_layers != 0 and metric.endswith("mtp_loss"):
+        metrics += ("mtp_loss",)  # None: the model says, and the trainer asks again
     if a.predict_with_generate:
         metrics += GENERATION_METRICS
         _check_generation(a, objective, judge)
@@ -148,7 +158,8 @@ def check_objective_run(a: Any, judge: Judge) -> None:
         remedy = f"metric_for_best_model: {objective.metrics[0]}"
         judge.refuse("metric_for_best_model", reason, remedy, metric)
     else:
-        check_metric(a, metrics, judge)
+        names = a.eval_dataset if a.eval_on_each_dataset and a.eval_dataset else []
+        check_metric(a, metrics, [name_of_set(name) for name in names], judge)
     check_records(a, objective, judge)
     if objective.check_run is not None:
         objective.check_run(a, judge)

@@ -269,8 +269,27 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
     """Every rule between a config.json, as it was read, and the arguments -> lines about losses
     that it asks for, and that this run does not have."""
-    check_model(numbers_of(values), a, judge)
+    numbers = numbers_of(values)
+    check_model(numbers, a, judge)
+    check_gate(numbers, a, judge)
     return _unheard_wishes(values, a)
+
+
+def check_gate(m: Any, a: Any, judge: Judge) -> None:
+    """The gate of overlapped shared experts against the buckets of TrainingArguments. m: as in
+    check_model.
+
+    megatron waits for a bucket where a module with a weight in it runs, and overlapped shared
+    experts, to which the gate belongs, run in parts.
+    """
+    family, size = _family_of(m), a.ddp_bucket_size
+    is_gated = family is not None and family.constants.get("moe_shared_expert_gate")
+    overlaps = is_gated and a.moe_shared_expert_overlap and a.overlap_param_gather
+    if overlaps and size and m.hidden_size and size <= m.hidden_size:
+        keys = "ddp_bucket_size moe_shared_expert_overlap overlap_param_gather"
+        reason = f"the gate of shared experts, {m.hidden_size} parameters, would fill a bucket "
+        remedy = f"ddp_bucket_size: {m.hidden_size + 1} or more, or left out"
+        judge.refuse(keys, f"{reason}alone, and overlapped ones do not wait for it", remedy)
 
 
 def _unheard_wishes(values: dict[str, Any], a: Any) -> list[str]:

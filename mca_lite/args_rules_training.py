@@ -281,6 +281,9 @@ def _check_precision(a: Any, judge: Judge) -> None:
     if a.fp8_recipe == "delayed" and "layernorm" in (a.recompute_modules or ()):
         reason = "fp8_recipe: delayed knows no norms that are computed again"
         judge.refuse("recompute_modules fp8_recipe", reason, "fp8_recipe: tensorwise")
+    if a.nan_policy == "skip" and not a.check_for_nan_in_loss_and_grad:
+        key, reason = "check_for_nan_in_loss_and_grad", "no update is checked, and none left out"
+        judge.refuse(f"nan_policy {key}", reason, f"{key}: true, or nan_policy: stop")
     if a.min_loss_scale > a.initial_loss_scale:
         reason = f"it is above initial_loss_scale, {a.initial_loss_scale}"
         judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")

@@ -20,8 +20,11 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.module import param_is_not_shared
 
 from . import lora, parallel, weights_convert
+from .args_rules_model import check_gate
+from .args_values import Judge
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .model import VirtualModels
@@ -54,7 +57,9 @@ class MegatronBackend(Backend):
     snapshot_of, load_checkpoint = MegatronSnapshot, staticmethod(load_megatron)
 
     def __init__(self, models: VirtualModels, args):
-        self.config = models.config
+        self.config, judge = models.config, Judge(args)
+        check_gate(self.config, args, judge)
+        judge.close()
         super().__init__(models, args, BalancingLosses.of(self.config))
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
         self.config.rows_are_packed = args.sequence_packing
@@ -287,8 +292,22 @@ class MegatronBackend(Backend):
                 clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
         num_zeros = None
         if self.args.log_num_zeros_in_grad:
-            num_zeros = int(optimizer.count_zeros())
+            num_zeros = int(optimizer.count_zeros()) - self._num_zeros_of_padding()
         return bool(optimizer.step_with_ready_grads()), grad_norm, num_zeros
+
+    def _num_zeros_of_padding(self) -> int:
+        """The gradient's elements in rows that only pad the vocabulary: all are zero. Collective
+        over all ranks."""
+        mine, vocab_size = 0, self.config.vocab_size
+        parameters = weights_convert.own_parameters(self.model)
+        is_first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+        for name in weights_convert.VOCABULARY if is_first else ():
+            weight = parameters.get((name, None))
+            if weight is not None and weight.requires_grad and param_is_not_shared(weight):
+                rows, columns = weight.shape
+                stop = rows * (mpu.get_tensor_model_parallel_rank() + 1)
+                mine += columns * min(rows, max(stop - vocab_size, 0))
+        return int(parallel.sum_over_all(torch.tensor(mine, device=parallel.device())))
 
     # -- numbers
 

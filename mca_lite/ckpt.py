@@ -39,7 +39,7 @@ from .data_stream import TokenStream
 from .files import describe_error, read_json, write_file
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
-from .trainer_callbacks import TrainerState, restore_states
+from .trainer_callbacks import TrainerState, ranking_of, restore_states
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -247,6 +247,7 @@ def load(folder: Path, trainer) -> None:
     trainer.state, best = state, folder.parent / Path(state.best_model_checkpoint or ".").name
     if state.best_model_checkpoint is not None and best.is_dir():
         state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
+    _forget_other_best(before, trainer)
     # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
     trainer.lr_scheduler.num_steps = 0
     trainer.lr_scheduler.step(record["scheduler_steps"])
@@ -254,6 +255,18 @@ def load(folder: Path, trainer) -> None:
     parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
     if changes := say_changes(before, trainer.settings):
         trainer.report.print(changes)
+
+
+def _forget_other_best(before: dict, trainer) -> None:
+    """A best evaluation that was told by another metric than this run's is none."""
+    keys, state = ("metric_for_best_model", "greater_is_better"), trainer.state
+    was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
+    if state.best_metric is not None and before and was != now:
+        trainer.report.print(
+            f"note: the best evaluation so far, of step {state.best_global_step}, is forgotten: "
+            f"{' and '.join(keys)} decide in another way from here on"
+        )
+        state.forget_best()
 
 
 _KINDS = {  # what training.json must hold

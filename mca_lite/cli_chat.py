@@ -11,6 +11,7 @@ import contextlib
 import sys
 
 from .cli_errors import at_least, finish, has_colors, parser_of
+from .files import resolve_folder
 
 _THINK, _END_THINK = "<think>", "</think>"
 _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
@@ -60,6 +61,7 @@ def decoding_of(options):
 
 
 def _talk(options) -> None:
+    options.model = str(resolve_folder(options.model))  # before torch is imported
     decoding, is_terminal = decoding_of(options), sys.stdin.isatty()
     speakers = [_Speaker("trained" if options.before else "", options, decoding)]
     if options.before:

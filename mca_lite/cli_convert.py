@@ -64,6 +64,7 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
     ValueError where dst holds something, or src is neither or is damaged."""
     _refuse_full(dst)
+    folder = resolve_folder(src)
     from . import ckpt, ckpt_folder
     from .ckpt_megatron import MegatronSnapshot
 
@@ -76,7 +77,6 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
         models.save_pretrained(dst, max_shard_size)
         _copy_side_files([Path(src), Path(models.config.name_or_path or src)], dst)
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
-    folder = resolve_folder(src)
     if other := why_mcore_adapters(folder):
         refuse("SRC", src, *other)
     models = _load(folder)
@@ -94,6 +94,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where
     dst holds something, src is no such model, or the adapter is damaged or of another model."""
     _refuse_full(dst)
+    resolve_folder(src)
     from . import ckpt_folder, lora_files, weights_files
     from .model_config import load_hf_config
     from .weights_sources import SafetensorsSource

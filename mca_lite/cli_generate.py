@@ -8,6 +8,7 @@ python -m mca_lite generate config.yaml [key=value ...] [options]
 """
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -135,10 +136,18 @@ def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
     from .generation import last_turn, stop_ids, until_stop
 
     data, stage = copy.copy(arguments.data), arguments.finetuning.stage
-    vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
+    load = functools.partial(
+        load_datasets, stage=stage, tokenizer=tokenizer, seed=arguments.training.order_seed
+    )
+    vars(data).update(packing=False, neat_packing=False)
     if data.eval_dataset:  # nothing of the training data is asked for
         vars(data).update(dataset=[], mix_weights=None, eval_on_each_dataset=False)
-    dataset = load_datasets(data, stage, tokenizer, arguments.training.order_seed).eval
+    as_trained = copy.copy(data)
+    data.train_on_prompt = False
+    if as_trained.train_on_prompt and data.val_size and not data.streaming:
+        dataset = _held_out(load, as_trained, data)
+    else:
+        dataset = load(data).eval
     if dataset is None:
         remedy = "eval_dataset or val_size, or --file prompts.jsonl"
         refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)
@@ -148,6 +157,22 @@ def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
         expected = tokenizer.decode(until_stop(answer, stop), skip_special_tokens=True)
         samples.append(_Sample(prompt, expected))
     return samples
+
+
+def _held_out(load, as_trained, data) -> list[list[dict]]:
+    """The samples that val_size kept out of training, with the answers alone as what is trained.
+
+    Which samples there are depends on train_on_prompt (a prompt of cutoff_len leaves no answer to
+    train), and what val_size takes depends on how many there are.
+    """
+    vars(data).update(val_size=0, mix_weights=None, mix_strategy="concat")
+    keys = [sample[0]["input_ids"].tobytes() for sample in load(as_trained).eval]
+    answered: dict[bytes, list[dict]] = dict.fromkeys(keys, [])
+    for sample in load(data).train:
+        key = sample[0]["input_ids"].tobytes()
+        if key in answered:
+            answered[key] = sample
+    return [answered[key] for key in keys if answered[key]]
 
 
 def _of_file(file: str, tokenizer, data) -> list[_Sample]:

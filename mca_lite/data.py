@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
-from .args_rules import check_named, check_records
+from .args_rules import check_named, check_records, name_of_set
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
 from .data_batches import Turns
@@ -342,7 +342,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     bundle.train = sets.pop("train", bundle.train)
     bundle.eval = sets.get("eval")
     if data_args.eval_on_each_dataset:
-        bundle.eval = {Path(name.removeprefix("eval ")).stem: sets[name] for name in sets}
+        bundle.eval = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
     return bundle
 
 

@@ -24,6 +24,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 import uuid
 import zlib
@@ -95,11 +96,21 @@ def tokenizer_identity(tokenizer) -> list:
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer.to_str()
     else:
-        core = json.dumps(sorted(tokenizer.get_vocab().items()))
+        core = json.dumps([sorted(tokenizer.get_vocab().items()), *_slow_identity(tokenizer)])
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
     # not in `core`: whether special tokens in a text are cut like other text
     splits = ["split_special_tokens"] if getattr(tokenizer, "split_special_tokens", False) else []
     return [type(tokenizer).__name__, core, tokenizer.chat_template, special, *splits]
+
+
+def _slow_identity(tokenizer) -> list:
+    """What names a tokenizer in Python beside its vocabulary: the files that it would write, whose
+    merges decide how a text is cut, and a text with the special tokens that it adds."""
+    files: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
+        for path in tokenizer.save_vocabulary(folder) or ():
+            files.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
+    return [*files, tokenizer.encode(""), tokenizer.encode(" Ab  c\n")]
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:

@@ -53,6 +53,9 @@ class TrainerState:
     log_sums: dict | None = None  # of the steps since the last line of the log
     stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
 
+    def forget_best(self) -> None:
+        self.best_metric = self.best_global_step = self.best_model_checkpoint = None
+
     def count_step(self, samples: int, tokens: int, steps_per_epoch: int) -> None:
         self.global_step += 1
         self.consumed_samples += samples
@@ -199,8 +202,18 @@ class TrainerCallback:
 
 def _deciding_metric(args) -> str:
     """The metric of an evaluation that metric_for_best_model names, the loss without it."""
-    name = args.metric_for_best_model or "loss"
-    return name if name.startswith("eval_") else f"eval_{name}"
+    return ranking_of(args.metric_for_best_model)[0]
+
+
+def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tuple[str, bool]:
+    """(the deciding metric, eval_ before it, whether it rises), as metric_for_best_model and
+    greater_is_better say. Where the latter does not, losses and perplexities fall, others rise."""
+    name = metric or "loss"
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    rises = greater_is_better
+    if rises is None:
+        rises = not name.endswith(("loss", "ppl", "perplexity"))
+    return name, rises
 
 
 def _value_of(args, metrics: dict) -> float | None:
@@ -218,15 +231,12 @@ def _value_of(args, metrics: dict) -> float | None:
 
 
 def _is_better(args, value: float, best: float | None, threshold: float = 0.0) -> bool:
-    """Whether a value of the deciding metric is better than the best one by more than `threshold`.
-    Losses and perplexities fall, other metrics rise, where greater_is_better does not say."""
+    """Whether a value of the deciding metric is better than the best by more than `threshold`."""
     if math.isnan(value):
         return False  # a diverged model is never the best, not even the first time
     if best is None:
         return True
-    rises = args.greater_is_better
-    if rises is None:
-        rises = not _deciding_metric(args).endswith(("loss", "ppl", "perplexity"))
+    _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
     return (value - best if rises else best - value) > threshold
 
 

@@ -46,7 +46,8 @@ def check_metrics(trainer) -> None:
         names += GENERATION_METRICS
     judge = Judge(trainer.args)
     if compute is None:
-        check_metric(trainer.args, names, judge)
+        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else ()
+        check_metric(trainer.args, names, sets, judge)
     judge.close()
 
 

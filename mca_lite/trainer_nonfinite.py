@@ -181,7 +181,13 @@ class FiniteGuard:
     def end_run(self) -> None:
         """NotFiniteError where every step of the run was skipped, or where the last update left
         weights that are not finite. Else checkpoints are pruned for the last one too."""
-        if self.steps and self.skipped == self.steps:
+        has_updates = self.trainer.lr_scheduler.num_steps > 0  # those of a resumed run too
+        if self.steps and self.skipped == self.steps and has_updates:
+            self.trainer.report.print(
+                f"warning: no update was made since the checkpoint ({self.skipped} skipped): the "
+                "weights are as they were there"
+            )
+        elif self.steps and self.skipped == self.steps:
             hint = "lower learning_rate, or look at the data"
             if self.args.fp16:
                 hint = "set bf16: true instead of fp16, or a lower initial_loss_scale"

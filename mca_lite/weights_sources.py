@@ -332,5 +332,10 @@ def carried_tensors(
                 stacklevel=2,
             )
         return
-    unused = (name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained))
-    yield from ((name, tensors.read(name)) for name in unused)
+    unused = [name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained)]
+    # copies of embedding and head in layers for multi-token prediction get the new tokens too
+    copies = {name for name in unused if name.endswith((".embed_tokens.weight", ".head.weight"))}
+    vocab_size = hf_config.get("vocab_size", 0)
+    short = {name for name in copies if tensors.shape(name)[0] < vocab_size}
+    grown = GrownSource(tensors, short, vocab_size)
+    yield from ((name, grown.read(name)) for name in unused)

@@ -1,5 +1,6 @@
 """A run that goes on with other settings: what is taken, what is refused, and that it is said."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -135,6 +136,22 @@ def test_a_checkpoint_of_another_folder_tells_its_settings(told):
     code, said, rates = told["elsewhere"]
     assert code == 0 and f"{NOTE}learning_rate 0.01 -> 0.001\n" in said
     assert rates == pytest.approx([2.5e-4, 0])
+
+
+def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(folder, tmp_path):
+    out, path = str(tmp_path / "run"), str(folder / "model")
+    keys = dict(SAVE, backend="torch", eval_strategy="steps", eval_steps=1)
+    world.run(attempt, 1, path, out, steps=2, metric_for_best_model="eval_loss", **keys)
+    best = json.loads(Path(out, "trainer_state.json").read_text())["best_global_step"]
+    keys |= dict(steps=3, resume_from_checkpoint="auto")
+    shutil.copytree(out, f"{out}-same")
+    [(_, said, _)] = world.run(attempt, 1, path, f"{out}-same", greater_is_better=False, **keys)
+    assert "forgotten" not in said
+    [(error, said, _)] = world.run(attempt, 1, path, out, greater_is_better=True, **keys)
+    assert not error and f"note: the best evaluation so far, of step {best}, is forgotten" in said
+    state = json.loads(Path(out, "trainer_state.json").read_text())
+    last = [line["eval_loss"] for line in state["log_history"] if "eval_loss" in line][-1]
+    assert (state["best_metric"], state["best_global_step"]) == (last, 3)
 
 
 def test_a_run_of_python_says_what_has_changed(folder, tmp_path):

@@ -330,13 +330,21 @@ def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(ca
         assert f"python -m mca_lite {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["inspect", "inspect --check", "generate", "plan", "parity"])
-def test_a_wrong_key_is_told_before_torch_is_imported(words):
+WRONG_KEY, NO_FOLDER = "configs/sft.yaml learning_rat=1", "no such folder"
+
+
+@pytest.mark.parametrize("words, told", [
+    *((f"{name} {WRONG_KEY}", "learning_rat") for name in
+      ("inspect", "inspect --check", "generate", "plan", "parity")),
+    *((words, NO_FOLDER) for words in
+      ("chat ./none", "convert ./none ./new", "convert ./none ./new --merge ./adapter")),
+])  # fmt: skip
+def test_a_wrong_key_or_folder_is_told_before_torch_is_imported(words, told):
     script = "import sys; from mca_lite.__main__ import main; code = main(sys.argv[1:])\n"
     script += "assert 'torch' not in sys.modules; sys.exit(code)"
-    command = [sys.executable, "-c", script, *words.split(), "configs/sft.yaml", "learning_rat=1"]
+    command = [sys.executable, "-c", script, *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == cli_errors.USER_ERROR and "learning_rat" in done.stderr, done.stderr
+    assert done.returncode == cli_errors.USER_ERROR and told in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind, text", [(int, "0"), (int, "2.5"), (float, "nan"), (float, "x")])

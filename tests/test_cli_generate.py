@@ -96,6 +96,28 @@ def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets
     assert code == 2 and "there is nothing to evaluate on" in error
 
 
+def test_what_val_size_held_out_is_answered_where_the_prompt_was_trained_too(known, tmp_path):
+    """Prompts that fill a row are trained on, and have no answer to compare."""
+    from mca_lite.args import DataArguments
+    from mca_lite.data import load_datasets
+
+    path, conversations = known
+    short = [[{"role": "user", "content": f" w{n} "}, said(" w5 ")] for n in range(1, 9)]
+    long = [[{"role": "user", "content": f" w{n} " * 40}, said(" w5 ")] for n in range(1, 9)]
+    file = write(tmp_path, "mixed.jsonl", [{"messages": m} for m in short + long])
+    keys = dict(dataset=file, val_size=6, cutoff_len=20, train_on_prompt=True)
+    code, out, error, rows = generate(path, tmp_path, **keys)
+    assert code == 0, error
+    _, tokenizer = load_for_generation(path)
+    data = DataArguments(**{**keys, "dataset": [file]}, cache_dir=str(tmp_path / "cache"))
+    held = [tokenizer.decode(s[0]["input_ids"]) for s in load_datasets(data, "sft", tokenizer).eval]
+    assert 0 < len(rows) < len(held) == 6
+    assert all(any(text.startswith(row["prompt"]) for text in held) for row in rows)
+    prompts = [tokenizer.decode(prompt_ids(tokenizer, m[:-1])) for m in short]
+    wanted = {text for text in prompts if any(one.startswith(text) for one in held)}
+    assert {row["prompt"] for row in rows} == wanted
+
+
 def test_a_file_that_is_not_there_is_told_before_a_model_is_read(tmp_path):
     code, _, error, _ = generate(tmp_path / "no model", tmp_path, "--file", "missing.jsonl")
     assert code == 2 and "--file: 'missing.jsonl'\n    no such file (seen from" in error

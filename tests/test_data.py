@@ -284,6 +284,27 @@ def test_a_tokenizer_that_cuts_special_tokens_is_another_one(tokenizer):
     assert data_cache.tokenizer_identity(changed) != data_cache.tokenizer_identity(tokenizer)
 
 
+def test_tokenizers_in_python_differ_by_their_merges_and_by_what_they_add(tmp_path):
+    from transformers import CTRLTokenizer
+
+    class Begins(CTRLTokenizer):
+        def build_inputs_with_special_tokens(self, ids, other=None):
+            return [0, *ids]
+
+    Begins.__name__ = CTRLTokenizer.__name__
+    tokens = ("<unk>", "a@@", "b@@", "c", "ab@@", "bc")
+    (tmp_path / "vocab.json").write_text(json.dumps({t: n for n, t in enumerate(tokens)}))
+    identities = []
+    for kind, merges in ((CTRLTokenizer, "a b"), (CTRLTokenizer, "b c</w>"), (Begins, "a b")):
+        (tmp_path / "merges.txt").write_text(f"#version\n{merges}\n")
+        made = [kind(tmp_path / "vocab.json", tmp_path / "merges.txt") for _ in range(2)]
+        assert not made[0].is_fast
+        one, again = map(data_cache.tokenizer_identity, made)
+        assert one == again
+        identities.append(str(one))
+    assert len(set(identities)) == 3
+
+
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
     first = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b"))
     changed = copy.deepcopy(tokenizer)

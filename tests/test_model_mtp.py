@@ -3,6 +3,7 @@ torch.
 """
 
 import functools
+import itertools
 import json
 import shutil
 import warnings
@@ -290,6 +291,20 @@ def exports(path, tmp_path_factory):
 )
 def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(name, path, exports):
     assert_same_bytes(tensors(exports / name), tensors(path))
+
+
+def test_copies_of_embedding_and_head_that_are_carried_grow_with_the_vocabulary(path):
+    from mca_lite.weights_sources import carried_tensors
+
+    config, original = json.loads((Path(path) / "config.json").read_text()), tensors(path)
+    rows = config["vocab_size"]
+    carried = dict(carried_tensors(path, {**config, "vocab_size": rows + 3}))
+    for layer, part in itertools.product((4, 5), ("embed_tokens", "shared_head.head")):
+        name = f"model.layers.{layer}.{part}.weight"
+        copy, old = carried.pop(name), original[name]
+        assert copy.shape[0] == rows + 3 and copy[:rows].equal(old)
+        torch.testing.assert_close(copy[rows:], old.mean(0).expand(3, -1))
+    assert carried and all(value.equal(original[name]) for name, value in carried.items())
 
 
 def test_layers_that_cannot_be_carried_any_more_are_missed(path):

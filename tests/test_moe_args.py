@@ -31,6 +31,7 @@ def folders(tmp_path_factory):
         "moe": tiny_moe.hf_config(
             "qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8
         ),
+        "gated": tiny_moe.hf_config("qwen2_moe"),
         "dense": tiny.hf_config("qwen3", num_attention_heads=8, num_key_value_heads=8),
     }.items():
         out[name] = tmp_path_factory.mktemp(name)
@@ -55,6 +56,9 @@ moe_token_dispatcher_type=allgather
 moe_token_dispatcher_type=allgather
     moe   1 moe_router_bias_update_rate    adapters              moe_router_bias_update_rate=0.1 \
 finetuning_type=lora
+    gated 2 ddp_bucket_size                32 parameters.*: 33   ddp_bucket_size=32 \
+moe_shared_expert_overlap=true overlap_param_gather=true overlap_grad_reduce=true \
+use_distributed_optimizer=true
     dense 2 expert_model_parallel_size     no experts            expert_model_parallel_size=2
     dense 1 moe_aux_loss_coeff             no experts            moe_aux_loss_coeff=0.1
     dense 1 moe_z_loss_coeff               no experts            moe_z_loss_coeff=0.1
@@ -63,6 +67,15 @@ LINES = [
     re.fullmatch(r" *(\w+) +(\d) (\w+) +(.+?)  +(.+)", line).groups()
     for line in ERRORS.strip("\n").splitlines()
 ]
+
+
+def test_buckets_that_hold_more_than_the_gate_of_shared_experts_are_taken(
+    folders, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = LINES[[line[0] for line in LINES].index("gated")][-1].replace("=32", "=33")
+    base = [f"model_name_or_path={folders['gated']}", "dataset=data.jsonl"]
+    parse_args([*base, f"output_dir={tmp_path}", *words.split()])
 
 
 @pytest.mark.parametrize("model, world_size, key, text, words", LINES)

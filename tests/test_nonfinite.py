@@ -263,6 +263,17 @@ def test_nan_policy_skip_leaves_the_update_out_and_counts_it(model_path, tmp_pat
     assert [line["consumed_samples"] for line in log] == [8, 16, 22, 30]
 
 
+def test_a_resumed_run_whose_last_steps_are_skipped_has_a_model(model_path, tmp_path):
+    step, _, _ = place_of_the_bad_sample(1)
+    assert step > 1
+    keys = dict(nan_policy="skip", resume_from_checkpoint="auto")
+    for max_steps in (step - 1, step):
+        arguments = (model_path, str(tmp_path), TORCH, "nan")
+        [result] = world.run(train, 1, *arguments, **keys, max_steps=max_steps)
+        assert not result["error"] and result["state"].global_step == max_steps
+    assert read_log(tmp_path)[-1]["skipped_iter"] == 1
+
+
 def test_nan_skip_limit_ends_the_run(model_path, tmp_path):
     keys = dict(nan_policy="skip", nan_skip_limit=2, max_steps=9)  # the bad sample comes thrice
     [result] = world.run(train, 1, model_path, str(tmp_path), TORCH, "nan", **keys)

@@ -18,6 +18,9 @@ from mca_lite.optim import (
     get_megatron_lr_scheduler,
     get_optimizer_config,
 )
+from tests.shared import tiny, world
+from tests.shared.layouts import DENSE
+from tests.shared.training import read_log, train
 
 MAX = 0.4
 
@@ -42,6 +45,21 @@ def unchecked(name="linear", warmup=0, **kwargs):
 
 def optimizer():
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=123.0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "pp2dp2_overlap", "tp2sp_dp2_dist_opt"])
+def test_zeros_of_the_gradient_are_those_of_the_model_without_padding(layout, tied, tmp_path):
+    """An odd vocabulary, which tensor parallelism pads. Of an untied embedding the rows of tokens
+    that a step does not have are zero."""
+    path = tiny.save_model(tmp_path / "m", "llama", num_hidden_layers=2, tie_word_embeddings=tied)
+    zeros = []
+    for name, (ranks, keys) in {"torch": (1, dict(backend="torch")), layout: DENSE[layout]}.items():
+        out = str(tmp_path / name)
+        world.run(train, ranks, path, out, steps=2, log_num_zeros_in_grad=True, **keys)
+        zeros.append([line["num_zeros_in_grad"] for line in read_log(out)])
+    assert zeros[0] == zeros[1] and len(zeros[0]) == 2
+    assert all(number % 32 == 0 for number in zeros[0]) and any(zeros[0]) == (not tied)
 
 
 def rates(args, steps, extra=0):

@@ -111,6 +111,11 @@ OF_GROUPS = [
     ),
     (TrainingArguments, dict(distribute_saved_activations=True), "distribute_saved_activations"),
     (TrainingArguments, dict(overlap_param_gather=True), "overlap_param_gather"),
+    (
+        TrainingArguments,
+        dict(nan_policy="skip", check_for_nan_in_loss_and_grad=False),
+        "nan_policy",
+    ),
     (TrainingArguments, dict(optim="sgd", use_distributed_optimizer=True), "optim"),
     (TrainingArguments, dict(optim="sgd", exp_avg_dtype="bf16"), "exp_avg_dtype"),
     (TrainingArguments, dict(optim="sgd", exp_avg_sq_dtype="bf16"), "exp_avg_sq_dtype"),

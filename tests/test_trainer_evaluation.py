@@ -100,24 +100,38 @@ def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
             "eval_on_each_dataset",
         ),
         ("eval_strategy=steps val_size=2 metric_for_best_model=bleu", "metric_for_best_model"),
+        ("eval_strategy=steps val_size=2 metric_for_best_model=xloss", "metric_for_best_model"),
+        (
+            "eval_strategy=steps eval_on_each_dataset=true eval_dataset={folder}/chat.jsonl "
+            "metric_for_best_model=other_loss",
+            "metric_for_best_model",
+        ),
     ],
 )
 def test_nothing_to_do_or_to_evaluate_on_is_refused(folder, words, key):
-    from mca_lite.args_run import parse_args
     from mca_lite.args_values import ConfigError
 
-    base = "model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir=unused "
     with pytest.raises(ConfigError) as refused:
-        parse_args((base + words).format(folder=folder).split())
+        parse(folder, words)
     assert key in [problem.key for problem in refused.value.problems]
 
 
 def test_folders_to_evaluate_on_one_by_one_may_end_in_a_slash(folder):
+    words = "do_eval=true eval_on_each_dataset=true eval_dataset=one/,two/"
+    assert parse(folder, words).data.eval_dataset == ["one/", "two/"]
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "other_loss", "eval_other_loss", "mtp_loss"])
+def test_the_best_model_is_told_by_any_metric_of_an_evaluation(folder, metric):
+    words = "eval_strategy=steps eval_on_each_dataset=true eval_dataset={folder}/other.jsonl "
+    parse(folder, f"{words} metric_for_best_model={metric}")
+
+
+def parse(folder, words: str):
     from mca_lite.args_run import parse_args
 
-    words = "model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir=unused "
-    words += "do_eval=true eval_on_each_dataset=true eval_dataset=one/,two/"
-    assert parse_args(words.format(folder=folder).split()).data.eval_dataset == ["one/", "two/"]
+    base = "model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir=unused "
+    return parse_args((base + words).format(folder=folder).split(), needs_world=False)
 
 
 def evaluate_under_another_name(path, out) -> tuple[dict, int]:

@@ -183,7 +183,7 @@ def test_generation_that_cannot_be_compared_is_refused_when_the_trainer_is_made(
     parts = dict(
         args=args, tokenizer=word_tokenizer(), compute_metrics=None, documents_per_sample=1,
         preprocess_logits_for_metrics=None, metrics_keys=["loss"],
-        backend=SimpleNamespace(name="torch"),
+        backend=SimpleNamespace(name="torch"), eval_dataset=None,
     )  # fmt: skip
     check_metrics(SimpleNamespace(**parts, **{})) if metric == "rouge_l" else None
     with pytest.raises(ValueError, match=said):
