@@ -122,7 +122,7 @@ def wait_in_a_pipeline(hf, length: int, output_dir: str, layer_s: float, **keys)
     from mca_lite import plan_time
 
     watch = _Watch()
-    trainer = _trainer(hf, length, output_dir, 10, watch, **keys)
+    trainer = _trainer(hf, length, output_dir, 7, watch, **keys)
 
     def sleep(module, args, answer):
         seconds = layer_s if watch.sleeps else 0.0
