@@ -27,11 +27,12 @@ from .args_rules_model import check_gate
 from .args_values import Judge
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
+from .loss_tokens import trained_places
 from .model import VirtualModels
 from .model_moe import Experts, routers_of
 from .model_routing import BalancingLosses, RouterStatistics
 from .model_te import accumulate_in_place
-from .optim import SplitMasterOptimizer, create_megatron_optimizer, parts_of
+from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
 from .packed_rows import Targets, row_layout
 
 PACKED_BUCKET = 128  # tokens
@@ -46,8 +47,7 @@ def _to_rank(tokens, device, index):
     """A tensor [..., s], or Targets, on a device; of its tokens those at `index` (None: all)."""
     if isinstance(tokens, Targets):
         return Targets(*(_to_rank(x, device, index) for x in tokens))
-    tokens = parallel.to_device(tokens, device)
-    return tokens if index is None else tokens[..., index]
+    return parallel.to_device(tokens if index is None else tokens[..., index], device)
 
 
 class MegatronBackend(Backend):
@@ -143,20 +143,21 @@ class MegatronBackend(Backend):
         s = batch["input_ids"].shape[1]
         layout = row_layout((0, s), size, rank, device) if params is None else params.layout
         labels, index = batch["labels"], layout.index if size > 1 else None
+        trained = trained_places(labels if index is None else labels[..., index])
         if self.config.mtp_num_layers:
             labels = Targets.ahead(batch, self.config.mtp_num_layers)
         ids = _to_rank(batch["input_ids"], device, index)
         inputs = dict(
             input_ids=ids,
             labels=_to_rank(labels, device, index),
+            trained=parallel.to_device(trained, device),
             position_ids=layout.positions.expand(ids.shape),
             attention_mask=None,
             packed_seq_params=params,
         )
         if self.config.num_moe_experts and "padding_mask" in batch:
             # padding does not count where experts are balanced
-            padding = parallel.to_device(batch["padding_mask"], device)
-            inputs["padding_mask"] = padding[:, layout.index]
+            inputs["padding_mask"] = _to_rank(batch["padding_mask"], device, index)
         return inputs
 
     def over_context_parallel(
@@ -271,29 +272,38 @@ class MegatronBackend(Backend):
         finalize_model_grads(chunks, num_tokens, **kwargs)
 
     @property
-    def _gradient_factor(self) -> float:
-        """What _finalize_gradients has left to be multiplied with. Waits for the device."""
-        return 1 if self._tokens is None else 1 / max(int(self._tokens), 1)
+    def _gradient_factor(self) -> torch.Tensor | float:
+        """What _finalize_gradients has left to be multiplied with, a float64 tensor or 1."""
+        return 1.0 if self._tokens is None else 1 / self._tokens.clamp(min=1).double()
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """The parts of megatron's step(), which would update with any gradient norm."""
-        optimizer = self.optimizer
+        """The parts of megatron's step(), which would update with any gradient norm.
+
+        Where masters are split, the update is on its way before the norm is read: a GPU that waits
+        for the host between the two does nothing.
+        """
+        optimizer, only_finite = self.optimizer, self.args.check_for_nan_in_loss_and_grad
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
-        factor = self._gradient_factor
-        grad_norm = float(optimizer.get_grad_norm()) * factor
-        if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
+        norm = gradient_norm(optimizer) * self._gradient_factor
+        split = [part for part in parts_of(optimizer) if isinstance(part, SplitMasterOptimizer)]
+        for part in split:
+            part.multiply(self._gradient_factor, norm, only_finite)
+        updated = bool(split) and optimizer.step_with_ready_grads()
+        grad_norm, num_zeros = float(norm), None
+        if only_finite and not math.isfinite(grad_norm):
+            for part in split:
+                part.optimizer.take_back()
             return False, grad_norm, None
-        for part in parts_of(self.optimizer):
-            if isinstance(part, SplitMasterOptimizer):
-                part.optimizer.factor = factor * min(1, part.config.clip_grad / (grad_norm + 1e-6))
-            elif parameters := part.get_parameters():
+        for part in parts_of(optimizer):
+            if part not in split and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
-        num_zeros = None
         if self.args.log_num_zeros_in_grad:
             num_zeros = int(optimizer.count_zeros()) - self._num_zeros_of_padding()
-        return bool(optimizer.step_with_ready_grads()), grad_norm, num_zeros
+        if not split:
+            updated = optimizer.step_with_ready_grads()
+        return bool(updated), grad_norm, num_zeros
 
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in rows that only pad the vocabulary: all are zero. Collective

@@ -235,7 +235,7 @@ class TorchBackend(Backend):
         grads = [p.grad for p in parameters]
         if self._scaler:
             torch._foreach_mul_(grads, float(self._scaler.inv_scale))
-        grad_norm = torch.nn.utils.get_total_norm(grads) if grads[0].is_cuda else cpu.l2_norm(grads)
+        grad_norm = cpu.l2_norm(grads)
         if self._scaler:
             overflow = not bool(grad_norm.isfinite())
             self._scaler.update(overflow)

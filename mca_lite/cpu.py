@@ -83,27 +83,20 @@ def _all_gather(original):
 
 
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all tensors together, float32.
+    """The norm of all tensors together, float32, on their device; without a tensor on the CPU.
 
     torch adds up a tensor's squares one after another on a CPU, which is 1e-4 off at 4 million
     elements, and off by another amount in every layout. Norms of short rows first are right to 1e-7
     and as fast.
     """
+    if tensors and tensors[0].is_cuda:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
     parts = [torch.zeros(1)]
     for tensor in tensors:
         flat = tensor.detach().float().reshape(-1)
         even = flat.numel() // 4096 * 4096
         parts += [flat[:even].view(-1, 4096).norm(dim=1), flat[even:].norm()[None]]
     return torch.cat(parts).norm()
-
-
-def _multi_tensor_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
-    return l2_norm([tensor for tensors in tensor_lists for tensor in tensors])[None], None
-
-
-def _foreach_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
-    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
-    return torch.linalg.vector_norm(torch.stack(norms))[None], None
 
 
 def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale):
@@ -132,8 +125,8 @@ class _WeightGradient:
 
 
 def _cuda_table():
-    """The rows for CUDA. Those of the norm and the copies: where neither Transformer Engine nor
-    Apex brings kernels for them."""
+    """The rows for CUDA. Those of scaling and copies: where neither Transformer Engine nor Apex
+    brings kernels for them."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -141,9 +134,8 @@ def _cuda_table():
     import torch._inductor.config as inductor
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    waits = "megatron's own loops launch a kernel for each tensor, and the norm waits for each"
+    waits = "megatron's own loops launch a kernel for each tensor"
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        yield clip_grads, "l2_norm_impl", _foreach_l2_norm, waits
         yield clip_grads, "multi_tensor_scale_impl", _foreach_scale, waits
         yield optimizer, "_multi_tensor_copy_this_to_that", _foreach_copy, waits
     if not optimizers.USING_PYTORCH_OPTIMIZER:
@@ -203,7 +195,6 @@ def _rows_of_cuda():
 
 def _rows_of_tensors():
     """Tensors that ask for CUDA by name, and what gloo or a CPU's arithmetic lacks."""
-    import megatron.core.optimizer.clip_grads as clip_grads
     import torch.distributed as dist
 
     names = (
@@ -211,7 +202,6 @@ def _rows_of_tensors():
     )
     device = 'the schedules, clipping and p2p name device="cuda"'
     kind = "clipping asks for 'torch.cuda.FloatTensor' by name"
-    large = "float32 norms of large tensors are 1e-4 off on a CPU"
     equal = "gloo wants equal pieces; experts have unequal ones"
     as_lists = _all_to_all_single(dist.all_to_all_single)
     for name in names.split():
@@ -219,7 +209,6 @@ def _rows_of_tensors():
     yield torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron moves tensors with .cuda()"
     yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
     yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), kind
-    yield clip_grads, "l2_norm_impl", _multi_tensor_l2_norm, large
     yield dist, "all_gather", _all_gather(dist.all_gather), equal
     yield dist, "all_to_all_single", as_lists, "gloo wants split sizes as lists"
 

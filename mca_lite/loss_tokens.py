@@ -152,10 +152,15 @@ class _Gradients:
                 _add_product(d_weight, d_product, hidden)
 
 
-def _chunks(labels, chunk_size: int):
-    """The rows that have a label, in runs of chunk_size: slices where all have one, else their
-    places."""
-    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+def trained_places(labels):
+    """int64 [n]: where labels [b, s] count, as places in [s, b]. Of tensors on a GPU it waits for
+    what they are made from."""
+    return (labels.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
+
+
+def _chunks(labels, kept, chunk_size: int):
+    """The rows that have a label, whose places are `kept`, in runs of chunk_size: slices where all
+    have one."""
     if len(kept) == len(labels):
         return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
     return list(kept.split(chunk_size)) if len(kept) else []
@@ -169,9 +174,9 @@ def _pairs(factors, rows):
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels, head, ahead, *factors):
-        needed = ctx.needs_input_grad[3:]
-        chunks = _chunks(labels, head.chunk_size)
+    def forward(ctx, labels, kept, head, ahead, *factors):
+        needed = ctx.needs_input_grad[4:]
+        chunks = _chunks(labels, kept, head.chunk_size)
         ahead = ahead and any(needed)
         gradients = _Gradients(factors, needed, chunks) if ahead else None
         losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
@@ -198,11 +203,11 @@ class _TokenLosses(torch.autograd.Function):
         # the gradient of a sum is one number, expanded: strides say so without asking the device
         if ctx.gradients is not None and (grad.stride(0) == 0 or len(grad) < 2):
             by, taken = grad.sum() if len(grad) == 0 else grad[0], ctx.gradients
-        elif ctx.gradients is not None and not any(ctx.needs_input_grad[4::2]):
+        elif ctx.gradients is not None and not any(ctx.needs_input_grad[5::2]):
             by, taken = grad[:, None], ctx.gradients  # a frozen head: each row has its own gradient
         else:
             by, taken = None, _TokenLosses.weighted(ctx, labels, losses, lse, grad, factors)
-        out = [None, None, None]
+        out = [None, None, None, None]
         for gradient, tensor in zip(taken, factors, strict=True):
             if gradient is not None and by is not None:
                 gradient = _scaled(gradient, by, tensor.dtype)
@@ -214,7 +219,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def weighted(ctx, labels, losses, lse, weights, factors):
         """The gradients where each row has a weight of its own, from logits that are made again."""
-        gradients = _Gradients(factors, ctx.needs_input_grad[3:], ctx.chunks)
+        gradients = _Gradients(factors, ctx.needs_input_grad[4:], ctx.chunks)
         for rows in ctx.chunks:
             parts = _pairs(factors, rows)
             logits = _logits(parts, ctx.head)
@@ -227,8 +232,8 @@ class _LossesOfLogits(torch.autograd.Function):
     """A function of the logits, chunk by chunk; the backward pass makes them again."""
 
     @staticmethod
-    def forward(ctx, labels, function, head, *factors):
-        chunks = _chunks(labels, head.chunk_size)
+    def forward(ctx, labels, kept, function, head, *factors):
+        chunks = _chunks(labels, kept, head.chunk_size)
         losses = None
         # an empty chunk says how many losses a token has
         for rows in chunks or [slice(0, 0)]:
@@ -244,7 +249,7 @@ class _LossesOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         labels, *factors = ctx.saved_tensors
-        gradients = _Gradients(factors, ctx.needs_input_grad[3:], ctx.chunks)
+        gradients = _Gradients(factors, ctx.needs_input_grad[4:], ctx.chunks)
         for rows in ctx.chunks:
             parts = _pairs(factors, rows)
             logits = _logits_of(parts, labels[rows], ctx.head)
@@ -264,7 +269,7 @@ class _LossesOfLogits(torch.autograd.Function):
             if of_weight is not None and d_weight is not None:
                 of_weight += d_weight
         given = zip(gradients.tensors, factors, strict=True)
-        return None, None, None, *(g if g is None else g.to(t.dtype) for g, t in given)
+        return None, None, None, None, *(g if g is None else g.to(t.dtype) for g, t in given)
 
 
 def _logits_of(parts, labels, head: Head) -> Logits:
@@ -276,7 +281,7 @@ def _logits_of(parts, labels, head: Head) -> Logits:
 
 def token_losses(
     hidden, weight, labels, group=None, vocab_size=None, chunk_size=None, extra=None, softcap=None,
-    weights_differ=False, of_logits: LossOfLogits | None = None,
+    weights_differ=False, of_logits: LossOfLogits | None = None, trained=None,
 ):  # fmt: skip
     """Loss of each token, float32, of labels' shape; 0 where the label is IGNORE_INDEX, NaN where
     it is no token id.
@@ -288,7 +293,9 @@ def token_losses(
     to the logits; softcap: c, where the logits are capped to c tanh(z / c); weights_differ: rows
     will weigh differently in what is minimised, so that a weight's gradient taken in the forward
     pass would be in vain. It is a matter of speed alone: the gradients are right either way.
-    of_logits: another loss than cross entropy, or several: float32 [..., k] then.
+    of_logits: another loss than cross entropy, or several: float32 [..., k] then. trained: int64
+    [n], the places of labels that are not IGNORE_INDEX among all of them; None: they are looked
+    for, and a GPU has no work until the host has them.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
@@ -313,9 +320,12 @@ def token_losses(
     # the backward pass
     ahead = not (weights_differ and any(t.requires_grad for t in factors[1::2]))
     ahead = ahead and all(t.dtype != torch.float16 for t in factors)
+    shape, labels = labels.shape, labels.reshape(-1)
+    if trained is None:
+        trained = (labels != IGNORE_INDEX).nonzero()[:, 0]
     with torch.autocast(device, enabled=False):
         factors = [t.reshape(-1, t.shape[-1]) for t in factors]
         if of_logits is not None:
-            losses = _LossesOfLogits.apply(labels.reshape(-1), of_logits, head, *factors)
-            return losses.view(*labels.shape, *losses.shape[1:])
-        return _TokenLosses.apply(labels.reshape(-1), head, ahead, *factors).view(labels.shape)
+            losses = _LossesOfLogits.apply(labels, trained, of_logits, head, *factors)
+            return losses.view(*shape, *losses.shape[1:])
+        return _TokenLosses.apply(labels, trained, head, ahead, *factors).view(shape)

@@ -90,9 +90,10 @@ class _Block(TransformerBlock):
 class McaGPTModel(GPTModel):
     """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
 
-    forward(input_ids [b, s], position_ids, attention_mask, labels): local layers do not read
-    position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1, s, s]
-    with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or None.
+    forward(input_ids [b, s], position_ids, attention_mask, labels, trained): local layers do not
+    read position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1,
+    s, s] with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or
+    None; trained is loss_tokens.trained_places of the labels, where the host knows them.
 
     Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -145,7 +146,8 @@ class McaGPTModel(GPTModel):
             if not config.drop_embeddings:
                 self.embedding.embedding_dropout.p = 0.0
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, **kwargs):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, trained=None, **kwargs):
+        self._trained = trained  # GPTModel.forward does not hand it on
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
@@ -172,8 +174,8 @@ class McaGPTModel(GPTModel):
             cap = self.config.final_logit_softcapping
             return logits if cap is None else cap * torch.tanh(logits / cap)
         if not isinstance(labels, Targets):
-            return self._losses(labels, hidden_states)
-        losses = [self._losses(labels.labels, hidden_states)]
+            return self._losses(labels, hidden_states, self._trained)
+        losses = [self._losses(labels.labels, hidden_states, self._trained)]
         for layer, ids, next_labels in zip(
             self.mtp.layers, labels.next_ids, labels.next_labels, strict=True
         ):
@@ -193,9 +195,9 @@ class McaGPTModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return None
 
-    def _losses(self, labels, hidden):
+    def _losses(self, labels, hidden, trained=None):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
-        [b, s]."""
+        [b, s]. trained: as forward() takes it."""
         config, weight = self.config, self._tied_weight()
         hidden = self.output_layer(hidden, weight=weight)[0]
         if weight is None:
@@ -218,6 +220,7 @@ class McaGPTModel(GPTModel):
             config.final_logit_softcapping,
             config.loss_weights_differ,
             self.loss_of_logits,
+            trained,
         ).transpose(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

@@ -14,6 +14,7 @@ and min after D. The first update uses the rate of n = 0.
 """
 
 import torch
+import torch.distributed as dist
 
 from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -21,7 +22,9 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from . import parallel
 from .args_rules_training import SCHEDULES, plan_schedule
+from .cpu import l2_norm
 from .optim_adam import AdamW
 from .optimizers import OPTIMIZERS
 
@@ -97,6 +100,21 @@ def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
     return OptimizerConfig(**{**args.fields_of("optimizer"), **own})
 
 
+def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
+    """The float64 norm of all gradients of megatron's optimizer, as its get_grad_norm() has it: a
+    tensor, for which nothing waits yet. Collective."""
+    parts = parts_of(optimizer)
+    gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    groups = [part.get_grad_stats_parallel_group() for part in parts]
+    if len(parts) > 1 and optimizer.grads_states_parallel_group_is_shared():
+        gradients, groups = [sum(gradients, [])], groups[:1]
+    squares = []
+    for of_part, group in zip(gradients, groups, strict=True):
+        squares.append(l2_norm(of_part).to(parallel.device()).square())
+        dist.all_reduce(squares[-1], group=group)
+    return torch.stack(squares).double().sum().sqrt()
+
+
 class SplitMasterOptimizer(FP32Optimizer):
     """megatron's wrapper of optim_adam.AdamW, whose bf16 parameters are half of their masters.
     Their gradients are DDP's, in place."""
@@ -112,6 +130,15 @@ class SplitMasterOptimizer(FP32Optimizer):
         for parameter in self.get_parameters():
             parameter.decoupled_grad = parameter.main_grad.float()  # the same tensor, mostly
         return False
+
+    def multiply(self, factor, grad_norm: torch.Tensor, only_finite: bool) -> None:
+        """The next update takes gradients times `factor`, with which their norm is grad_norm,
+        and clips them. only_finite: it changes nothing where the norm is not finite. Nothing waits
+        for these float64 tensors of one number."""
+        shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
+        if only_finite:
+            shrink = shrink.where(grad_norm.isfinite(), float("nan"))
+        self.optimizer.factor = factor * shrink
 
     def reload_model_params(self, state_dict=None) -> None:
         self.optimizer.forget_masters()

@@ -15,6 +15,8 @@ element, so that replicas and a resumed run draw the same.
 On CUDA, where model_fused compiles, the pass is a Triton kernel, elsewhere plain torch.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from . import model_fused
@@ -28,18 +30,21 @@ if model_fused.triton is not None:
     # the seed is another one in each step: a kernel compiled for some of its values serves no other
     @triton.jit(do_not_specialize=["seed"])
     def _adam_kernel(
-        weight, low, grad, mean, square, n, seed, factor, decay, beta2, new1, new2, rate, root, eps,
+        weight, low, grad, mean, square, factor, n, seed, decay, beta2, new1, new2, rate, root, eps,
         SPLIT: tl.constexpr, CHANCE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < n
+        by = tl.load(factor).to(tl.float32)
+        if by != by:
+            return
         if SPLIT:
             bits = tl.load(weight + place, inside, 0).to(tl.int32) << 16
             bits += tl.load(low + place, inside, 0).to(tl.int32)
             w = bits.to(tl.float32, bitcast=True)
         else:
             w = tl.load(weight + place, inside, 0.0)
-        g = tl.load(grad + place, inside, 0.0).to(tl.float32) * factor
+        g = tl.load(grad + place, inside, 0.0).to(tl.float32) * by
         m = tl.load(mean + place, inside, 0.0).to(tl.float32)
         v = tl.load(square + place, inside, 0.0).to(tl.float32)
         m += (g - m) * new1
@@ -95,7 +100,8 @@ class AdamW(torch.optim.Optimizer):
 
     halves: those of exp_avg and exp_avg_sq that are kept in bf16. A parameter's gradient is its
     decoupled_grad where it has one (megatron's word for one of another dtype), else grad. factor:
-    what gradients are multiplied with in the next step().
+    what gradients are multiplied with in the next step(), a number or a float64 tensor of one on
+    their device, which need not be known yet; where it is NaN, nothing is updated.
     """
 
     def __init__(self, groups, lr, betas, eps, halves=()):
@@ -104,15 +110,28 @@ class AdamW(torch.optim.Optimizer):
             name: torch.bfloat16 if name in halves else torch.float32
             for name in ("exp_avg", "exp_avg_sq")
         }
-        self.factor = 1.0
+        self.factor: torch.Tensor | float = 1.0
 
     @torch.no_grad()
     def step(self, closure=None):
+        factor = self.factor
+        for group, p, grad in self._gradients():
+            if not torch.is_tensor(factor):
+                factor = torch.full((), factor, dtype=torch.float64, device=p.device)
+            self._update(group, p, grad, factor)
+
+    def take_back(self) -> None:
+        """The factor of the last step() was NaN: it does not count."""
+        for _, p, _ in self._gradients():
+            self.state[p]["step"] -= 1
+
+    def _gradients(self) -> Iterator[tuple[dict, torch.Tensor, torch.Tensor]]:
+        """(group, parameter, gradient) of those that have one."""
         for group in self.param_groups:
             for p in group["params"]:
                 grad = getattr(p, "decoupled_grad", p.grad)
                 if grad is not None:
-                    self._update(group, p, grad)
+                    yield group, p, grad
 
     def state_of(self, p: torch.Tensor) -> dict:
         """A parameter's state, which begins with zeros."""
@@ -153,7 +172,7 @@ class AdamW(torch.optim.Optimizer):
             if "low" in state:
                 state["low"].zero_()
 
-    def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor) -> None:
+    def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor) -> None:
         state = self.state_of(p)
         step, (beta1, beta2) = int(state["step"]) + 1, group["betas"]
         state["step"] = torch.tensor(float(step))  # on the CPU, where reading it waits for nobody
@@ -164,15 +183,17 @@ class AdamW(torch.optim.Optimizer):
         by_chance = v.dtype == torch.bfloat16
         if model_fused.compiles(p):
             weight = p if low is None else p.view(torch.int16)
-            numbers = (self.factor, decay, beta2, 1 - beta1, 1 - beta2, rate, root, eps)
+            numbers = (decay, beta2, 1 - beta1, 1 - beta2, rate, root, eps)
             constants, grid = (
                 (low is not None, by_chance, _BLOCK),
                 (triton.cdiv(p.numel(), _BLOCK),),
             )
-            tensors = weight, low, grad, m, v
+            tensors = weight, low, grad, m, v, factor
             _adam_kernel[grid](*tensors, p.numel(), seed, *numbers, *constants)
             return
-        g, w = grad.float() * self.factor, self.master(p)
+        if factor.isnan():
+            return
+        g, w = grad.float() * factor.float(), self.master(p)
         mean = m.float().lerp(g, 1 - beta1)
         square = (v.float() * beta2).addcmul_(g, g, value=1 - beta2)
         w = torch.sub(w, w, alpha=decay).addcdiv_(

@@ -157,9 +157,9 @@ class RowLayout:
 
     segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query
     the last key. positions int64 [t / cp]: each local token's position in its document. index int64
-    [t / cp]: its place in the whole row. order int64 [t], None without context parallelism:
-    gathered local parts in the row's order. borders int32 [documents + 1]: cu_seqlens of the whole
-    row. longest: tokens of the longest document.
+    [t / cp], in host memory, where rows are cut: its place in the whole row. order int64 [t], None
+    without context parallelism: gathered local parts in the row's order. borders int32 [documents +
+    1]: cu_seqlens of the whole row. longest: tokens of the longest document.
     """
 
     segments: list[tuple[int, int, int, int]]
@@ -232,8 +232,7 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
         order = to_device(parts.argsort(), device)
     longest = max(end - start for start, end in zip(cu, cu[1:], strict=False))
     borders = torch.tensor(cu, dtype=torch.int32)
-    tensors = (index - starts[index], index, borders)
-    positions, index, borders = (to_device(x, device) for x in tensors)
+    positions, borders = (to_device(x, device) for x in (index - starts[index], borders))
     return RowLayout(segments, positions, index, order, borders, longest)
 
 
