@@ -119,6 +119,50 @@ def _rms_norm(x, weight, eps: float, zero_centered: bool = False):
 rms_norm = compiled(_rms_norm)
 
 
+@compiled
+def _norm_forward(x, weight, eps: float, zero_centered: bool):
+    """(rms_norm of x, 1 / rms(x) float32 [..., 1])"""
+    by = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    normed = x.float() * by
+    if zero_centered:
+        return (normed * (1.0 + weight.float())).to(x.dtype), by
+    return weight * normed.to(x.dtype), by
+
+
+@compiled
+def _norm_backward(grad, passed, x, by, weight, zero_centered: bool, trained: bool):
+    """(gradient of x, which is used with its norm: `grad` is that of the norm and `passed` that
+    of x beside it; gradient of the weight, or None)"""
+    grad, normed = grad.float(), x.float() * by
+    scaled = grad * (1.0 + weight.float() if zero_centered else weight.float())
+    inner = by * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    of_x = (inner + passed.float()).to(x.dtype)
+    if not trained:
+        return of_x, None
+    return of_x, (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+class _NormBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, zero_centered):
+        normed, by = _norm_forward(x, weight, eps, zero_centered)
+        ctx.save_for_backward(x, by, weight)
+        ctx.zero_centered = zero_centered
+        return normed, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad, passed):
+        trained = ctx.needs_input_grad[1]
+        saved = ctx.saved_tensors
+        return *_norm_backward(grad, passed, *saved, ctx.zero_centered, trained), None, None
+
+
+def norm_beside(x, weight, eps: float, zero_centered: bool):
+    """(rms_norm of x, x): where both are used, the sum of their gradients is taken in the norm's
+    backward pass, and costs no kernel of its own. By formulas of its own, on any device."""
+    return _NormBeside.apply(x, weight, eps, zero_centered)
+
+
 def _rotate(x, cos, sin, interleaved: bool):
     size = cos.shape[-1]
     turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])

@@ -39,10 +39,13 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 
 from .model_attention import CoreAttention, DuplicatedLinear, FusedSelfAttention, LatentAttention
-from .model_fused import swiglu
+from .model_fused import compiles, swiglu
 from .model_moe import Experts, Router
 from .model_norms import RMSNorm, RMSNormOverHeads
 
@@ -72,6 +75,24 @@ class Residual(torch.nn.Module):
         if self.multiplier != 1.0:
             x = x * self.multiplier
         return residual + x
+
+
+class Layer(TransformerLayer):
+    """megatron's layer; on a GPU the gradient of what goes past a norm is added in the norm's
+    backward pass."""
+
+    def _forward_attention(self, hidden_states, *args, **kwargs):
+        hidden_states = self._past(self.input_layernorm, hidden_states)
+        return super()._forward_attention(hidden_states, *args, **kwargs)
+
+    def _forward_mlp(self, hidden_states, *args, **kwargs):
+        hidden_states = self._past(self.pre_mlp_layernorm, hidden_states)
+        return super()._forward_mlp(hidden_states, *args, **kwargs)
+
+    @staticmethod
+    def _past(norm, x):
+        has_sum = isinstance(norm, RMSNorm) and torch.is_grad_enabled() and x.requires_grad
+        return norm(x, beside=True) if has_sum and compiles(x) else x
 
 
 def block_spec(config, vp_stage: int | None = None):
@@ -119,7 +140,7 @@ def layer_spec(config, is_moe: bool):
             parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     else:
         layer = get_gpt_layer_local_spec(**shared, normalization=config.normalization)
-        parts = layer.submodules
+        layer.module, parts = Layer, layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = (
             RMSNorm if config.pre_norms else IdentityOp
         )

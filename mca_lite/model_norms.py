@@ -10,7 +10,7 @@ from . import before_megatron  # noqa: F401  # isort: skip
 from megatron.core import parallel_state
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from .model_fused import rms_norm
+from .model_fused import norm_beside, rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -28,12 +28,21 @@ class RMSNorm(torch.nn.Module):
         )
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self._beside = None, None  # what the next call is given, and its answer
 
-    def forward(self, x=None):
+    def forward(self, x=None, beside: bool = False):
         """x normed. Without x the weight, for a kernel that norms by itself; it is asked for by a
-        call, since the hooks of overlap_param_gather wait for the weight in one."""
+        call, since the hooks of overlap_param_gather wait for the weight in one. beside: x itself,
+        to be used with its norm, for which it is given back in the next call: norm_beside."""
         if x is None:
             return self.weight
+        if beside:
+            normed, x = norm_beside(x, self.weight, self.eps, self.zero_centered)
+            self._beside = x, normed
+            return x
+        (given, normed), self._beside = self._beside, (None, None)
+        if x is given:
+            return normed
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 

@@ -43,6 +43,7 @@ from .trainer_events import (
     check_hooks,
     end_step,
     finish_run,
+    steady_host,
 )
 from .trainer_nonfinite import FiniteGuard
 from .trainer_step import EvalLoopOutput, Numbers, RunSums, TrainOutput, plan_batches, read_step
@@ -131,7 +132,8 @@ class McaTrainer:
         """
         held, quiet = output_folder.hold(self.args.output_dir), before_megatron.quiet()
         with quiet, watchdog.watch(self.args), held, StopSignals() as self._signals:
-            return self._train(resume_from_checkpoint)
+            with steady_host(self.args):
+                return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)

@@ -5,9 +5,13 @@ Flags that callbacks raise on one rank count on all: they travel with the signal
 all-reduce after each step, and after each log line, evaluation and checkpoint.
 """
 
+import contextlib
+import gc
 import inspect
 import os
 from collections.abc import Callable
+
+import torch
 
 from . import ckpt, ckpt_folder, parallel, watchdog
 from .args_rules_training import parse_steps
@@ -115,6 +119,31 @@ def agree(trainer) -> list[int]:
     return of_all[: len(own)]
 
 
+def spare_what_stays() -> None:
+    """Let Python's collector pass over all objects that there are, on a GPU: libraries and compiled
+    functions. A look through all takes 0.4 s, in which a GPU runs out of work; and of many ranks
+    each looks at another time, while all wait."""
+    if torch.cuda.is_available():
+        gc.collect()
+        gc.freeze()
+
+
+@contextlib.contextmanager
+def steady_host(args):
+    """Within, a host that feeds a GPU is not held up: see spare_what_stays(). And torch computes on
+    one thread, unless the host makes updates: the others spin after each operation, and take the
+    time of that one."""
+    threads = torch.get_num_threads()
+    if torch.cuda.is_available() and not args.optimizer_cpu_offload:
+        torch.set_num_threads(1)
+    spare_what_stays()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
+
+
 def begin_step(trainer, epoch_begins: bool) -> None:
     """Lower the flags of the step before, and tell the callbacks."""
     if epoch_begins:
@@ -130,6 +159,8 @@ def end_step(trainer) -> None:
     Collective; Interrupted after a signal."""
     args, state, steps_per_epoch = trainer.args, trainer.state, trainer.batch_plan.steps_per_epoch
     watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
+    if trainer._guard.steps == 1:
+        spare_what_stays()  # what the first step compiled
     raise_flags(trainer.control, args, state, state.position % steps_per_epoch == 0)
     trainer._notify("on_step_end")
     done = _act(trainer)

@@ -157,9 +157,10 @@ def read_step(
     counts = [count_tokens(batch) for batch in batches]
     # the schedule wants a multiple: others of the same shape follow, which carry no loss, and are
     # padding where tokens are counted
-    nothing = torch.zeros_like(batches[0]["labels"])
-    empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
-    batches += [empty] * (-real % backend.micro_batch_multiple)
+    if missing := -real % backend.micro_batch_multiple:
+        nothing = torch.zeros_like(batches[0]["labels"])
+        empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
+        batches += [empty] * missing
     batches = [trainer._arrange(batch) for batch in batches]
     longest = backend.common_length(max(batch["input_ids"].shape[1] for batch in batches))
     batches = [trainer._to_length(batch, longest) for batch in batches]

@@ -5,7 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite import TrainingArguments, model_fused
+from mca_lite import TrainingArguments, model_fused, model_layers, model_norms
+from tests.shared import tiny, world
+from tests.shared.layouts import FULL, PP2, TP2_SP
+from tests.shared.training import assert_same_curve, train
 
 
 def rows(*shape, dtype=torch.float32):
@@ -94,3 +97,63 @@ def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypat
         assert not model_fused.compiles(OnGpu())
     model_fused._compiler_works.cache_clear()
     assert len(said) == 1
+
+
+# -- a norm whose input is used beside it
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_norm_sums_its_gradient_with_what_goes_past_it(zero_centered):
+    x, weight = rows(5, 2, 24).requires_grad_(), rows(24).requires_grad_()
+    of_norm, of_x = rows(5, 2, 24, 1)[..., 0], rows(5, 2, 24)
+
+    def gradients(normed, passed):
+        loss = (normed * of_norm).sum() + (passed * of_x).sum()
+        return torch.autograd.grad(loss, (x, weight))
+
+    got = gradients(*model_fused.norm_beside(x, weight, 1e-6, zero_centered))
+    wanted = gradients(model_fused.rms_norm(x, weight, 1e-6, zero_centered), x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    frozen, _ = model_fused.norm_beside(x, weight.detach(), 1e-6, zero_centered)
+    assert torch.autograd.grad(frozen.sum(), x)[0].isfinite().all()
+
+
+def train_both_ways(path: str, out: str, **keys) -> list:
+    """Curves with layers as they run on a CPU and on a GPU."""
+    calls, inner = [], model_fused.norm_beside
+
+    def counted(*args):
+        calls.append(args)
+        return inner(*args)
+
+    plain = train(path, f"{out}/plain", **keys)
+    model_layers.compiles, model_norms.norm_beside = lambda x: True, counted
+    return [plain, train(path, f"{out}/beside", **keys), len(calls)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "keys",
+    [TP2_SP, {**PP2, **FULL}, dict(recompute_granularity="selective", recompute_modules=["mlp"])],
+    ids=["tp2_sp", "pp2 recomputed", "mlp recomputed"],
+)
+def test_layers_train_as_ever_with_gradients_summed_in_norms(family, keys, tmp_path):
+    path = tiny.save_model(tmp_path / "model", family)
+    plain, beside, calls = world.run(train_both_ways, 2, path, str(tmp_path), **keys)[-1]
+    assert_same_curve(beside, plain, 1e-5)
+    assert calls
+
+
+def test_a_norm_gives_what_it_has_beside_to_its_own_input_alone():
+    from mca_lite.model_norms import RMSNorm
+
+    norm = RMSNorm.__new__(RMSNorm)
+    torch.nn.Module.__init__(norm)
+    norm.weight, norm.eps, norm.zero_centered = torch.nn.Parameter(rows(24)), 1e-6, False
+    norm._beside = None, None
+    first, other = rows(3, 1, 24).requires_grad_(), rows(4, 1, 24).requires_grad_()
+    norm(first, beside=True)  # and the pass ends there
+    assert norm(other).shape == other.shape
+    passed = norm(first, beside=True)
+    assert type(norm(passed).grad_fn).__name__ == "_NormBesideBackward"
+    assert type(norm(passed).grad_fn).__name__ != "_NormBesideBackward"  # it is given once

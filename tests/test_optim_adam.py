@@ -133,6 +133,18 @@ def test_a_factor_is_as_if_gradients_had_been_multiplied():
     assert torch.equal(mine, reference)
 
 
+def test_a_factor_that_is_nan_updates_nothing_and_is_taken_back():
+    mine, reference = (torch.nn.Parameter(draw(8, 6, seed=99)) for _ in range(2))
+    inner, wanted = ours(mine, gradients(2)), ours(reference, gradients(2))
+    inner.factor = torch.tensor(float("nan"), dtype=torch.float64)
+    mine.decoupled_grad = draw(8, 6)
+    inner.step()
+    inner.take_back()
+    assert torch.equal(mine, reference)
+    for name, value in wanted.state[reference].items():
+        assert torch.equal(inner.state[mine][name], value)
+
+
 def test_bf16_moments_stay_close_to_float32_ones():
     mine, reference = (torch.nn.Parameter(draw(8, 6, seed=99)) for _ in range(2))
     halves = ours(mine, gradients(), halves=("exp_avg", "exp_avg_sq")).state[mine]
