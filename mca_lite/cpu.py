@@ -82,6 +82,9 @@ def _all_gather(original):
     return all_gather
 
 
+_LARGE = 2**20  # elements
+
+
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all tensors together, float32, on their device; without a tensor on the CPU.
 
@@ -90,7 +93,12 @@ def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     and as fast.
     """
     if tensors and tensors[0].is_cuda:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+        # the kernel for many tensors reads large ones at half the speed of the one for a single one
+        large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]
+        small = [tensor for tensor in tensors if tensor.numel() < _LARGE]
+        norms = [torch.linalg.vector_norm(tensor) for tensor in large]
+        norms += torch._foreach_norm(small) if small else ()
+        return torch.linalg.vector_norm(torch.stack(norms))
     parts = [torch.zeros(1)]
     for tensor in tensors:
         flat = tensor.detach().float().reshape(-1)

@@ -160,7 +160,8 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
 
 def count_tokens(batch: dict) -> tuple[int, int]:
     """(tokens without padding, sum of squared document lengths) of a checked batch."""
-    lengths = torch.cat([torch.bincount(row[row > 0].long()) for row in batch["attention_mask"]])
+    mask = batch["attention_mask"].long()
+    lengths = torch.cat([torch.bincount(row)[1:] for row in mask])
     return int(lengths.sum()), int((lengths**2).sum())
 
 

@@ -24,7 +24,10 @@ import torch.distributed as dist
 
 from .constants import IGNORE_INDEX
 from .loss_logits import Head, Logits, LossOfLogits, all_reduce, checked
-from .model_fused import compiled
+from .model_fused import compiled, compiles, triton
+
+if triton is not None:
+    import triton.language as tl
 
 CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
 _SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
@@ -44,15 +47,57 @@ def _as_float(logits, columns: int, softcap: float | None):
 _capped = compiled(_as_float)
 
 
-@compiled
+# the largest logit is at least this one, which is finite also on a rank whose columns all pad
+_LOWEST = torch.finfo(torch.float32).min
+
+
 def _statistics(logits, column, columns: int):
     """float32 (largest logit, sum of exponentials relative to it, logit at `column`), each [rows],
     of capped logits."""
+    if compiles(logits):
+        return statistics_in_one_pass(logits.contiguous(), column, columns)
     logits = _as_float(logits, columns, None)
-    # finite also on a rank whose columns all pad
-    top = logits.amax(1).clamp(min=torch.finfo(torch.float32).min)
+    top = logits.amax(1).clamp(min=_LOWEST)
     total = (logits - top[:, None]).exp_().sum(1)
     return top, total, logits.gather(1, column[:, None])[:, 0]
+
+
+if triton is not None:
+
+    @triton.jit
+    def _statistics_kernel(
+        logits,
+        column,
+        top,
+        total,
+        target,
+        columns,
+        width,
+        LOWEST: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        start = logits + row * width
+        largest, summed = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32)
+        for first in range(0, columns, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            values = tl.load(start + place, place < columns, -float("inf")).to(tl.float32)
+            now = tl.maximum(largest, tl.max(values, 0))
+            summed = summed * tl.exp(largest - now) + tl.sum(tl.exp(values - now), 0)
+            largest = now
+        tl.store(top + row, largest)
+        tl.store(total + row, summed)
+        tl.store(target + row, tl.load(start + tl.load(column + row)).to(tl.float32))
+
+
+def statistics_in_one_pass(logits, column, columns: int):
+    """What _statistics gives of logits [rows, V/tp], which it reads once: by a Triton kernel."""
+    rows, width = logits.shape
+    found = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)]
+    constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
+    if rows:
+        _statistics_kernel[(rows,)](logits, column, *found, columns, width, **constants)
+    return found
 
 
 @compiled
