@@ -386,9 +386,10 @@ def _from_arguments(args) -> dict[str, Any]:
     if args.transformer_impl == "transformer_engine":
         model_te.refuse_where_absent()
     cuda = torch.cuda.is_available()
-    # jit-fused glue pays on a GPU and needs nothing else; on a CPU it would only round differently
-    for name in ("bias_dropout_fusion", "apply_rope_fusion"):
-        out.setdefault(name, cuda)
+    # fused glue pays on a GPU, and needs nothing else; on a CPU it would only round differently
+    out.setdefault("apply_rope_fusion", cuda)
+    # without dropout a residual is one addition, and a compiled one costs the host ten times as much
+    out.setdefault("bias_dropout_fusion", cuda and bool(args.hidden_dropout))
     out.setdefault("bias_activation_fusion", False)  # SwiGLU is a kernel of our own
     if args.mtp_num_layers is not None:  # else a checkpoint's own
         out["mtp_num_layers"] = args.mtp_num_layers or None
