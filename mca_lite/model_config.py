@@ -388,7 +388,7 @@ def _from_arguments(args) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     # fused glue pays on a GPU, and needs nothing else; on a CPU it would only round differently
     out.setdefault("apply_rope_fusion", cuda)
-    # without dropout a residual is one addition, and a compiled one costs the host ten times as much
+    # without dropout a residual is one addition; compiled it costs the host ten times as much
     out.setdefault("bias_dropout_fusion", cuda and bool(args.hidden_dropout))
     out.setdefault("bias_activation_fusion", False)  # SwiGLU is a kernel of our own
     if args.mtp_num_layers is not None:  # else a checkpoint's own

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite import TrainingArguments, model_fused, model_layers, model_norms
+from mca_lite import TrainingArguments, model, model_fused, model_layers, model_norms
 from tests.shared import tiny, world
 from tests.shared.layouts import FULL, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -119,16 +119,22 @@ def test_a_norm_sums_its_gradient_with_what_goes_past_it(zero_centered):
 
 
 def train_both_ways(path: str, out: str, **keys) -> list:
-    """Curves with layers as they run on a CPU and on a GPU."""
-    calls, inner = [], model_fused.norm_beside
+    """Curves with layers as they run on a CPU and on a GPU; how often a norm had something beside;
+    whether each loss was told where labels are."""
+    calls, told, beside, losses = [], [], model_fused.norm_beside, model.token_losses
+
+    def noted(*args):
+        told.append(args[-1] is not None)
+        return losses(*args)
 
     def counted(*args):
         calls.append(args)
-        return inner(*args)
+        return beside(*args)
 
+    model.token_losses = noted
     plain = train(path, f"{out}/plain", **keys)
     model_layers.compiles, model_norms.norm_beside = lambda x: True, counted
-    return [plain, train(path, f"{out}/beside", **keys), len(calls)]
+    return [plain, train(path, f"{out}/beside", **keys), len(calls), told]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
@@ -139,9 +145,11 @@ def train_both_ways(path: str, out: str, **keys) -> list:
 )
 def test_layers_train_as_ever_with_gradients_summed_in_norms(family, keys, tmp_path):
     path = tiny.save_model(tmp_path / "model", family)
-    plain, beside, calls = world.run(train_both_ways, 2, path, str(tmp_path), **keys)[-1]
+    plain, beside, calls, told = world.run(train_both_ways, 2, path, str(tmp_path), **keys)[-1]
     assert_same_curve(beside, plain, 1e-5)
     assert calls
+    assert told
+    assert all(told)  # else the loss waits for the device
 
 
 def test_a_norm_gives_what_it_has_beside_to_its_own_input_alone():

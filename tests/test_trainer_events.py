@@ -2,10 +2,12 @@
 would not be called; the import lines of mcore_adapter.
 """
 
+import gc
 import importlib
 import json
 import os
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -372,3 +374,23 @@ def test_optimizers_that_would_not_update_the_model_are_refused():
         with pytest.raises(ValueError, match=said):
             given_optimizers(given, model, is_megatron)
     assert given_optimizers((None, None), model, True) == (None, None)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatch):
+    import torch
+
+    from mca_lite import trainer_events
+
+    threads, args = torch.get_num_threads(), SimpleNamespace(optimizer_cpu_offload=on_host)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError), trainer_events.steady_host(args):
+            assert gc.get_freeze_count() > 1000
+            assert torch.get_num_threads() == (2 if on_host else 1)
+            raise KeyError
+        assert gc.get_freeze_count() == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
