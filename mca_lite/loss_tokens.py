@@ -203,6 +203,12 @@ def trained_places(labels):
     return (labels.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
 
 
+def _refuse_others(losses, labels, kept):
+    """Make losses NaN, in place, where labels count elsewhere than at `kept`: they were changed
+    since. One that counts no more is NaN already, as no token id. Nothing waits."""
+    return losses.masked_fill_((labels != IGNORE_INDEX).sum() != len(kept), float("nan"))
+
+
 def _chunks(labels, kept, chunk_size: int):
     """The rows that have a label, whose places are `kept`, in runs of chunk_size: slices where all
     have one."""
@@ -237,6 +243,7 @@ class _TokenLosses(torch.autograd.Function):
                 del logits  # the same memory
                 gradients.add(rows, parts, d_logits)
                 del d_logits  # the largest tensor here
+        _refuse_others(losses, labels, kept)
         ctx.head, ctx.chunks = head, chunks
         ctx.gradients = gradients.tensors if ahead else None
         ctx.save_for_backward(labels, losses, lse, *factors)
@@ -287,6 +294,7 @@ class _LossesOfLogits(torch.autograd.Function):
             if losses is None:
                 losses = part.new_zeros(len(labels), *part.shape[1:])
             losses[rows] = part
+        _refuse_others(losses, labels, kept)
         ctx.function, ctx.head, ctx.chunks = function, head, chunks
         ctx.save_for_backward(labels, *factors)
         return losses
@@ -339,8 +347,8 @@ def token_losses(
     will weigh differently in what is minimised, so that a weight's gradient taken in the forward
     pass would be in vain. It is a matter of speed alone: the gradients are right either way.
     of_logits: another loss than cross entropy, or several: float32 [..., k] then. trained: int64
-    [n], the places of labels that are not IGNORE_INDEX among all of them; None: they are looked
-    for, and a GPU has no work until the host has them.
+    [n], the places of labels that are not IGNORE_INDEX among all of them (NaN where they are not);
+    None: they are looked for, and a GPU has no work until the host has them.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite import loss_tokens
+from mca_lite.loss_logits import Logits
 from mca_lite.loss_tokens import token_losses
 
 TOLERANCE = dict(rtol=1e-6, atol=1e-6)  # fp32: the two differ in the order of their sums only
@@ -192,6 +193,19 @@ def test_a_label_that_is_no_token_id_makes_its_own_loss_nan(label):
     losses = token_losses(h, w, y, vocab_size=36)
     assert losses[0].isnan()
     torch.testing.assert_close(losses[1:], expected[1:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("of_logits", [None, Logits.cross_entropy], ids=["own", "of logits"])
+def test_places_of_labels_that_do_not_hold_make_the_loss_nan(of_logits):
+    h, w, y = problem()
+    places, keys = (y != -100).nonzero()[:, 0], dict(of_logits=of_logits)
+    wanted = token_losses(h, w, y, **keys)
+    assert torch.equal(token_losses(h, w, y, trained=places, **keys), wanted)
+    more, fewer, moved = y.clone(), y.clone(), y.clone()
+    more[2], fewer[0] = 1, -100
+    moved[2], moved[0] = 1, -100
+    for labels in (more, fewer, moved):
+        assert token_losses(h, w, labels, trained=places, **keys).isnan().any()
 
 
 def test_labels_of_another_shape_are_refused():
