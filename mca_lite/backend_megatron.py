@@ -27,7 +27,7 @@ from .args_rules_model import check_gate
 from .args_values import Judge
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
-from .loss_tokens import trained_places
+from .loss_tokens import TrainedPlaces
 from .model import VirtualModels
 from .model_moe import Experts, routers_of
 from .model_routing import BalancingLosses, RouterStatistics
@@ -143,14 +143,16 @@ class MegatronBackend(Backend):
         s = batch["input_ids"].shape[1]
         layout = row_layout((0, s), size, rank, device) if params is None else params.layout
         labels, index = batch["labels"], layout.index if size > 1 else None
-        trained = trained_places(labels if index is None else labels[..., index])
+        main = labels if index is None else labels[..., index]
         if self.config.mtp_num_layers:
             labels = Targets.ahead(batch, self.config.mtp_num_layers)
         ids = _to_rank(batch["input_ids"], device, index)
+        labels = _to_rank(labels, device, index)
+        on_device = labels.labels if isinstance(labels, Targets) else labels
         inputs = dict(
             input_ids=ids,
-            labels=_to_rank(labels, device, index),
-            trained=parallel.to_device(trained, device),
+            labels=labels,
+            trained=TrainedPlaces.of(on_device, main),
             position_ids=layout.positions.expand(ids.shape),
             attention_mask=None,
             packed_seq_params=params,

@@ -96,8 +96,8 @@ def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         # the kernel for many tensors reads large ones at half the speed of the one for a single one
         large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]
         small = [tensor for tensor in tensors if tensor.numel() < _LARGE]
-        norms = [torch.linalg.vector_norm(tensor) for tensor in large]
-        norms += torch._foreach_norm(small) if small else ()
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in large]
+        norms += torch._foreach_norm(small, dtype=torch.float32) if small else ()
         return torch.linalg.vector_norm(torch.stack(norms))
     parts = [torch.zeros(1)]
     for tensor in tensors:

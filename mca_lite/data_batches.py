@@ -160,7 +160,7 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
 
 def count_tokens(batch: dict) -> tuple[int, int]:
     """(tokens without padding, sum of squared document lengths) of a checked batch."""
-    mask = batch["attention_mask"].long()
+    mask = batch["attention_mask"].long().clamp(min=0)
     lengths = torch.cat([torch.bincount(row)[1:] for row in mask])
     return int(lengths.sum()), int((lengths**2).sum())
 

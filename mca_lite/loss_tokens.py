@@ -18,6 +18,7 @@ again.
 
 import functools
 import operator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from .constants import IGNORE_INDEX
 from .loss_logits import Head, Logits, LossOfLogits, all_reduce, checked
 from .model_fused import compiled, compiles, triton
+from .parallel import to_device
 
 if triton is not None:
     import triton.language as tl
@@ -197,16 +199,30 @@ class _Gradients:
                 _add_product(d_weight, d_product, hidden)
 
 
-def trained_places(labels):
-    """int64 [n]: where labels [b, s] count, as places in [s, b]. Of tensors on a GPU it waits for
-    what they are made from."""
-    return (labels.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
+def _version(tensor) -> int | None:
+    """How often a tensor was changed in place; None in inference mode, where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
 
 
-def _refuse_others(losses, labels, kept):
-    """Make losses NaN, in place, where labels count elsewhere than at `kept`: they were changed
-    since. One that counts no more is NaN already, as no token id. Nothing waits."""
-    return losses.masked_fill_((labels != IGNORE_INDEX).sum() != len(kept), float("nan"))
+class TrainedPlaces(NamedTuple):
+    """Where labels [b, s] count, as places in [s, b], int64 [n]: found on the host before they went
+    to a GPU, which else is waited for."""
+
+    labels: torch.Tensor
+    version: int | None
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, labels, on_host) -> "TrainedPlaces":
+        """Of labels on this rank's device, and the same on the host."""
+        places = (on_host.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
+        return cls(labels, _version(labels), to_device(places, labels.device))
+
+    def known_for(self, labels) -> torch.Tensor | None:
+        """The places in these labels; None where they are others, or were changed since."""
+        version = _version(labels)
+        is_same = labels is self.labels and version is not None and version == self.version
+        return self.places if is_same else None
 
 
 def _chunks(labels, kept, chunk_size: int):
@@ -243,7 +259,6 @@ class _TokenLosses(torch.autograd.Function):
                 del logits  # the same memory
                 gradients.add(rows, parts, d_logits)
                 del d_logits  # the largest tensor here
-        _refuse_others(losses, labels, kept)
         ctx.head, ctx.chunks = head, chunks
         ctx.gradients = gradients.tensors if ahead else None
         ctx.save_for_backward(labels, losses, lse, *factors)
@@ -294,7 +309,6 @@ class _LossesOfLogits(torch.autograd.Function):
             if losses is None:
                 losses = part.new_zeros(len(labels), *part.shape[1:])
             losses[rows] = part
-        _refuse_others(losses, labels, kept)
         ctx.function, ctx.head, ctx.chunks = function, head, chunks
         ctx.save_for_backward(labels, *factors)
         return losses
@@ -347,8 +361,8 @@ def token_losses(
     will weigh differently in what is minimised, so that a weight's gradient taken in the forward
     pass would be in vain. It is a matter of speed alone: the gradients are right either way.
     of_logits: another loss than cross entropy, or several: float32 [..., k] then. trained: int64
-    [n], the places of labels that are not IGNORE_INDEX among all of them (NaN where they are not);
-    None: they are looked for, and a GPU has no work until the host has them.
+    [n], the places of labels that are not IGNORE_INDEX among all of them; None: they are looked
+    for, and a GPU has no work until the host has them.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A

@@ -93,7 +93,7 @@ class McaGPTModel(GPTModel):
     forward(input_ids [b, s], position_ids, attention_mask, labels, trained): local layers do not
     read position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1,
     s, s] with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or
-    None; trained is loss_tokens.trained_places of the labels, where the host knows them.
+    None; trained: loss_tokens.TrainedPlaces, where the host knows where labels count.
 
     Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -146,7 +146,7 @@ class McaGPTModel(GPTModel):
             if not config.drop_embeddings:
                 self.embedding.embedding_dropout.p = 0.0
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, trained=None, **kwargs):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, *, trained=None, **kwargs):
         self._trained = trained  # GPTModel.forward does not hand it on
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
@@ -174,8 +174,8 @@ class McaGPTModel(GPTModel):
             cap = self.config.final_logit_softcapping
             return logits if cap is None else cap * torch.tanh(logits / cap)
         if not isinstance(labels, Targets):
-            return self._losses(labels, hidden_states, self._trained)
-        losses = [self._losses(labels.labels, hidden_states, self._trained)]
+            return self._losses(labels, hidden_states)
+        losses = [self._losses(labels.labels, hidden_states)]
         for layer, ids, next_labels in zip(
             self.mtp.layers, labels.next_ids, labels.next_labels, strict=True
         ):
@@ -195,9 +195,9 @@ class McaGPTModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return None
 
-    def _losses(self, labels, hidden, trained=None):
+    def _losses(self, labels, hidden):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
-        [b, s]. trained: as forward() takes it."""
+        [b, s]."""
         config, weight = self.config, self._tied_weight()
         hidden = self.output_layer(hidden, weight=weight)[0]
         if weight is None:
@@ -220,7 +220,7 @@ class McaGPTModel(GPTModel):
             config.final_logit_softcapping,
             config.loss_weights_differ,
             self.loss_of_logits,
-            trained,
+            self._trained and self._trained.known_for(labels),
         ).transpose(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

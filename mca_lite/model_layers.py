@@ -82,11 +82,13 @@ class Layer(TransformerLayer):
     backward pass."""
 
     def _forward_attention(self, hidden_states, *args, **kwargs):
-        hidden_states = self._past(self.input_layernorm, hidden_states)
+        if not (self.recompute_input_layernorm or self.offload_attn_norm):
+            hidden_states = self._past(self.input_layernorm, hidden_states)
         return super()._forward_attention(hidden_states, *args, **kwargs)
 
     def _forward_mlp(self, hidden_states, *args, **kwargs):
-        hidden_states = self._past(self.pre_mlp_layernorm, hidden_states)
+        if not (self.recompute_pre_mlp_layernorm or self.offload_mlp_norm):
+            hidden_states = self._past(self.pre_mlp_layernorm, hidden_states)
         return super()._forward_mlp(hidden_states, *args, **kwargs)
 
     @staticmethod

@@ -205,8 +205,7 @@ class McaTrainer:
         """The next micro-batch as the model takes it, on this rank's device, cut for its
         context-parallel rank.
 
-        Every pipeline stage reads the whole batch: each needs the borders of packed documents. Who
-        changes labels afterwards drops "trained", the places of those that count.
+        Every pipeline stage reads the whole batch: each needs the borders of packed documents.
         """
         watchdog.alive()
         batch = next(data_iterator)

@@ -133,14 +133,15 @@ def steady_host(args):
     """Within, a host that feeds a GPU is not held up: see spare_what_stays(). And torch computes on
     one thread, unless the host makes updates: the others spin after each operation, and take the
     time of that one."""
-    threads = torch.get_num_threads()
+    threads, is_ours = torch.get_num_threads(), gc.get_freeze_count() == 0
     if torch.cuda.is_available() and not args.optimizer_cpu_offload:
         torch.set_num_threads(1)
     spare_what_stays()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_ours:
+            gc.unfreeze()
         torch.set_num_threads(threads)
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite import loss_tokens
-from mca_lite.loss_logits import Logits
 from mca_lite.loss_tokens import token_losses
 
 TOLERANCE = dict(rtol=1e-6, atol=1e-6)  # fp32: the two differ in the order of their sums only
@@ -195,17 +194,21 @@ def test_a_label_that_is_no_token_id_makes_its_own_loss_nan(label):
     torch.testing.assert_close(losses[1:], expected[1:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("of_logits", [None, Logits.cross_entropy], ids=["own", "of logits"])
-def test_places_of_labels_that_do_not_hold_make_the_loss_nan(of_logits):
+def test_places_of_labels_are_known_while_these_are_as_they_were():
     h, w, y = problem()
-    places, keys = (y != -100).nonzero()[:, 0], dict(of_logits=of_logits)
-    wanted = token_losses(h, w, y, **keys)
-    assert torch.equal(token_losses(h, w, y, trained=places, **keys), wanted)
-    more, fewer, moved = y.clone(), y.clone(), y.clone()
-    more[2], fewer[0] = 1, -100
-    moved[2], moved[0] = 1, -100
-    for labels in (more, fewer, moved):
-        assert token_losses(h, w, labels, trained=places, **keys).isnan().any()
+    both = y[:12].view(3, 4)
+    known = loss_tokens.TrainedPlaces.of(both, both.clone())
+    places, transposed = known.known_for(both), both.t().contiguous()
+    assert torch.equal(places, (transposed.flatten() != -100).nonzero()[:, 0])
+    rows = h[:12].view(4, 3, -1)
+    wanted = token_losses(rows, w, transposed)
+    assert torch.equal(token_losses(rows, w, transposed, trained=places), wanted)
+    assert known.known_for(both.clone()) is None
+    both[0, 0] = 1
+    assert known.known_for(both) is None
+    with torch.inference_mode():
+        uncounted = both + 0
+    assert loss_tokens.TrainedPlaces.of(uncounted, both).known_for(uncounted) is None
 
 
 def test_labels_of_another_shape_are_refused():

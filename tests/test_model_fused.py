@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mca_lite import TrainingArguments, model, model_fused, model_layers, model_norms
 from tests.shared import tiny, world
-from tests.shared.layouts import FULL, PP2, TP2_SP
+from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
 
 
@@ -140,8 +140,12 @@ def train_both_ways(path: str, out: str, **keys) -> list:
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize(
     "keys",
-    [TP2_SP, {**PP2, **FULL}, dict(recompute_granularity="selective", recompute_modules=["mlp"])],
-    ids=["tp2_sp", "pp2 recomputed", "mlp recomputed"],
+    [
+        TP2_SP,
+        {**PP2, **FULL},
+        dict(recompute_granularity="selective", recompute_modules=["mlp"], **CP2, **PACKED),
+    ],
+    ids=["tp2_sp", "pp2 recomputed", "packed cp2, mlp recomputed"],
 )
 def test_layers_train_as_ever_with_gradients_summed_in_norms(family, keys, tmp_path):
     path = tiny.save_model(tmp_path / "model", family)

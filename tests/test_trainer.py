@@ -494,3 +494,41 @@ def test_layers_above_a_frozen_embedding_learn_under_recomputation(tmp_path, key
     ranks = 2 if keys else 1
     got = world.run(train, ranks, path, str(tmp_path / "full"), **frozen)
     assert_same_curve(got[0], wanted)
+
+
+def train_on_other_labels(path: str, out: str) -> dict:
+    """Curves of trainers whose hook changes the labels in one way or another, or not at all."""
+    from mca_lite import McaTrainer
+
+    ours = McaTrainer._prepare_train_inputs
+
+    def other(inputs):  # as many labels count, in other places
+        return torch.roll(inputs["labels"], 1, -1)
+
+    def replaced(self, data_iterator):
+        inputs = ours(self, data_iterator)
+        return {**inputs, "labels": other(inputs)}
+
+    def in_place(self, data_iterator):
+        inputs = ours(self, data_iterator)
+        inputs["labels"].copy_(other(inputs))
+        return inputs
+
+    def without_places(self, data_iterator):
+        inputs = replaced(self, data_iterator)
+        inputs["trained"] = None
+        return inputs
+
+    curves = {}
+    for hook in (ours, replaced, in_place, without_places):
+        McaTrainer._prepare_train_inputs = hook
+        curves[hook.__name__] = train(path, f"{out}/{hook.__name__}")
+    return curves
+
+
+def test_a_hook_may_change_the_labels_after_their_places_were_noted(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "qwen3")
+    [curves] = world.run(train_on_other_labels, 1, path, str(tmp_path))
+    plain, replaced, in_place, wanted = curves.values()
+    assert replaced == in_place == wanted
+    assert wanted != plain
