@@ -567,3 +567,15 @@ def test_what_was_read_of_a_config_json_is_not_read_again(tmp_path, monkeypatch)
 def test_attention_that_the_local_layers_lack_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: the local layers have no such thing"):
         from_hf_config(hf(), arguments(additional_configs={field: value}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "fused"),
+    [({}, False), (dict(hidden_dropout=0.1), True), (dict(bias_dropout_fusion=True), True)],
+)
+def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monkeypatch, tmp_path):
+    from mca_lite import TrainingArguments, model_config
+
+    args = TrainingArguments(output_dir=str(tmp_path), transformer_impl="local", **keys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert model_config._from_arguments(args)["bias_dropout_fusion"] is fused

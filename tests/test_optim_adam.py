@@ -233,6 +233,45 @@ def test_a_run_goes_on_with_the_other_kind_of_masters(runs, name):
     assert_same_curve(parts, whole, 1e-4)
 
 
+def what_updates_wait_for(path: str, out: str) -> list[str]:
+    """What a run in bf16 does with its gradients' norm, in order."""
+    from mca_lite import backend_megatron
+
+    events, update, norm = [], AdamW.step, backend_megatron.gradient_norm
+
+    class Norm:
+        """A tensor on a GPU, which is waited for by whoever reads it."""
+
+        def __init__(self, value):
+            self.value = value
+
+        def __mul__(self, factor):
+            return Norm(self.value * factor)
+
+        def __getattr__(self, name):
+            return getattr(self.value, name)
+
+        def __add__(self, other):
+            return self.value + other
+
+        def __float__(self):
+            events.append("read")
+            return float(self.value)
+
+    def noted(self, closure=None):
+        events.append("updated")
+        update(self)
+
+    AdamW.step, backend_megatron.gradient_norm = noted, lambda optimizer: Norm(norm(optimizer))
+    train(path, out, steps=2, **BF16)
+    return events
+
+
+def test_an_update_of_split_masters_is_on_its_way_before_the_norm_is_read(model_path, tmp_path):
+    [events] = world.run(what_updates_wait_for, 1, model_path, str(tmp_path))
+    assert events == ["updated", "read"] * 2
+
+
 def states_of(backend) -> dict:
     """{parameter.state: float32, flat}, and each parameter itself and its updates."""
     from mca_lite.ckpt_megatron import _owned, _state_names, _state_of

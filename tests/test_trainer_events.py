@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.shared import tiny, world
+from tests.shared.training import train
 
 
 @pytest.fixture(scope="module")
@@ -394,3 +395,25 @@ def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatc
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def looks_of_the_collector(path: str, out: str) -> list[int]:
+    """The steps after which a run of four lets the collector pass over what is there."""
+    from mca_lite import trainer_events
+    from mca_lite.trainer_callbacks import TrainerCallback
+
+    steps, found = [0], []
+    trainer_events.spare_what_stays = lambda: found.append(steps[-1])
+
+    class Count(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            steps.append(state.global_step + 1)
+
+    train(path, out, callbacks=[Count()])
+    return found
+
+
+def test_the_collector_passes_over_what_was_there_before_and_what_the_first_step_made(
+    model_path, tmp_path
+):
+    assert world.run(looks_of_the_collector, 1, model_path, str(tmp_path)) == [[0, 1]]
