@@ -272,6 +272,30 @@ def test_an_update_of_split_masters_is_on_its_way_before_the_norm_is_read(model_
     assert events == ["updated", "read"] * 2
 
 
+def counts_behind_a_skipped_step(path: str, out: str) -> list[int]:
+    """The updates that a run in bf16 has counted, of whose four steps one is left out."""
+    from mca_lite.optim import parts_of
+    from mca_lite.trainer_callbacks import TrainerCallback
+
+    counts = set()
+
+    class Spoil(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, trainer, **kwargs):
+            if state.global_step == 1:
+                next(trainer.models[0].parameters()).main_grad.fill_(float("nan"))
+
+        def on_train_end(self, args, state, control, trainer, **kwargs):
+            for part in parts_of(trainer.optimizer):
+                counts.update(int(of["step"]) for of in part.optimizer.state.values())
+
+    train(path, out, callbacks=[Spoil()], nan_policy="skip", nan_skip_limit=1, **BF16)
+    return sorted(counts)
+
+
+def test_a_step_that_is_left_out_is_not_counted(model_path, tmp_path):
+    assert world.run(counts_behind_a_skipped_step, 1, model_path, str(tmp_path)) == [[3]]
+
+
 def states_of(backend) -> dict:
     """{parameter.state: float32, flat}, and each parameter itself and its updates."""
     from mca_lite.ckpt_megatron import _owned, _state_names, _state_of
