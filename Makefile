@@ -62,7 +62,7 @@ bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
-gpu: $(STAMP)  ## on a machine with CUDA: what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", "parity" or "te" alone
+gpu: $(STAMP)  ## on a machine with CUDA: kernels, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
 	$(BIN)/python -m tests.tools.gpu $(ARGS)
 
 families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md

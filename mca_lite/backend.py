@@ -27,6 +27,7 @@ class Backend(abc.ABC):
     document_multiple = 1  # packed documents are padded to a multiple of this many tokens
     length_multiple = 1  # rows are padded to a multiple of this many tokens
     context_parallel = (1, 0)  # (size, this rank's number)
+    joins_rows = False  # whether a forward pass takes rows of several micro-batches at once
     predicts_ahead = 0.0  # weight of all losses of multi-token prediction beside the main loss
     counts_tokens = True  # one rank of those that read the same batch adds its tokens to the totals
     dp_rank: int

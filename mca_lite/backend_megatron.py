@@ -108,6 +108,12 @@ class MegatronBackend(Backend):
         return self.config.context_parallel_size, mpu.get_context_parallel_rank()
 
     @property
+    def joins_rows(self) -> bool:
+        """The stages of a pipeline agree on shapes, and experts drop or gather tokens by them."""
+        config = self.config
+        return config.pipeline_model_parallel_size == 1 and not config.num_moe_experts
+
+    @property
     def document_multiple(self) -> int:
         """Each document is cut into two chunks a context-parallel rank."""
         cp = self.config.context_parallel_size

@@ -196,9 +196,9 @@ def _compiler() -> Iterator[Finding]:
     if torch.cuda.is_available():
         from . import model_fused
 
-        text, reason = "torch.compile works", model_fused.why_no_compiler()
+        text, reason = "kernels can be compiled", model_fused.why_no_compiler()
         if reason is not None:
-            text = f"torch.compile does not work, and training is slower: {reason}"
+            text = f"no kernel can be compiled, and training is slower: {reason}"
             remedy = "install Triton, gcc and Python's headers (python3-dev)"
     yield Finding("compiler", text, remedy)
 

@@ -91,6 +91,31 @@ if triton is not None:
         tl.store(total + row, summed)
         tl.store(target + row, tl.load(start + tl.load(column + row)).to(tl.float32))
 
+    @triton.jit
+    def _probabilities_kernel(
+        logits,
+        lse,
+        weights,
+        softcap,
+        columns,
+        width,
+        CAPPED: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = logits + row * width + column
+        value = tl.load(place, column < columns, -float("inf")).to(tl.float32)
+        out = tl.exp(value - tl.load(lse + row))
+        if CAPPED:
+            # padding is -inf: a slope of 0 and not of -inf, which would make 0 x inf
+            tanh = tl.maximum(value / softcap, -1.0)
+            out *= 1 - tanh * tanh
+        if WEIGHTED:
+            out *= tl.load(weights + row)
+        tl.store(place, out, column < width)
+
 
 def statistics_in_one_pass(logits, column, columns: int):
     """What _statistics gives of logits [rows, V/tp], which it reads once: by a Triton kernel."""
@@ -102,10 +127,22 @@ def statistics_in_one_pass(logits, column, columns: int):
     return found
 
 
-@compiled
+def _probabilities_in_one_pass(logits, lse, weights, columns: int, softcap: float | None):
+    """What _probabilities gives: by a Triton kernel."""
+    rows, width = logits.shape
+    has = dict(CAPPED=softcap is not None, WEIGHTED=weights is not None, BLOCK=4096, num_warps=8)
+    if rows:
+        rows_of = lse.contiguous(), None if weights is None else weights.float().contiguous()
+        grid = rows, triton.cdiv(width, 4096)
+        _probabilities_kernel[grid](logits, *rows_of, softcap or 1.0, columns, width, **has)
+    return logits
+
+
 def _probabilities(logits, lse, weights, columns: int, softcap: float | None):
     """softmax of capped logits, times the weights of the rows and the slope of the cap, in the
     place of the logits."""
+    if compiles(logits):
+        return _probabilities_in_one_pass(logits.contiguous(), lse, weights, columns, softcap)
     values = _as_float(logits, columns, None)
     # c tanh(z / c) has the slope 1 - tanh^2; where a column only pads, nothing is passed on anyway
     slope = None if softcap is None else 1 - (values / softcap).clamp_(min=-1).square_()
@@ -117,10 +154,10 @@ def _probabilities(logits, lse, weights, columns: int, softcap: float | None):
     return logits.copy_(values)
 
 
-@compiled
 def _scaled(gradient, by, dtype: torch.dtype):
-    """gradient * by, multiplied in float32."""
-    return (gradient.float() * by).to(dtype)
+    """gradient * by, a float32 number or [rows, 1], multiplied in float32."""
+    by = by if by.dim() else by[None]  # a tensor of no dimensions would be rounded to bf16 first
+    return torch.mul(gradient, by, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _logits(parts, head: Head):

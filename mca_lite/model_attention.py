@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
     mappings,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 
 from . import parallel
@@ -63,6 +64,8 @@ class FusedSelfAttention(SelfAttention):
             config.num_query_groups >= self.world_size and not config.attention_output_gate
         )
         self.linear_qkv.skip_bias_add = self.splits_at_once
+        if isinstance(self.q_layernorm, IdentityOp):  # megatron's word for none
+            self.q_layernorm = self.k_layernorm = None
         # norms over all heads wait for other ranks
         self.rotates_at_once = self.splits_at_once and (
             self.q_layernorm is None or isinstance(self.q_layernorm, RMSNorm)

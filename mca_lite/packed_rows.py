@@ -121,6 +121,21 @@ def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
     return {**rows, "cu_seqlens": (*batch["cu_seqlens"], length)}
 
 
+def join_packed(batches: list[dict], counts: list[int]) -> dict:
+    """Packed batches as one: the first counts[i] documents of each, and what pads none of them."""
+    kept, cu = [], [0]
+    for batch, count in zip(batches, counts, strict=True):
+        borders = batch["cu_seqlens"][1 : count + 1]
+        start = cu[-1]
+        cu += [start + border for border in borders]
+        kept.append(borders[-1])
+    rows = {
+        key: torch.cat([batch[key][:, :end] for batch, end in zip(batches, kept, strict=True)], 1)
+        for key in ("input_ids", "labels", "padding_mask")
+    }
+    return {**rows, "cu_seqlens": tuple(cu)}
+
+
 class Targets(NamedTuple):
     """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the
     tokens 1 to k places ahead of each, within its document; behind its end id 0 and no label."""

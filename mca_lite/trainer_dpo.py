@@ -31,12 +31,14 @@ from .data_packs import Packs, WithReference, samples_of
 from .files import resolve_folder
 from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
 from .objectives import OBJECTIVES
-from .packed_rows import pack_batch
+from .packed_rows import join_packed, pack_batch
 from .trainer import McaTrainer
 from .trainer_evaluation import by_sample, collecting, sum_documents
 from .trainer_reference import is_same_model, reference_of
 
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
+# of a forward pass of the reference: with fewer a GPU waits for the host's launches
+JOINED_TOKENS = 16384
 # DPOConfig's fields -> the configuration keys that mean the same
 _KEYS = {
     "pref_loss": "pref_loss",
@@ -325,14 +327,38 @@ class DPOTrainer(McaTrainer):
                     "ref_model: model"
                 )
             return micro_batches
-        found = self._reference_logps(self.ref_chunks or self.models, micro_batches, seq_length)
+        joined = self._joined(micro_batches)
+        found = self._reference_logps(self.ref_chunks or self.models, joined, seq_length)
         if not found:  # a pipeline stage before the last, where no loss is taken
             return micro_batches
+        found = torch.cat(found).split([len(batch["real"]) for batch in micro_batches])
         return [
             {**batch, "reference": logps} for batch, logps in zip(micro_batches, found, strict=True)
         ]
 
     # -- the reference
+
+    def _joined(self, batches: list[dict]) -> list[dict]:
+        """The pairs of micro-batches in fewer of them, where the layout lets them have any shape:
+        packed rows one behind the other, rows of one length one below the other."""
+        if not self.backend.joins_rows:
+            return batches
+        groups: list[list[dict]] = []
+        for batch in batches:
+            if groups and _fit_together([*groups[-1], batch]):
+                groups[-1].append(batch)
+            else:
+                groups.append([batch])
+        return [group[0] if len(group) == 1 else self._join(group) for group in groups]
+
+    def _join(self, batches: list[dict]) -> dict:
+        real = torch.cat([batch["real"] for batch in batches])
+        if "cu_seqlens" not in batches[0]:
+            keys = [key for key in batches[0] if key not in PAIR_KEYS]
+            rows = {key: torch.cat([batch[key] for batch in batches]) for key in keys}
+            return {**rows, "real": real}
+        counts = [len(SIDES) * len(batch["real"]) for batch in batches]
+        return self._to_length({**join_packed(batches, counts), "real": real})
 
     @torch.no_grad()
     def compute_reference_log_probs(
@@ -441,6 +467,15 @@ class DPOTrainer(McaTrainer):
                 f"the first pair, and this one gives {ours[0]}: set model_name_or_path to the "
                 "model that the run started from"
             )
+
+
+def _fit_together(batches: list[dict]) -> bool:
+    """Whether one forward pass takes these micro-batches at once."""
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    lengths = {batch["input_ids"].shape[1] for batch in batches}
+    if len(lengths) > 1 and "cu_seqlens" not in batches[0]:
+        return False
+    return tokens <= JOINED_TOKENS and all(len(batch["real"]) for batch in batches)
 
 
 def _check_pairs(dataset, packs: bool) -> None:

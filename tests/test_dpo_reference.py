@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.shared import tiny, world
 from tests.shared.dpo_tools import (
@@ -25,7 +26,7 @@ from tests.shared.dpo_tools import (
     our_run,
     references_of,
 )
-from tests.shared.layouts import OVERLAP, PP2, TP2, VPP2
+from tests.shared.layouts import CP2, OVERLAP, PP2, TP2, VPP2
 
 SIGMOID = OBJECTIVES["sigmoid"]
 
@@ -442,6 +443,67 @@ def test_the_reference_has_neither_dropout_nor_adapters(start, tmp_path):
         assert first == again and in_training
         np.testing.assert_allclose(first, wanted, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(of_second, wanted, rtol=1e-5, atol=1e-5)
+
+
+class EvenPairs(Pairs):
+    """Pairs whose rows have one length."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for pair in self.pairs:
+            chosen = pair["chosen"]
+            for name, filling in (("input_ids", 3), ("labels", 5)):
+                more = 20 - len(chosen[name])
+                chosen[name] = torch.cat([chosen[name], chosen[name].new_full((more,), filling)])
+
+
+def joined_and_apart(path, out, dataset, few, keys) -> list:
+    """For runs whose reference takes all micro-batches at once, some, and each by itself: the
+    curve, and how many forward passes each step had."""
+    from mca_lite import trainer_dpo
+
+    found = []
+    for tokens in (2**14, few, 0):
+        trainer_dpo.JOINED_TOKENS, passes = tokens, []
+
+        def count(trainer, passes=passes):
+            compute = trainer.compute_reference_log_probs
+
+            def counted(models, batches, seq_length):
+                passes.append(len(batches))
+                return compute(models, batches, seq_length)
+
+            trainer.compute_reference_log_probs = counted
+
+        of_run = dict(ref=True, before=count, train_dataset=dataset(), **keys)
+        trainer = our_run(path, f"{out}/{tokens}", SIGMOID, **of_run)
+        curve = curve_of(trainer)
+        del curve[0]["rewards/accuracies"]  # policy and reference are one: rounding decides
+        found.append((curve, passes))
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, dataset, few, keys, passes",
+    [
+        (1, Pairs, 35, dict(sequence_packing=True), [[1, 1], [2, 2], [4, 3]]),
+        (1, EvenPairs, 90, {}, [[1, 1], [2, 2], [4, 3]]),
+        (1, Pairs, 90, {}, None),  # rows of many lengths
+        (2, Pairs, 50, dict(sequence_packing=True, **CP2), [[1, 1], [2, 2], [4, 3]]),
+        (2, EvenPairs, 90, PP2, [[4, 3]] * 3),
+    ],
+    ids=["packed", "rows", "uneven rows", "packed cp2", "pp2"],
+)
+def test_the_reference_takes_micro_batches_at_once(
+    ranks, dataset, few, keys, passes, start, tmp_path
+):
+    keys = dict(keys, per_device_train_batch_size=1)
+    found = world.run(joined_and_apart, ranks, start[0], str(tmp_path), dataset, few, keys)[-1]
+    (at_once, first), (some, second), (apart, third) = found
+    assert passes in (None, [first, second, third])
+    for curve in (at_once, some):
+        for ours, theirs in zip(curve, apart, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
 def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):

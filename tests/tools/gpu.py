@@ -1,6 +1,8 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-    python -m tests.tools.gpu [parity | plan | te [WORD ...]]
+    python -m tests.tools.gpu [kernels | parity | plan | te [WORD ...]]
+
+kernels: the Triton kernels against their formulas (gpu_kernels.py).
 
 parity: differences from the torch backend on one GPU there. Each family in every mode that fits one
 GPU; experts and the other families there too; and where there are several GPUs every layout of the
@@ -29,7 +31,7 @@ from tests import test_model_families, test_moe
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
-from tests.tools import gpu_plan, gpu_te
+from tests.tools import gpu_kernels, gpu_plan, gpu_te
 
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 CASES = {
@@ -234,16 +236,21 @@ def parity() -> int:
 
 
 def main(words: list[str]) -> int:
-    """ "parity", "plan" or "te" with further words: one part; none: all of them -> the worst exit
+    """The name of a part, "te" with further words: that part; none: all of them -> the worst exit
     code."""
-    if words[:1] not in ([], ["parity"], ["plan"], ["te"]) or words[1:] and words[0] != "te":
+    parts = dict(
+        kernels=gpu_kernels.main,
+        plan=gpu_plan.main,
+        parity=parity,
+        te=lambda: gpu_te.main(words[1:]),
+    )
+    if words and words[0] not in parts or words[1:] and words[0] != "te":
         print(__doc__)
         return 0 if words in (["--help"], ["-h"]) else 2
     if not torch.cuda.is_available():
         print("no CUDA here: the CPU's tests are `make test`")
         return 2
     world.end_when_told()
-    parts = dict(plan=gpu_plan.main, parity=parity, te=lambda: gpu_te.main(words[1:]))
     return max(part() for name, part in parts.items() if name in words[:1] or not words)
 
 

@@ -1,0 +1,171 @@
+"""The Triton kernels against the formulas that they stand for, in float64: `make gpu
+ARGS=kernels`.
+
+Outputs and gradients, in float32 and bf16, of odd shapes. Where Triton is installed they run
+without a GPU too, by its interpreter: TRITON_INTERPRET=1 python -m tests.tools.gpu_kernels.
+"""
+
+import itertools
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from mca_lite import loss_tokens, model_fused, model_kernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest number
+NORM_SHAPES = (5, 2, 24), (7, 1, 2560), (301, 1, 16), (1, 1, 3000)
+# groups, queries a group, size of a head, rotary channels, bias, norms, interleaved, zero-centered
+HEADS = (
+    (2, 6, 128, 128, True, False, False, False),
+    (8, 4, 128, 128, False, True, False, False),
+    (3, 1, 12, 8, True, True, True, False),
+    (1, 4, 80, 20, True, True, False, True),
+    (5, 3, 6, 6, True, False, True, False),
+)
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drawn(*shape, dtype=torch.float32, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, device=device()).to(dtype).requires_grad_(grad)
+
+
+def normed(x, weight, eps: float, zero_centered: bool):
+    by = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * by * (1 + weight if zero_centered else weight)
+
+
+def difference(kernel, formula, inputs: list) -> float:
+    """The largest difference of outputs and gradients, of the largest number of each. Inputs that
+    need no gradient get none."""
+    exact = [x if x is None else x.detach().double() for x in inputs]
+    exact = [
+        x if x is None else x.requires_grad_(own.requires_grad)
+        for x, own in zip(exact, inputs, strict=True)
+    ]
+    outputs, wanted, worst = kernel(*inputs), formula(*exact), 0.0
+    weights = [torch.randn_like(out) for out in outputs]
+    has_grad = [x for x in inputs if x is not None and x.requires_grad]
+    of_exact = [x for x in exact if x is not None and x.requires_grad]
+    got = [*outputs, *torch.autograd.grad(outputs, has_grad, weights)]
+    wanted = [*wanted, *torch.autograd.grad(wanted, of_exact, [w.double() for w in weights])]
+    for ours, theirs in zip(got, wanted, strict=True):
+        if ours.shape != theirs.shape or not ours.isfinite().all():
+            return float("inf")
+        largest = max(float(theirs.abs().max()), 1e-9)
+        worst = max(worst, float((ours.double() - theirs).abs().max()) / largest)
+    return worst
+
+
+def norm_cases(dtype):
+    for shape, zero, beside, trained in itertools.product(NORM_SHAPES, *[(False, True)] * 3):
+        inputs = [drawn(*shape, dtype=dtype), drawn(shape[-1], dtype=dtype, grad=trained)]
+
+        def kernel(x, weight, zero=zero, beside=beside):
+            out = model_kernels.Norm.apply(x, weight, 1e-6, zero, beside)
+            return out if beside else (out,)
+
+        def formula(x, weight, zero=zero, beside=beside):
+            return (normed(x, weight, 1e-6, zero), x)[: 1 + beside]
+
+        yield f"norm {shape} {zero=} {beside=} {trained=}", kernel, formula, inputs
+
+
+def heads_cases(dtype):
+    s, b = 5, 2
+    for groups, queries, d, rotary, bias, norms, interleaved, zero in HEADS:
+        width = groups * (queries + 2) * d
+        inputs = [
+            drawn(s, b, width, dtype=dtype),
+            drawn(width, dtype=dtype) if bias else None,
+            *(drawn(d, dtype=dtype) if norms else None for _ in range(2)),
+        ]
+        angles = torch.outer(torch.arange(s), torch.linspace(1, 2, rotary // 2)).to(device())
+        angles = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
+        tables = [table[:, None, None].to(dtype) for table in (angles.cos(), angles.sin())]
+        sizes, flags = (groups, d), (1e-6, zero, interleaved)
+
+        def kernel(*inputs, sizes=sizes, tables=tables, flags=flags):
+            return model_kernels.RotatedHeads.apply(*inputs, *tables, *sizes, *flags)
+
+        def formula(mixed, bias, q, k, sizes=sizes, tables=tables, flags=flags):
+            eps, zero, interleaved = flags
+            query, key, value = model_fused._split_heads(mixed, bias, *sizes)
+            if q is not None:
+                query, key = normed(query, q, eps, zero), normed(key, k, eps, zero)
+            turn = (*(table.double() for table in tables), interleaved)
+            return model_fused._rotate(query, *turn), model_fused._rotate(key, *turn), value
+
+        words = f"heads {groups} x {queries} of {d}, {rotary} turn, {bias=} {norms=} {interleaved=}"
+        yield words, kernel, formula, inputs
+
+
+def other_cases(dtype):
+    def gated(both):
+        gate, up = both.chunk(2, -1)
+        return (F.silu(gate) * up,)
+
+    def kernel(both):
+        return (model_kernels.SwiGLU.apply(both),)
+
+    yield "SwiGLU", kernel, gated, [drawn(3, 5, 2 * 1500, dtype=dtype)]
+    column, columns = torch.tensor([3, 0, 20_008], device=device()), 20_009
+
+    def statistics(logits):
+        found = loss_tokens.statistics_in_one_pass(logits.detach(), column, columns)
+        return [x + 0 * logits.sum() for x in found]  # it has no gradient
+
+    def formula(logits):
+        logits, zero = logits.detach()[:, :columns], 0 * logits.sum()
+        top = logits.amax(1)
+        total = (logits - top[:, None]).exp().sum(1)
+        return [x + zero for x in (top, total, logits.gather(1, column[:, None])[:, 0])]
+
+    yield "statistics of logits", statistics, formula, [drawn(3, columns + 7, dtype=dtype)]
+    lse, weights = 10 + torch.rand(3, device=device()), torch.rand(3, device=device())
+    for softcap, by in itertools.product((None, 5.0), (None, weights)):
+
+        def probabilities(logits, softcap=softcap, by=by):
+            capped = logits.detach().clamp(-4, 4)
+            found = loss_tokens._probabilities_in_one_pass(capped, lse, by, columns, softcap)
+            return [found + 0 * logits.sum()]
+
+        def formula(logits, softcap=softcap, by=by):
+            values, zero = logits.detach().clamp(-4, 4), 0 * logits.sum()
+            out = (values - lse[:, None].double()).exp()
+            if softcap is not None:
+                out = out * (1 - (values / softcap).square())
+            out = out if by is None else out * by[:, None].double()
+            out[:, columns:] = 0
+            return [out + zero]
+
+        words = f"probabilities {softcap=} weighted={by is not None}"
+        yield words, probabilities, formula, [drawn(3, columns + 7, dtype=dtype)]
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    if device() == "cpu":
+        model_kernels._num_programs = lambda device: 3  # it asks the GPU
+    start, bad = time.time(), 0
+    for dtype, tolerance in TOLERANCE.items():
+        worst = {}
+        for cases in (norm_cases, heads_cases, other_cases):
+            for name, kernel, formula, inputs in cases(dtype):
+                found = difference(kernel, formula, inputs)
+                kind = name.split()[0]
+                worst[kind] = max(worst.get(kind, 0.0), found)
+                if not found <= tolerance:
+                    bad += 1
+                    print(f"{dtype}: {name}: differs by {found:.1e}, expected {tolerance}")
+        print(f"kernels, {dtype}:", ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
+    print(f"kernels: {bad} wrong, {time.time() - start:.0f} s", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
