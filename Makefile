@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz clean
+.PHONY: gpu kernels bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -61,6 +61,10 @@ fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 3
 bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
+
+kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's interpreter (installs Triton, 1 GB)
+	$(BIN)/python -m pip install -q triton
+	TRITON_INTERPRET=1 $(BIN)/python -W ignore -m tests.tools.gpu_kernels
 
 gpu: $(STAMP)  ## on a machine with CUDA: kernels, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
 	$(BIN)/python -m tests.tools.gpu $(ARGS)

@@ -27,7 +27,6 @@ class Backend(abc.ABC):
     document_multiple = 1  # packed documents are padded to a multiple of this many tokens
     length_multiple = 1  # rows are padded to a multiple of this many tokens
     context_parallel = (1, 0)  # (size, this rank's number)
-    joins_rows = False  # whether a forward pass takes rows of several micro-batches at once
     predicts_ahead = 0.0  # weight of all losses of multi-token prediction beside the main loss
     counts_tokens = True  # one rank of those that read the same batch adds its tokens to the totals
     dp_rank: int
@@ -68,6 +67,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def wrap_reference(self, model) -> list[torch.nn.Module]:
         """A frozen model as chunks that forward_backward runs forward only."""
+
+    def joins_rows(self, chunks) -> bool:
+        """Whether a forward pass of these chunks takes rows of several micro-batches at once."""
+        return False
 
     @abc.abstractmethod
     def expect_weighted_losses(self) -> None:

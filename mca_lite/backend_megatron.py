@@ -108,12 +108,6 @@ class MegatronBackend(Backend):
         return self.config.context_parallel_size, mpu.get_context_parallel_rank()
 
     @property
-    def joins_rows(self) -> bool:
-        """The stages of a pipeline agree on shapes, and experts drop or gather tokens by them."""
-        config = self.config
-        return config.pipeline_model_parallel_size == 1 and not config.num_moe_experts
-
-    @property
     def document_multiple(self) -> int:
         """Each document is cut into two chunks a context-parallel rank."""
         cp = self.config.context_parallel_size
@@ -221,6 +215,13 @@ class MegatronBackend(Backend):
     def use_loss(self, of_logits) -> None:
         for model in self.model:
             model.loss_of_logits = of_logits
+
+    def joins_rows(self, chunks) -> bool:
+        """The stages of a pipeline agree on shapes, experts drop or gather tokens by them, and
+        scores with a cap are held whole."""
+        configs = [chunk.config for chunk in chunks]
+        fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
+        return self.config.pipeline_model_parallel_size == 1 and not fixed
 
     def wrap_reference(self, models: VirtualModels) -> list:
         models.config.calculate_per_token_loss = self.config.calculate_per_token_loss

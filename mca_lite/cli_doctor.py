@@ -196,10 +196,15 @@ def _compiler() -> Iterator[Finding]:
     if torch.cuda.is_available():
         from . import model_fused
 
-        text, reason = "kernels can be compiled", model_fused.why_no_compiler()
-        if reason is not None:
-            text = f"no kernel can be compiled, and training is slower: {reason}"
-            remedy = "install Triton, gcc and Python's headers (python3-dev)"
+        text = "Triton and torch.compile work"
+        tries = dict(Triton=model_fused.why_no_kernels)
+        tries["torch.compile"] = model_fused.why_no_torch_compile
+        for name, why_not in tries.items():
+            reason = why_not()
+            if reason is not None:
+                text = f"{name} does not work, and training is slower: {reason}"
+                remedy = "install Triton, gcc and Python's headers (python3-dev)"
+                break
     yield Finding("compiler", text, remedy)
 
 

@@ -11,6 +11,7 @@ MLP on this rank.
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,24 +33,38 @@ def switch(torch_compile: bool | None) -> None:
         )
 
 
-def why_no_compiler() -> str | None:
-    """The first line of what compiling a kernel raised, None where it runs here: a machine may lack
-    Triton or a C compiler."""
+def why_no_kernels() -> str | None:
+    """The first line of what compiling a Triton kernel raised, None where it runs here: a machine
+    may lack Triton or a C compiler."""
     if triton is None:
         return "Triton cannot be imported"
-    try:
+
+    def is_right() -> bool:
         gate_and_up = torch.ones(2, device="cuda")
         got = model_kernels.SwiGLU.apply(gate_and_up)
-        is_right = bool(torch.allclose(got, F.silu(gate_and_up[:1]), atol=1e-3))
+        return torch.allclose(got, F.silu(gate_and_up[:1]), atol=1e-3)
+
+    return _why_not(is_right)
+
+
+def why_no_torch_compile() -> str | None:
+    """The same of torch.compile, which wants a Python and folders that it knows beside."""
+    return _why_not(
+        lambda: bool((torch.compile(lambda x: x + x)(torch.ones(2, device="cuda")) == 2).all())
+    )
+
+
+def _why_not(is_right: Callable[[], bool]) -> str | None:
+    try:
+        return None if is_right() else "it gives wrong numbers"
     except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None if is_right else "it gives wrong numbers"
 
 
 @functools.cache
-def _compiler_works() -> bool:
+def _kernels_work() -> bool:
     """Whether kernels compile here: tried once, with a warning where they do not."""
-    reason = why_no_compiler()
+    reason = why_no_kernels()
     if reason is not None:
         warnings.warn(
             f"no kernel can be compiled here ({reason}): norms, rotary embedding, activations and "
@@ -60,9 +75,22 @@ def _compiler_works() -> bool:
     return reason is None
 
 
+@functools.cache
+def _torch_compile_works() -> bool:
+    """The same of torch.compile, where a model first needs it: starting it takes seconds."""
+    reason = why_no_torch_compile()
+    if reason is not None:
+        warnings.warn(
+            f"torch.compile does not work here ({reason}): what experts, caps and some rotary "
+            "embeddings do runs as single operations, and training is slower",
+            stacklevel=2,
+        )
+    return reason is None
+
+
 def compiles(tensor: torch.Tensor) -> bool:
     """Whether functions of this tensor run compiled."""
-    return tensor.is_cuda and _asked is not False and _compiler_works()
+    return tensor.is_cuda and _asked is not False and _kernels_work()
 
 
 def is_on() -> bool:
@@ -81,7 +109,7 @@ def compiled(function):
     @functools.wraps(function)
     def call(first, *args):
         nonlocal fast
-        if not compiles(first):
+        if not compiles(first) or not _torch_compile_works():
             return function(first, *args)
         if fast is None:
             fast = torch.compile(function)

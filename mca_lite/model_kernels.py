@@ -8,6 +8,7 @@ sums in float32, and always in the same order. Rows of [..., h] are tokens: [T, 
 import functools
 
 import torch
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -17,8 +18,8 @@ except ImportError:
 
 _BLOCK = 1024  # columns of a program of SwiGLU
 _HEADS = 16  # heads of a program of rotated_heads
-_STAGES = tl.constexpr(3) if triton is not None else 3  # iterations whose loads are on their way
-_AT_ONCE = 2  # programs a multiprocessor, of kernels that sum over tokens
+_AT_ONCE = 2  # programs a multiprocessor where each sums over its own tokens; twice of heads
+_SHARED = 96 * 1024  # bytes of shared memory that a program may take: small GPUs have 99 KiB
 
 
 @functools.cache
@@ -48,6 +49,12 @@ def _sum(partial, dtype: torch.dtype):
     return out
 
 
+def _stages(loaded: int) -> int:
+    """Iterations of a loop whose loads are on their way at once; all but one wait in shared memory.
+    loaded: bytes of an iteration."""
+    return 3 if 2 * loaded <= _SHARED else 1
+
+
 # -- RMS norm ---------------------------------------------------------------------------------
 
 if triton is not None:
@@ -73,8 +80,8 @@ if triton is not None:
     @triton.jit
     def _norm_backward_kernel(
         x, weight, grad, passed, of_x, of_weight, rows, width: tl.constexpr, eps,
-        ZERO: tl.constexpr, BESIDE: tl.constexpr, TRAINED: tl.constexpr, ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        ZERO: tl.constexpr, BESIDE: tl.constexpr, TRAINED: tl.constexpr, STAGES: tl.constexpr,
+        ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         column = tl.arange(0, BLOCK)
         scale = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
@@ -82,7 +89,7 @@ if triton is not None:
             scale = 1.0 + scale
         summed = tl.zeros((BLOCK,), tl.float32)
         start, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-        for first in tl.range(start, rows, step, num_stages=_STAGES):
+        for first in tl.range(start, rows, step, num_stages=STAGES):
             row = (first + tl.arange(0, ROWS)).to(tl.int64)
             inside = (row < rows)[:, None] & (column < width)[None, :]
             place = row[:, None] * width + column[None, :]
@@ -124,6 +131,7 @@ class Norm(torch.autograd.Function):
         return (out, x.view_as(x)) if beside else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, passed=None):
         (x, weight), (eps, zero_centered) = ctx.saved_tensors, ctx.constants
         grad, of_x, width = grad.contiguous(), torch.empty_like(x), x.shape[-1]
@@ -133,7 +141,8 @@ class Norm(torch.autograd.Function):
         partial = x.new_empty(programs, width, dtype=torch.float32) if trained else None
         if rows:
             flags = zero_centered, passed is not None, trained
-            numbers = rows, width, eps, *flags
+            stages = _stages(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
+            numbers = rows, width, eps, *flags, stages
             tensors = x, weight, grad, passed, of_x, partial
             _norm_backward_kernel[(programs,)](*tensors, *numbers, **tile)
         return of_x, _sum(partial, weight.dtype) if trained else None, None, None, None
@@ -243,7 +252,7 @@ if triton is not None:
         tokens, batch, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
         ROTARY: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr,
         NEXT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_NORMS: tl.constexpr,
-        BLOCK: tl.constexpr, HALF: tl.constexpr,
+        STAGES: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
     ):  # fmt: skip
         head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
         OWN: tl.constexpr = HEADS // GROUPS
@@ -257,7 +266,7 @@ if triton is not None:
             scale2 = _scale(of_query, of_key, second, exists, is_query, ZERO)
         none = tl.zeros((BLOCK, HALF), tl.float32)
         bias1, bias2, norm1, norm2 = none, none, none, none  # sums over tokens
-        for number in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=_STAGES):
+        for number in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
             token = tl.full((), 0, tl.int64) + number
             q, k, v = _parts(query, key, value, token, group, part, GROUPS, OWN, D)
             a, b = _load(q, first, second, inside & is_query)
@@ -316,6 +325,7 @@ class RotatedHeads(torch.autograd.Function):
         return query, key, value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         mixed, bias, of_query, of_key, cos, sin = ctx.saved_tensors
         (s, b, _), (heads, _, d, _) = ctx.shape, ctx.sizes
@@ -330,7 +340,8 @@ class RotatedHeads(torch.autograd.Function):
             grads = [grad.contiguous() for grad in grads]
             tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
             tile = dict(BLOCK=_HEADS, HALF=triton.next_power_of_2(d // 2))
-            numbers = tokens, b, ctx.eps, *ctx.sizes, *ctx.flags, *sums
+            stages = _stages(10 * _HEADS * tile["HALF"] * out.itemsize)
+            numbers = tokens, b, ctx.eps, *ctx.sizes, *ctx.flags, *sums, stages
             _heads_backward_kernel[(programs, chunks)](*tensors, *numbers, **tile)
         found = [out, None, None, None]
         if sums[0]:
@@ -383,6 +394,7 @@ class SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (both,) = ctx.saved_tensors
         grad, out, f = grad.contiguous(), torch.empty_like(both), both.shape[-1] // 2

@@ -37,8 +37,9 @@ from .trainer_evaluation import by_sample, collecting, sum_documents
 from .trainer_reference import is_same_model, reference_of
 
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
-# of a forward pass of the reference: with fewer a GPU waits for the host's launches
-JOINED_TOKENS = 16384
+# micro-batches, and tokens of all of them, in a forward pass of the reference: with fewer a GPU
+# waits for the host's launches, with more it might hold more than in training
+JOINED, JOINED_TOKENS = 2, 16384
 # DPOConfig's fields -> the configuration keys that mean the same
 _KEYS = {
     "pref_loss": "pref_loss",
@@ -327,8 +328,9 @@ class DPOTrainer(McaTrainer):
                     "ref_model: model"
                 )
             return micro_batches
-        joined = self._joined(micro_batches)
-        found = self._reference_logps(self.ref_chunks or self.models, joined, seq_length)
+        models = self.ref_chunks or self.models
+        joined = self._joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
+        found = self._reference_logps(models, joined, seq_length)
         if not found:  # a pipeline stage before the last, where no loss is taken
             return micro_batches
         found = torch.cat(found).split([len(batch["real"]) for batch in micro_batches])
@@ -339,10 +341,8 @@ class DPOTrainer(McaTrainer):
     # -- the reference
 
     def _joined(self, batches: list[dict]) -> list[dict]:
-        """The pairs of micro-batches in fewer of them, where the layout lets them have any shape:
-        packed rows one behind the other, rows of one length one below the other."""
-        if not self.backend.joins_rows:
-            return batches
+        """The pairs of micro-batches in fewer of them: packed rows one behind the other, rows of
+        one length one below the other."""
         groups: list[list[dict]] = []
         for batch in batches:
             if groups and _fit_together([*groups[-1], batch]):
@@ -475,7 +475,8 @@ def _fit_together(batches: list[dict]) -> bool:
     lengths = {batch["input_ids"].shape[1] for batch in batches}
     if len(lengths) > 1 and "cu_seqlens" not in batches[0]:
         return False
-    return tokens <= JOINED_TOKENS and all(len(batch["real"]) for batch in batches)
+    few = len(batches) <= JOINED and tokens <= JOINED_TOKENS
+    return few and all(len(batch["real"]) for batch in batches)
 
 
 def _check_pairs(dataset, packs: bool) -> None:

@@ -107,9 +107,13 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
     monkeypatch.setattr(model_te, "found_here", lambda: "cuDNN 9.14 (torch was built for 9.19)")
     assert "cuDNN" in levels(cli_doctor._transformer_engine())["Transformer Engine"][1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(model_fused, "why_no_compiler", lambda: "no gcc")
-    found = levels(cli_doctor._compiler())["compiler"]
-    assert "Triton" in found[1] and "no gcc" in found[0]
+    for broken in ("why_no_kernels", "why_no_torch_compile"):
+        monkeypatch.setattr(model_fused, "why_no_kernels", lambda: None)
+        monkeypatch.setattr(model_fused, "why_no_torch_compile", lambda: None)
+        assert "compiler" not in levels(cli_doctor._compiler())
+        monkeypatch.setattr(model_fused, broken, lambda: "no gcc")
+        found = levels(cli_doctor._compiler())["compiler"]
+        assert "Triton" in found[1] and "no gcc" in found[0]
 
 
 def test_the_exit_code_is_the_severest_finding(tmp_path, monkeypatch):

@@ -458,13 +458,13 @@ class EvenPairs(Pairs):
 
 
 def joined_and_apart(path, out, dataset, few, keys) -> list:
-    """For runs whose reference takes all micro-batches at once, some, and each by itself: the
-    curve, and how many forward passes each step had."""
+    """For runs whose reference takes all micro-batches at once, two, few tokens, and each by
+    itself: the curve, and how many forward passes each step had."""
     from mca_lite import trainer_dpo
 
-    found = []
-    for tokens in (2**14, few, 0):
-        trainer_dpo.JOINED_TOKENS, passes = tokens, []
+    found, two = [], trainer_dpo.JOINED
+    for joined, tokens in ((4, 2**14), (two, 2**14), (4, few), (4, 0)):
+        trainer_dpo.JOINED, trainer_dpo.JOINED_TOKENS, passes = joined, tokens, []
 
         def count(trainer, passes=passes):
             compute = trainer.compute_reference_log_probs
@@ -476,7 +476,7 @@ def joined_and_apart(path, out, dataset, few, keys) -> list:
             trainer.compute_reference_log_probs = counted
 
         of_run = dict(ref=True, before=count, train_dataset=dataset(), **keys)
-        trainer = our_run(path, f"{out}/{tokens}", SIGMOID, **of_run)
+        trainer = our_run(path, f"{out}/{joined}-{tokens}", SIGMOID, **of_run)
         curve = curve_of(trainer)
         del curve[0]["rewards/accuracies"]  # policy and reference are one: rounding decides
         found.append((curve, passes))
@@ -486,23 +486,24 @@ def joined_and_apart(path, out, dataset, few, keys) -> list:
 @pytest.mark.parametrize(
     "ranks, dataset, few, keys, passes",
     [
-        (1, Pairs, 35, dict(sequence_packing=True), [[1, 1], [2, 2], [4, 3]]),
-        (1, EvenPairs, 90, {}, [[1, 1], [2, 2], [4, 3]]),
+        (1, Pairs, 35, dict(sequence_packing=True), [[1, 1], [2, 2], [2, 2], [4, 3]]),
+        (1, EvenPairs, 90, {}, [[1, 1], [2, 2], [2, 2], [4, 3]]),
         (1, Pairs, 90, {}, None),  # rows of many lengths
-        (2, Pairs, 50, dict(sequence_packing=True, **CP2), [[1, 1], [2, 2], [4, 3]]),
-        (2, EvenPairs, 90, PP2, [[4, 3]] * 3),
+        (2, Pairs, 35, dict(sequence_packing=True, **OVERLAP), [[1, 1], [1, 1], [1, 1], [2, 2]]),
+        (2, Pairs, 50, dict(sequence_packing=True, **CP2), [[1, 1], [2, 2], [2, 2], [4, 3]]),
+        (2, EvenPairs, 90, PP2, [[4, 3]] * 4),
     ],
-    ids=["packed", "rows", "uneven rows", "packed cp2", "pp2"],
+    ids=["packed", "rows", "uneven rows", "packed dp2", "packed cp2", "pp2"],
 )
 def test_the_reference_takes_micro_batches_at_once(
     ranks, dataset, few, keys, passes, start, tmp_path
 ):
     keys = dict(keys, per_device_train_batch_size=1)
     found = world.run(joined_and_apart, ranks, start[0], str(tmp_path), dataset, few, keys)[-1]
-    (at_once, first), (some, second), (apart, third) = found
-    assert passes in (None, [first, second, third])
-    for curve in (at_once, some):
-        for ours, theirs in zip(curve, apart, strict=True):
+    curves, of_steps = zip(*found, strict=True)
+    assert passes in (None, list(of_steps))
+    for curve in curves[:-1]:
+        for ours, theirs in zip(curve, curves[-1], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 

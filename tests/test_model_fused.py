@@ -77,7 +77,7 @@ def test_torch_compile_switches_what_runs_on_a_gpu(asked, runs_compiled, monkeyp
     class OnGpu:
         is_cuda = True
 
-    monkeypatch.setattr(model_fused, "_compiler_works", lambda: True)
+    monkeypatch.setattr(model_fused, "_kernels_work", lambda: True)
     monkeypatch.setattr(model_fused, "_asked", asked)
     assert model_fused.compiles(OnGpu()) is runs_compiled
 
@@ -92,14 +92,29 @@ def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypat
     monkeypatch.setattr(model_fused, "_asked", None)
     monkeypatch.setattr(torch, "ones", fails)  # of the kernel that is tried
     monkeypatch.setattr(model_fused, "triton", "there")
-    model_fused._compiler_works.cache_clear()
+    model_fused._kernels_work.cache_clear()
     with pytest.warns(UserWarning, match=r"can be compiled here \(no C compiler\)") as said:
         assert not model_fused.compiles(OnGpu())
         assert not model_fused.compiles(OnGpu())
-    model_fused._compiler_works.cache_clear()
+    model_fused._kernels_work.cache_clear()
     assert len(said) == 1
     monkeypatch.setattr(model_fused, "triton", None)
-    assert model_fused.why_no_compiler() == "Triton cannot be imported"
+    assert model_fused.why_no_kernels() == "Triton cannot be imported"
+
+
+def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("Python 3.99 is not supported")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(model_fused, "compiles", lambda x: True)
+    model_fused._torch_compile_works.cache_clear()
+    both, weights = rows(7, 10), torch.rand(7)
+    gate, up = both.chunk(2, -1)
+    with pytest.warns(UserWarning, match=r"does not work here \(Python 3.99"):
+        got = model_fused.weighted_swiglu(both, weights)
+    model_fused._torch_compile_works.cache_clear()
+    torch.testing.assert_close(got, F.silu(gate) * up * weights[:, None])
 
 
 # -- a norm whose input is used beside it
@@ -134,7 +149,7 @@ def train_both_ways(path: str, out: str, **keys) -> list:
     ],
     ids=["tp2_sp", "pp2 recomputed", "packed cp2, mlp recomputed"],
 )
-def test_layers_train_as_ever_with_gradients_summed_in_norms(family, keys, tmp_path):
+def test_layers_train_as_ever_where_norms_take_what_goes_past_them(family, keys, tmp_path):
     path = tiny.save_model(tmp_path / "model", family)
     plain, beside, calls, told = world.run(train_both_ways, 2, path, str(tmp_path), **keys)[-1]
     assert_same_curve(beside, plain, 1e-5)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -333,33 +334,50 @@ def said_by(tmp_path, rank: int) -> str:
     return (tmp_path / f"said-{rank}").read_text()
 
 
-@pytest.mark.parametrize(
-    "backend, how, keys",
-    [
-        ("megatron", "sleeps", {}),
-        ("torch", "sleeps", {}),
-        ("megatron", "sleeps", TP2),
-        ("megatron", "sleeps in the forward pass", PP2),
-        ("torch", "sleeps in the forward pass", {}),
-        ("megatron", "sleeps in the backward pass", TP2),
-    ],
-)
-def test_a_rank_that_hangs_is_named_with_its_stack_and_all_leave(
-    model_path, tmp_path, backend, how, keys
-):
-    codes, seconds = world.exits(hang, 2, model_path, str(tmp_path), backend, how, **keys)
+HANGS = {
+    "megatron": ("megatron", "sleeps", {}),
+    "torch": ("torch", "sleeps", {}),
+    "tp2": ("megatron", "sleeps", TP2),
+    "pp2, forward": ("megatron", "sleeps in the forward pass", PP2),
+    "torch, forward": ("torch", "sleeps in the forward pass", {}),
+    "tp2, backward": ("megatron", "sleeps in the backward pass", TP2),
+    "stopped": ("megatron", "stops", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(request, model_path, tmp_path_factory):
+    """{name of HANGS: (exit codes, seconds, what each rank said)} of those that this session asks
+    for, four at a time: their ranks do nothing but wait."""
+    specs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    asked = sorted({spec.params["hang"] for spec in specs if "hang" in spec.params})
+
+    def one(name: str):
+        out = tmp_path_factory.mktemp("hang")
+        backend, how, keys = HANGS[name]
+        more = dict(keys, wait_for=[0]) if how == "stops" else keys
+        codes, seconds = world.exits(hang, 2, model_path, str(out), backend, how, **more)
+        return codes, seconds, [said_by(out, rank) for rank in range(2)]
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(asked, pool.map(one, asked), strict=True))
+
+
+@pytest.mark.parametrize("hang", [name for name in HANGS if name != "stopped"])
+def test_a_rank_that_hangs_is_named_with_its_stack_and_all_leave(hang, ended):
+    codes, seconds, said = ended[hang]
     assert codes == [HANG_EXIT_CODE] * 2
-    said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
-    phase = "reading data" if how == "sleeps" else "running the model"
+    said = "".join(said)
+    phase = "reading data" if HANGS[hang][1] == "sleeps" else "running the model"
     assert re.search(rf"rank 1 on \S+ \(process \d+\): after step 2, {phase} for \d+ s", said), said
     assert "1 of 2 ranks behind" in said and "time.sleep(600)" in said
     assert re.search(r"error: rank 1 on \S+ \(process \d+\) hung for \d+ s .*all ranks leave", said)
     assert "Traceback" not in said and seconds < 30
 
 
-def test_a_rank_that_is_stopped_is_named_without_a_stack(model_path, tmp_path):
-    codes, _ = world.exits(hang, 2, model_path, str(tmp_path), "megatron", "stops", wait_for=[0])
-    said = said_by(tmp_path, 0)
+@pytest.mark.parametrize("hang", ["stopped"])
+def test_a_rank_that_is_stopped_is_named_without_a_stack(hang, ended):
+    codes, _, (said, _) = ended[hang]
     assert codes[0] == HANG_EXIT_CODE and "rank 1 on" in said
     assert "does not answer: its process is stopped or gone" in said and "Traceback" not in said
 

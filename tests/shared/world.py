@@ -58,6 +58,7 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
     )
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # the platform's, as of a launched rank
     try:
         backend, timeout = "gloo", datetime.timedelta(seconds=20)
         if torch.cuda.is_available():

@@ -217,11 +217,11 @@ def in_worlds(folder: str) -> list[float]:
 
 
 def parity() -> int:
-    from mca_lite.model_fused import why_no_compiler
+    from mca_lite.model_fused import why_no_kernels, why_no_torch_compile
 
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    if why_no_compiler() is not None:
-        print(f"the lines named compiled would not be: {why_no_compiler()}")
+    if reason := why_no_kernels() or why_no_torch_compile():
+        print(f"the lines named compiled would not be: {reason}")
         return 1
     # a world of many layouts keeps all its communicators: with buffers for small messages they fit
     # one GPU
