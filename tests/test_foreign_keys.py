@@ -21,6 +21,7 @@ from mca_lite.args_keys import (
 )
 from mca_lite.args_run import FIELDS, GROUPS, own_keys
 from mca_lite.args_values import check_keys, default_of
+from mca_lite.loss_preference import LOSSES
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER
 
 
@@ -108,6 +109,8 @@ def test_values_of_other_trainers_are_refused_with_the_reason():
     for key, values in FOREIGN_VALUES.items():
         (group,) = (group for group in GROUPS if key in group.__dataclass_fields__)
         for value, reason in values.items():
+            if value in LOSSES:  # one that was added to this version
+                continue
             (problem,) = check_keys(group, **{key: value})
             assert problem.reason.startswith(f"{reason}: expected one of "), problem
 
