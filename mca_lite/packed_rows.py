@@ -122,7 +122,7 @@ def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
 
 
 def join_packed(batches: list[dict], counts: list[int]) -> dict:
-    """Packed batches as one: the first counts[i] documents of each, and what pads none of them."""
+    """Packed batches as one: the first counts[i] documents of each, without what pads them."""
     kept, cu = [], [0]
     for batch, count in zip(batches, counts, strict=True):
         borders = batch["cu_seqlens"][1 : count + 1]

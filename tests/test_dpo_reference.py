@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -505,6 +506,24 @@ def test_the_reference_takes_micro_batches_at_once(
     for curve in curves[:-1]:
         for ours, theirs in zip(curve, curves[-1], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "stages, of_reference, joins",
+    [
+        (1, {}, True),
+        (2, {}, False),
+        (1, dict(num_moe_experts=4), False),  # what they drop or gather follows the batch
+        (1, dict(attn_logit_softcapping=50.0), False),  # scores are held whole
+    ],
+)
+def test_what_depends_on_the_shape_of_a_batch_is_not_joined(stages, of_reference, joins):
+    from mca_lite.backend_megatron import MegatronBackend
+
+    backend = MegatronBackend.__new__(MegatronBackend)
+    backend.config = SimpleNamespace(pipeline_model_parallel_size=stages)
+    config = dict(num_moe_experts=None, attn_logit_softcapping=None) | of_reference
+    assert backend.joins_rows([SimpleNamespace(config=SimpleNamespace(**config))]) is joins
 
 
 def test_the_first_loss_is_checked_against_ln_2(start, tmp_path):

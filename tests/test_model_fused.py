@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite import TrainingArguments, model, model_fused, model_layers, model_norms
+from mca_lite import TrainingArguments, model, model_fused, model_kernels, model_layers, model_norms
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -204,3 +204,8 @@ def parts_called(path: str, out: str) -> list[str]:
 def test_heads_are_split_normed_and_rotated_at_once(family, wanted, tmp_path):
     path = tiny.save_model(tmp_path / "model", family)
     assert world.run(parts_called, 1, path, str(tmp_path / "out"))[0] == wanted
+
+
+def test_loops_of_wide_rows_ask_for_no_more_memory_than_small_gpus_have():
+    of_rows = {width: model_kernels._stages(3 * width * 4) for width in (2048, 4096, 8192)}
+    assert of_rows == {2048: 3, 4096: 3, 8192: 1}  # float32; two of three iterations wait
