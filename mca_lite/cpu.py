@@ -14,6 +14,7 @@ import torch
 import torch.utils._device
 
 _DEVICE = torch.device("cpu")
+_MARK = "rows_of_mca_lite"  # on a patched function: the rows, once for all copies of the package
 
 
 def _nothing(*args, **kwargs):
@@ -221,13 +222,14 @@ def _rows_of_tensors():
     yield dist, "all_to_all_single", as_lists, "gloo wants split sizes as lists"
 
 
-_applied: list[tuple[object, str, object, str]] = []
-
-
 def apply() -> list[tuple[object, str, object, str]]:
-    """The rows in force in this process, none with CUDA. Calling it again changes nothing."""
-    if torch.cuda.is_available() or _applied:
-        return _applied
+    """The rows in force in this process, none with CUDA. Calling it again changes nothing, also
+    from another copy of the package."""
+    if torch.cuda.is_available():
+        return []
+    in_force = getattr(torch.Tensor.type, _MARK, None)
+    if in_force is not None:
+        return in_force
     # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a
     # CPU
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -235,10 +237,11 @@ def apply() -> list[tuple[object, str, object, str]]:
     # the originals, or models that transformers builds under it keep buffers (rotary frequencies)
     # that nobody ever fills
     torch.utils._device._device_constructors()
-    for owner, attribute, replacement, reason in list(_table()):
+    rows = list(_table())
+    for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)
-        _applied.append((owner, attribute, replacement, reason))
-    return _applied
+    setattr(torch.Tensor.type, _MARK, rows)
+    return rows
 
 
 @functools.cache

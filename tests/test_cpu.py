@@ -49,6 +49,12 @@ def test_applying_again_changes_nothing():
     assert all(getattr(owner, attribute) is value for owner, attribute, value in before)
 
 
+@without_cuda
+def test_another_copy_of_the_package_wraps_nothing_again(fresh_cpu):
+    before, rows = torch.Tensor.type, cpu.apply()
+    assert fresh_cpu.apply() is rows and torch.Tensor.type is before
+
+
 def test_nothing_is_patched_where_cuda_is_there(fresh_cpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 

@@ -73,33 +73,37 @@ def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first(
 
 
 VENDORED = """
-import sys
+import importlib, sys
 sys.path.insert(0, {here!r})
-from third_party.our_trainer import AutoModel, McaTrainer, TrainingArguments
 keys = dict(max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2)
-args = TrainingArguments(output_dir={out!r}, **keys)
-model = AutoModel.from_pretrained({model!r}, args)
 data = [{{"input_ids": list(range(8)), "labels": list(range(1, 9))}}] * 4
-result = McaTrainer(model=model, args=args, train_dataset=data).train()
-assert result.global_step == 2
+
+def train(name):
+    copy = importlib.import_module(f"third_party.{{name}}")
+    args = copy.TrainingArguments(output_dir=f"{out}/{{name}}", **keys)
+    model = copy.AutoModel.from_pretrained({model!r}, args)
+    return copy.McaTrainer(model=model, args=args, train_dataset=data).train()
+
+losses = [train(name).training_loss for name in ("first", "second", "first_again")]
+assert len(set(losses)) == 1, losses
 original = [m for m in sys.modules if m.split(".")[0] == "mca_lite"]
 assert not original, "the copy imports the original"
 """
 
 
-def test_the_folder_works_under_another_name_and_warns_of_nothing_that_megatron_lacks(tmp_path):
+def test_copies_under_other_names_train_in_one_process_and_warn_of_nothing(tmp_path):
     from tests.shared import tiny
 
     model = tiny.save_model(tmp_path / "model", "llama")
-    shutil.copytree(
-        PACKAGE,
-        tmp_path / "third_party" / "our_trainer",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    for name in ("first", "second"):
+        shutil.copytree(
+            PACKAGE, tmp_path / "third_party" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    (tmp_path / "third_party" / "first_again.py").write_text("from .first import *")
     script = tmp_path / "use.py"
     script.write_text(VENDORED.format(here=str(tmp_path), out=str(tmp_path / "out"), model=model))
     result = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert "step 2/2" in result.stdout and "Apex" not in result.stderr
+    assert result.stdout.count("step 2/2") == 3 and "Apex" not in result.stderr
