@@ -162,8 +162,8 @@ class UseMcaArguments(ArgumentGroup):
 class TrainingArguments(ArgumentGroup):
     """How it is trained: batches, optimizer, cadence, precision and parallel layout.
 
-    The constructor takes keywords only and raises ConfigError (a ValueError) that lists all
-    problems. Under torchrun the layout must divide the world. `gradient_accumulation_steps`,
+    The constructor takes output_dir and keywords, and raises ConfigError (a ValueError) that lists
+    all problems. Under torchrun the layout must divide the world. `gradient_accumulation_steps`,
     `per_device_eval_batch_size`, `eval_steps`, `recompute_method` and `recompute_num_layers` hold
     the values in effect afterwards; `resume_from_checkpoint` is None, "auto" or a path.
     """

@@ -329,7 +329,8 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def arg(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field with a help text and what is known of its key.
+    """A dataclass field with a help text and what is known of its key. One without a default may
+    be given by its place.
 
     choices: a table of the values, which may grow until the arguments are read. words: texts that
         mean another value. check: raises ValueError for a value that does not work.
@@ -345,7 +346,7 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     if default is MISSING:
-        return field(metadata=metadata)
+        return field(metadata=metadata, kw_only=False)
     return field(default=default, metadata=metadata)
 
 

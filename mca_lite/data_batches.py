@@ -10,6 +10,7 @@ positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from .constants import IGNORE_INDEX
 from .data_files import SIDES
 
+_COLUMNS = ("input_ids", "labels", "attention_mask", "reference")  # of a document
+# what tokenizers and data sets, and a stream, bring beside them: nothing that the model is given
+_HARMLESS = frozenset(
+    "token_type_ids special_tokens_mask length text prompt id idx index data_position".split()
+)
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # at once, as Hugging Face's datasets does
 
@@ -32,7 +38,8 @@ def documents_of(sample) -> list[Mapping]:
     if isinstance(sample, Mapping) and "input_ids" in sample and "labels" in sample:
         return [sample]
     if isinstance(sample, Mapping) and all(side in sample for side in SIDES):
-        return [sample[side] for side in SIDES]
+        refuse_columns("a sample", sample, SIDES)
+        return [document for side in SIDES for document in documents_of(sample[side])]
     got = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
     raise ValueError(
         'a sample is a list of documents {"input_ids", "labels"}, or one document, or a pair '
@@ -40,26 +47,58 @@ def documents_of(sample) -> list[Mapping]:
     )
 
 
+def refuse_columns(whose: str, columns: Mapping, known: Sequence[str]) -> None:
+    """ValueError for columns that hold something, and that the model would not be given."""
+    more = [name for name in columns if name not in known and name not in _HARMLESS]
+    more = [name for name in more if not _is_empty(columns[name])]
+    if more:
+        raise ValueError(
+            f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
+            f"expected {', '.join(known)}; images, audio and weights of tokens are not trained: "
+            "remove the columns (dataset.remove_columns), or put what they say into labels"
+        )
+
+
+def _is_empty(column) -> bool:
+    return column is None or (isinstance(column, (list, tuple, str)) and not column)
+
+
+def _tokens(document: Mapping, column: str) -> torch.Tensor:
+    """A column of a document, int64 [n]. ValueError for what is no row of whole numbers."""
+    try:
+        values = torch.as_tensor(document[column])
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{column} of a sample: expected a list of token ids: {error}") from None
+    if values.dim() != 1 or (len(values) and values.is_floating_point()):
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+        raise ValueError(f"{column} of a sample: expected whole numbers [n], got {got}")
+    return values.long()
+
+
 def _row(sample) -> dict[str, torch.Tensor]:
     """The documents of a sample one after another: input_ids, labels and attention_mask, with each
     token's document from 1, int64 [n]; and reference, float32 [documents], where they have it."""
     documents = documents_of(sample)
-    ids, labels = (
-        [torch.as_tensor(document[key], dtype=torch.int64) for document in documents]
-        for key in ("input_ids", "labels")
-    )
+    for document in documents:
+        refuse_columns("a sample", document, _COLUMNS)
+    ids = [_tokens(document, "input_ids") for document in documents]
+    labels = [_tokens(document, "labels") for document in documents]
     lengths = [len(part) for part in ids]
     # an empty document among others would be lost from their numbers
-    if lengths != [len(part) for part in labels] or (len(lengths) > 1 and min(lengths) == 0):
+    if lengths != [len(part) for part in labels] or min(lengths, default=0) == 0:
         raise ValueError(
             f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} "
             "labels: expected as many, at least one"
         )
-    if len(documents) == 1:
-        mask = torch.as_tensor(documents[0].get("attention_mask", torch.ones(lengths[0])))
-    else:
-        mask = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
-    row = {"input_ids": torch.cat(ids), "labels": torch.cat(labels), "attention_mask": mask.long()}
+    mask = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+    if len(documents) == 1 and documents[0].get("attention_mask") is not None:
+        mask = torch.as_tensor(documents[0]["attention_mask"]).long()
+        if mask.shape != ids[0].shape:
+            raise ValueError(
+                f"attention_mask of a sample has the shape {tuple(mask.shape)}: expected that of "
+                f"its input_ids, {tuple(ids[0].shape)}"
+            )
+    row = {"input_ids": torch.cat(ids), "labels": torch.cat(labels), "attention_mask": mask}
     if all("reference" in document for document in documents):
         row["reference"] = torch.tensor([float(document["reference"]) for document in documents])
     return row
@@ -122,23 +161,52 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
     return _stack(found, pad_token_id)
 
 
-def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
+class Limits(NamedTuple):
+    """What a model takes: ids below vocab_size, and documents of so many positions."""
+
+    vocab_size: float = math.inf
+    positions: float = math.inf
+
+    @classmethod
+    def of(cls, hf_config: dict) -> "Limits":
+        """Those of a config.json; none of what it does not say."""
+        text = hf_config.get("text_config") or hf_config
+        positions = text.get("max_position_embeddings") or math.inf
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        # such a config says where the model's positions ended before they were scaled
+        before = rope.get("original_max_position_embeddings") or positions
+        return cls(
+            text.get("vocab_size") or math.inf, max(positions, before * (rope.get("factor") or 1))
+        )
+
+
+def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limits) -> dict:
     """The language inputs of a collated batch as tensors; ValueError for what would give wrong
-    numbers in silence.
+    numbers in silence, or fail in the model.
 
     packs: rows may hold several documents, which attention_mask numbers.
     """
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
     missing = [k for k in ("input_ids", "labels") if k not in batch]
     if missing:
         raise ValueError(
             f"the data collator gave {sorted(batch)}: expected {missing} too, labels already "
             "shifted"
         )
-    batch = {k: torch.as_tensor(batch[k]) for k in names if k in batch}
-    if batch["labels"].shape != batch["input_ids"].shape:
-        shapes = tuple(batch["labels"].shape), tuple(batch["input_ids"].shape)
+    refuse_columns("a batch of the data collator", batch, names)
+    batch = {k: torch.as_tensor(batch[k]) for k in names if batch.get(k) is not None}
+    ids = batch["input_ids"]
+    if batch["labels"].shape != ids.shape:
+        shapes = tuple(batch["labels"].shape), tuple(ids.shape)
         raise ValueError(f"labels {shapes[0]} and input_ids {shapes[1]} differ in shape")
-    mask = batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    mask = batch.setdefault("attention_mask", torch.ones_like(ids))
+    if ids.dim() != 2 or not ids.numel() or mask.shape != ids.shape:
+        raise ValueError(
+            f"input_ids {tuple(ids.shape)} and attention_mask {tuple(mask.shape)}: expected [rows, "
+            "positions] of both: 1 for a token and 0 for padding, or with sequence_packing: true "
+            "the number of each token's document in its row, in place of a mask of 4 dimensions"
+        )
     if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
         raise ValueError(
             "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'"
@@ -148,6 +216,7 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
             "attention_mask numbers several documents in a row, which would see each other: set "
             "sequence_packing: true"
         )
+    _check_limits(batch, limits)
     positions = batch.pop("position_ids", None)
     if positions is None or packs:
         return batch
@@ -158,10 +227,40 @@ def check_batch(batch: dict, names: list[str], packs: bool) -> dict:
     return batch
 
 
+def _check_limits(batch: dict, limits: Limits) -> None:
+    """ValueError for ids, labels or documents that the model has no row or place for."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
+        if used.is_floating_point():
+            raise ValueError(f"{name} of a batch are {used.dtype}: expected whole numbers")
+        if not (used.is_cpu and used.numel()):  # for another device the host would wait
+            continue
+        low, high = map(int, used.aminmax())
+        if low < 0 or high >= limits.vocab_size:
+            raise ValueError(
+                f"{name} from {low} to {high}: expected 0 to {limits.vocab_size - 1}, the tokens "
+                f"of the model, and {IGNORE_INDEX} for a label without loss: the tokenizer is "
+                "another model's, or has more tokens (resize_vocab: true)"
+            )
+    if ids.shape[1] <= limits.positions:
+        return
+    longest = int(_document_lengths(batch["attention_mask"]).amax())
+    if longest > limits.positions:
+        raise ValueError(
+            f"a document of {longest:,} tokens: the model has {limits.positions:,} positions "
+            "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
+            "raise it there"
+        )
+
+
+def _document_lengths(mask: torch.Tensor) -> torch.Tensor:
+    """The lengths of the documents of all rows, without padding."""
+    return torch.cat([torch.bincount(row)[1:] for row in mask.long().clamp(min=0)])
+
+
 def count_tokens(batch: dict) -> tuple[int, int]:
     """(tokens without padding, sum of squared document lengths) of a checked batch."""
-    mask = batch["attention_mask"].long().clamp(min=0)
-    lengths = torch.cat([torch.bincount(row)[1:] for row in mask])
+    lengths = _document_lengths(batch["attention_mask"])
     return int(lengths.sum()), int((lengths**2).sum())
 
 

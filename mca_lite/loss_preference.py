@@ -73,10 +73,12 @@ def register_loss(
     help: str = "",
 ) -> None:
     """Let `pref_loss: <name>` train with `formula` (see PreferenceLoss). ValueError for a name that
-    is taken.
+    is taken, TypeError for a formula that is no function.
 
     Call it before the configuration is parsed, on every rank.
     """
+    if not callable(formula):
+        raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
     if name in LOSSES:
         raise ValueError(f"pref_loss {name} is registered already: choose another name")
     LOSSES[name] = PreferenceLoss(formula, has_reference, tuple(keys), help)

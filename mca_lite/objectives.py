@@ -72,9 +72,11 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     required -> the row.
 
     Call it before the configuration is parsed, on every rank. ValueError for a name that is taken,
-    and for a kind of records that there is not.
+    and for a kind of records that there is not; TypeError for a trainer that is no class.
     """
     objective = Objective(stage=stage, **fields)
+    if not isinstance(objective.trainer, (type, str)):
+        raise TypeError(f"stage {stage}: expected a trainer's class, got {objective.trainer!r}")
     if stage in OBJECTIVES:
         raise ValueError(f"stage {stage} is registered already: choose another name")
     if objective.records not in (TEXT, CONVERSATIONS, PAIRS):

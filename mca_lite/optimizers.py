@@ -44,8 +44,10 @@ def register_optimizer(
 ) -> None:
     """Let `optim: <name>` train with what `make` returns (see Optimizer), on both backends, with
     float32 master weights under megatron-core. ValueError for a name that is taken. Call it before
-    the configuration is parsed, on every rank.
+    the configuration is parsed, on every rank. TypeError for a `make` that is no function.
     """
+    if not callable(make):
+        raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
     for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
         raise ValueError(f"optim {taken} is registered already: choose another name")
     OPTIMIZERS[name] = Optimizer(make, tuple(states), counts_steps)

@@ -9,6 +9,7 @@ when they are shown.
 
 import functools
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from . import before_megatron, ckpt, output_folder, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
-from .data_batches import BatchPlan, Collator, make_loader, pad_batch
+from .data_batches import BatchPlan, Collator, Limits, make_loader, pad_batch
 from .data_stream import TokenStream
 from .log import Report, run_summary
 from .log_speed import ModelWork, Throughput, model_work
@@ -40,6 +41,7 @@ from .trainer_events import (
     as_callback,
     begin_step,
     callbacks_of,
+    check_given,
     check_hooks,
     end_step,
     finish_run,
@@ -49,6 +51,11 @@ from .trainer_nonfinite import FiniteGuard
 from .trainer_step import EvalLoopOutput, Numbers, RunSums, TrainOutput, plan_batches, read_step
 
 __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
+
+
+def __getattr__(name: str):
+    """The public names, of which mcore_adapter's package of this name has DPOTrainer."""
+    return sys.modules[__package__].__getattr__(name)
 
 
 class McaTrainer:
@@ -61,10 +68,12 @@ class McaTrainer:
     {"input_ids", "labels"} that are shifted themselves. Datasets are map-style, or for training
     a TokenStream. callbacks: ours or transformers', instances or classes. processing_class: another
     name of tokenizer. optimizers: on the torch backend (a torch optimizer of the model's trained
-    parameters, its scheduler or None). compute_metrics(EvalPrediction) -> {name: number} of an
-    evaluation, over what preprocess_logits_for_metrics(logits, labels) returns of each sample: as
-    in transformers, position t of the labels is predicted by t - 1.
-    TypeError for a callback that is none, and for a subclass's override that would not be called.
+    parameters, its scheduler or None), or as optimizer and lr_scheduler.
+    compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over what
+    preprocess_logits_for_metrics(logits, labels) returns of each sample: as in transformers,
+    position t of the labels is predicted by t - 1.
+    TypeError for a model, arguments or a callback that are none, and for a subclass's override that
+    would not be called, or with other arguments than it names.
     """
 
     metrics_keys = ["loss"]
@@ -72,6 +81,7 @@ class McaTrainer:
     _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
     _reference_model = None  # a second model that each batch goes through, forward only
     _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
+    limits = Limits()  # of the model: ids and positions of the data
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
@@ -89,9 +99,14 @@ class McaTrainer:
         optimizers: tuple = (None, None),
         compute_metrics=None,
         preprocess_logits_for_metrics=None,
+        optimizer=None,
+        lr_scheduler=None,
     ):
+        check_given(model, args)
         check_hooks(self, McaTrainer)
         is_megatron = isinstance(model, VirtualModels)
+        if optimizer is not None or lr_scheduler is not None:
+            optimizers = optimizer, lr_scheduler
         self._given = given_optimizers(optimizers, model, is_megatron)
         tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
@@ -101,14 +116,15 @@ class McaTrainer:
         self._guard.check_weights("before training")
         self.backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
         self.models = self.backend.chunks
+        self.limits = Limits.of(self.backend.hf_config or {})
         self.backend.use_loss(self._loss_of_logits)
         if self.backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         self.data_collator = data_collator or Collator(self._pad_token_id)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shuffle, self.extra_summary = shuffle, summary or {}
-        # made when training begins
-        self.optimizer = self.lr_scheduler = self.batch_plan = cast(Any, None)
+        self.lr_scheduler = self._given[1]
+        self.optimizer = self.batch_plan = cast(Any, None)  # made when training begins
         self.state, self.control = TrainerState(), TrainerControl()
         self._signals, self.report = StopSignals(), Report(args, parallel.is_main())
         self.compute_metrics = compute_metrics
@@ -165,9 +181,11 @@ class McaTrainer:
         this rank's micro-batches, metrics of each micro-batch, skipped_iter 0 or 1, grad_norm
         before clipping, zeros in the gradient or None).
 
-        On pipeline stages before the last the loss is 0 and the metrics are []. Collectives: those
-        of the schedule, the gradient reduction and the optimizer.
+        On pipeline stages before the last the loss is 0 and the metrics are []. Before train(), the
+        first step makes the optimizer and its schedule. Collectives: those of the schedule, the
+        gradient reduction and the optimizer.
         """
+        self._prepare_updates()
         micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
         self._guard.start_step()
         self.backend.train_mode(True)
@@ -316,13 +334,12 @@ class McaTrainer:
         args = self.args
         self.batch_plan = plan = plan_batches(self, self.train_dataset)
         max_steps = args.steps_of_run(plan.steps_per_epoch)
+        self.lr_scheduler = self._given[1]  # another schedule for each run
         self.state = TrainerState(
             max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch
         )
         self.control = TrainerControl()
-        if self.optimizer is None:
-            self.create_optimizer()
-        self.create_scheduler(max_steps)
+        self._prepare_updates()
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
         self._load_from_checkpoint(resume_from_checkpoint)
@@ -334,6 +351,17 @@ class McaTrainer:
         self.backend.carry_router_sums((self.state.log_sums or {}).get("routers"))
         self.report.summary(run_summary(self, plan))
         return plan
+
+    def _prepare_updates(self) -> None:
+        """Make the optimizer and the schedule where there are none."""
+        if self.optimizer is None:
+            self.create_optimizer()
+        if self.lr_scheduler is None:
+            steps = self.args.max_steps
+            if steps <= 0:
+                plan = plan_batches(self, self.train_dataset)
+                steps = self.args.steps_of_run(plan.steps_per_epoch)
+            self.create_scheduler(steps)
 
     def create_optimizer(self):
         self.optimizer = self._given[0] or self.backend.create_optimizer()

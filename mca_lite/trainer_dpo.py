@@ -12,7 +12,7 @@ micro-batch, s positions.
 import contextlib
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ from .objectives import OBJECTIVES
 from .packed_rows import join_packed, pack_batch
 from .trainer import McaTrainer
 from .trainer_evaluation import by_sample, collecting, sum_documents
+from .trainer_events import check_given
 from .trainer_reference import is_same_model, reference_of
+from .trainer_step import arrange
 
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
 # micro-batches, and tokens of all of them, in a forward pass of the reference: with fewer a GPU
@@ -49,7 +51,7 @@ _KEYS = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass
 class DPOConfig:
     """The objective. ValueError for what does not fit together.
 
@@ -65,6 +67,7 @@ class DPOConfig:
     beta: float = 0.1
     pref_loss: str = "sigmoid"
     label_smoothing: float = 0.0
+    _: KW_ONLY
     use_ref_model: bool | None = None
     ftx: float = 0.0
     reference: str | None = None
@@ -134,6 +137,7 @@ class DPOTrainer(McaTrainer):
     def __init__(
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
     ):
+        check_given(model, args)
         self.train_config = config = train_config or DPOConfig()
         self.reference = _choose_reference(config, model, ref_model)
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
@@ -427,10 +431,19 @@ class DPOTrainer(McaTrainer):
             self.eval_dataset = eval_dataset = self._with_reference(self.eval_dataset)
         return super().evaluate(self._with_reference(eval_dataset), metric_key_prefix)
 
+    def get_train_dataloader(self):
+        """McaTrainer's; the pairs of a cached reference have its log-probabilities. Collective."""
+        self.train_dataset = self._with_reference(self.train_dataset)
+        return super().get_train_dataloader()
+
     def training_step(self, models, data_iterator, seq_length: int):
         """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's
-        pairs."""
-        answer = super().training_step(models, data_iterator, seq_length)
+        pairs. Takes micro-batches of get_train_dataloader() too."""
+        micro_batches = list(data_iterator)
+        if any("real" not in batch for batch in micro_batches):
+            micro_batches, _ = arrange(self, micro_batches)
+            seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
+        answer = super().training_step(models, micro_batches, seq_length)
         _, metrics, is_skipped, *_ = answer  # a skipped step's numbers may not be finite
         is_first = not self._was_trained and self.state.global_step == 0
         if is_first and not is_skipped and self.train_config.use_ref_model:

@@ -29,6 +29,9 @@ from .trainer_step import EvalLoopOutput, Numbers, plan_batches
 def check_metrics(trainer) -> None:
     """ValueError for metrics that an evaluation cannot give."""
     compute, preprocess = trainer.compute_metrics, trainer.preprocess_logits_for_metrics
+    for function in (compute, preprocess):
+        if function is not None and not callable(function):
+            raise TypeError(f"compute_metrics: expected functions, got {function!r}")
     if (compute is None) != (preprocess is None):
         raise ValueError(
             "compute_metrics and preprocess_logits_for_metrics go together, as the logits of a "
@@ -107,7 +110,7 @@ def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
     plan, whole = getattr(dataloader.batch_sampler, "plan", None), trainer._numbers()
     if plan is None:
         raise ValueError(
-            "evaluation_loop takes a loader of batches.make_loader; for a dataset call "
+            "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset call "
             "evaluate(dataset)"
         )
     for _, data, seq_length, numbers in _steps(trainer, dataloader, plan):
@@ -320,11 +323,20 @@ def user_metrics(trainer, dataset, prefix: str) -> dict[str, float]:
 
         *parts, label_ids = map(_stacked, zip(*(rows[n] for n in range(len(dataset))), strict=True))
         predictions = parts[0] if len(parts) == 1 else tuple(parts)
-        return trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+        found = trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+        return {f"{prefix}_{key}": value for key, value in _checked(found, prefix).items()}
 
-    found = parallel.on_main(compute, ValueError)
-    named = {key.removeprefix(f"{prefix}_"): value for key, value in found.items()}
-    return {f"{prefix}_{key}": float(value) for key, value in named.items()}
+    return parallel.on_main(compute, ValueError)
+
+
+def _checked(found, prefix: str) -> dict[str, float]:
+    """A user's metrics, names without the prefix. ValueError for what is no {name: number}."""
+    try:
+        return {key.removeprefix(f"{prefix}_"): float(value) for key, value in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f"compute_metrics: expected {{name: number}}, got {found!r:.200}"
+        ) from None
 
 
 def _borders(batch: dict) -> list[tuple[int, int, int]]:
@@ -346,6 +358,10 @@ def _processed(trainer, logits: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     found = trainer.preprocess_logits_for_metrics(logits, labels)
     parts = (*(found if isinstance(found, tuple) else (found,)), labels)
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise ValueError(
+            f"preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got {found!r}"
+        )
     floats = (part.float() if part.is_floating_point() else part for part in parts)
     return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
 

@@ -14,10 +14,12 @@ from collections.abc import Callable
 import torch
 
 from . import ckpt, ckpt_folder, parallel, watchdog
+from .args import TrainingArguments
 from .args_rules_training import parse_steps
 from .ckpt_folder import CheckpointError
 from .constants import TRAINER_STATE_NAME
 from .log_speed import peak_memory_gib
+from .model import VirtualModels
 from .trainer_callbacks import (
     FLAGS,
     BestModel,
@@ -51,6 +53,34 @@ _OTHER_HOOKS = {
     "prediction_step": "_post_compute_loss(labels, losses)",
     "log": "TrainerCallback.on_log",
 }
+
+# Arguments of hooks that other trainers have under these names, with another meaning.
+_OTHER_ARGUMENTS = {
+    "_post_compute_loss": {"loss_mask", "logits"},
+    "_pre_compute_loss": {"data_iterator", "model"},
+    "training_step": {"model", "inputs", "num_items_in_batch"},
+}
+# What those are that this loop gives to hooks.
+_ARGUMENTS = {
+    "batch": "the micro-batch as it was read",
+    "inputs": "the model's arguments, made of the batch",
+    "labels": "token ids [b, s], IGNORE_INDEX where there is no loss",
+    "losses": "those of tokens [b, s], 0 where there is no label",
+    "models": "the chunks that are trained",
+    "data_iterator": "the micro-batches of a step",
+    "ref_chosen_logps": "log-probabilities of the reference [pairs]",
+}
+
+
+def check_given(model, args) -> None:
+    """TypeError for a model, or arguments, that are none."""
+    if not isinstance(model, (VirtualModels, torch.nn.Module)):
+        raise TypeError(
+            "model: expected what AutoModel.from_pretrained(folder, args) gives, or a model of "
+            f"transformers, got {model!r:.100}"
+        )
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(f"args: expected TrainingArguments of this package, got {args!r:.100}")
 
 
 def as_callback(callback):
@@ -96,7 +126,8 @@ def check_hooks(trainer, base: type) -> None:
 
 
 def _check_signature(where: str, member: Callable, ours: Callable) -> None:
-    """TypeError where `member` cannot be called with the arguments that `ours` must have."""
+    """TypeError where `member` cannot be called with the arguments that `ours` must have, or names
+    them as those of others, or in another order."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     taken = inspect.signature(ours).parameters.values()
     needed = [p.name for p in taken if p.kind in kinds and p.default is p.empty]
@@ -105,6 +136,15 @@ def _check_signature(where: str, member: Callable, ours: Callable) -> None:
     except TypeError as error:
         listed = ", ".join(needed[1:])
         raise TypeError(f"{where} is called with ({listed}): {error}") from None
+    foreign = {*needed, *_OTHER_ARGUMENTS.get(ours.__name__, ())}
+    for name, theirs in zip(needed, inspect.signature(member).parameters, strict=False):
+        if theirs in foreign - {name}:
+            listed = ", ".join(needed[1:])
+            meant = "; ".join(f"{n}: {_ARGUMENTS[n]}" for n in needed if n in _ARGUMENTS)
+            raise TypeError(
+                f"{where} is called with ({listed}), and has {theirs!r} in the place of {name}: "
+                f"{meant}"
+            )
 
 
 def agree(trainer) -> list[int]:

@@ -146,18 +146,25 @@ def read_step(
     """(this rank's micro-batches of a step, padded to one length; their tokens, squared document
     lengths and positions)."""
     watchdog.note("reading data", trainer.state.global_step)
-    backend, names = trainer.backend, trainer._language_input_names
-    real = plan.num_micro_batches(step)
-    # whether a row may hold several documents, which its attention_mask numbers
-    numbered = trainer.args.sequence_packing or trainer.documents_per_sample > 1
-    batches = [next(loader) for _ in range(real)]
+    batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
+    found = arrange(trainer, batches)
     if "data_position" in batches[-1]:  # of a stream
         trainer.state.data_position = batches[-1]["data_position"]
-    batches = [check_batch(batch, names, numbered) for batch in batches]
+    watchdog.note("running the model")
+    return found
+
+
+def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, int]]:
+    """What read_step returns, of the batches of a data collator. Collective where the layout wants
+    one length on all ranks."""
+    backend, names = trainer.backend, trainer._language_input_names
+    # whether a row may hold several documents, which its attention_mask numbers
+    numbered = trainer.args.sequence_packing or trainer.documents_per_sample > 1
+    batches = [check_batch(batch, names, numbered, trainer.limits) for batch in batches]
     counts = [count_tokens(batch) for batch in batches]
     # the schedule wants a multiple: others of the same shape follow, which carry no loss, and are
     # padding where tokens are counted
-    if missing := -real % backend.micro_batch_multiple:
+    if missing := -len(batches) % backend.micro_batch_multiple:
         nothing = torch.zeros_like(batches[0]["labels"])
         empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
         batches += [empty] * missing
@@ -166,5 +173,4 @@ def read_step(
     batches = [trainer._to_length(batch, longest) for batch in batches]
     tokens = sum(tokens for tokens, _ in counts)
     squared_lengths = sum(squares for _, squares in counts)
-    watchdog.note("running the model")
     return batches, (tokens, squared_lengths, sum(b["input_ids"].numel() for b in batches))
