@@ -188,7 +188,7 @@ def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limit
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
-    missing = [k for k in ("input_ids", "labels") if k not in batch]
+    missing = [k for k in ("input_ids", "labels") if batch.get(k) is None]
     if missing:
         raise ValueError(
             f"the data collator gave {sorted(batch)}: expected {missing} too, labels already "

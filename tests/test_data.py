@@ -5,6 +5,7 @@ counted by hand.
 import copy
 import errno
 import json
+import math
 import os
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from mca_lite import data, data_cache, data_encode
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets, show_document
-from mca_lite.data_batches import FILLER, BatchPlan, Collator, make_loader
+from mca_lite.data_batches import FILLER, BatchPlan, Collator, Limits, check_batch, make_loader
 from mca_lite.data_cache import build_once
 from mca_lite.data_encode import Encoder
 from mca_lite.data_packs import WithReference
@@ -599,6 +600,112 @@ def test_the_collator_numbers_the_documents_of_a_row():
     batch = Collator(pad_token_id=9)([[one, other, one], [other]])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 1, 2], [3, 9, 9, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 2, 3, 3], [1, 0, 0, 0, 0]]
+
+
+ROW = {"input_ids": [1, 2, 3], "labels": [2, 3, 4]}
+PIXELS = {"pixel_values": np.ones((3, 4)), "image_grid_thw": [[1, 2, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ({**ROW, **PIXELS}, "a sample has 'pixel_values', 'image_grid_thw', which the model"),
+        ({**ROW, "images": ["a.jpg"]}, "'images'"),
+        ({**ROW, "audio": "a.wav"}, "'audio'"),
+        ({**ROW, "loss_weights": [0.0, 1.0, 1.0]}, "'loss_weights'"),
+        ({"chosen": ROW, "rejected": ROW, "images": ["a.jpg"]}, "'images'"),
+        ([ROW, {**ROW, "videos": ["a.mp4"]}], "'videos'"),
+        ({"chosen": "a text", "rejected": "another"}, "this one has str"),
+        ({**ROW, "input_ids": [1.5, 2.0, 3.0]}, "expected whole numbers .n., got torch.float32"),
+        ({**ROW, "labels": np.array([1.0, 2.0, 3.0])}, "labels of a sample: expected whole"),
+        ({**ROW, "input_ids": [[1, 2, 3]]}, r"got torch.int64 of shape \(1, 3\)"),
+        ({**ROW, "input_ids": ["a", "b", "c"]}, "input_ids of a sample: expected a list of token"),
+        ({**ROW, "input_ids": [1, None, 3]}, "input_ids of a sample: expected a list of token"),
+        ({**ROW, "input_ids": [1, 2**70, 3]}, "input_ids of a sample: expected a list of token"),
+        ({"input_ids": [], "labels": []}, "expected as many, at least one"),
+        ([], "expected as many, at least one"),
+        ({**ROW, "attention_mask": [1, 1]}, r"shape \(2,\): expected that of its input_ids"),
+        ({**ROW, "attention_mask": np.ones((1, 3, 3))}, r"shape \(1, 3, 3\): expected"),
+    ],
+)  # fmt: skip
+def test_the_collator_refuses_what_would_be_dropped_or_cut(sample, said):
+    with pytest.raises(ValueError, match=said):
+        Collator(pad_token_id=0)([sample, ROW])
+
+
+def test_columns_without_content_or_without_meaning_for_the_model_pass():
+    more = dict(images=None, videos=[], audios=(), token_type_ids=[0, 0, 0], length=3, text="a b c")
+    collate = Collator(pad_token_id=0)
+    for sample in ({**ROW, **more}, [{**ROW, **more}], {**ROW, "attention_mask": None}):
+        assert collate([sample])["input_ids"].tolist() == [[1, 2, 3]]
+    batch = {name: torch.tensor([values]) for name, values in ROW.items()}
+    batch["token_type_ids"] = torch.zeros(1, 3)
+    checked = check_batch({**batch, "images": []}, ["input_ids", "labels"], False, Limits())
+    assert sorted(checked) == ["attention_mask", "input_ids", "labels"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"mask \(1, 1, 3, 3\): expected .rows, posi"),
+        ({"input_ids": torch.ones(3).long(), "labels": torch.ones(3).long()}, r"input_ids \(3,\)"),
+        ({"input_ids": torch.ones(1, 0), "labels": torch.ones(1, 0)}, r"input_ids \(1, 0\)"),
+        ({"input_ids": torch.ones(1, 3)}, "input_ids of a batch are torch.float32"),
+        ({"labels": torch.ones(1, 3)}, "labels of a batch are torch.float32"),
+        ({"input_ids": torch.tensor([[1, 2, 9]])}, "input_ids from 1 to 9: expected 0 to 8"),
+        ({"input_ids": torch.tensor([[1, -2, 8]])}, "input_ids from -2 to 8: expected 0 to 8"),
+        ({"labels": torch.tensor([[-100, 9, 3]])}, "labels from 3 to 9: expected 0 to 8"),
+        ({"labels": torch.tensor([[-1, 3, -100]])}, "labels from -1 to 3: expected 0 to 8"),
+        ({name: torch.ones(2, 5).long() for name in ROW}, "of 5 tokens: the model has 4 positions"),
+        ({"loss_mask": torch.ones(1, 3)}, "a batch of the data collator has 'loss_mask'"),
+        ({"input_ids": None}, r"expected \['input_ids'\] too"),
+    ],
+)
+def test_a_batch_that_the_model_cannot_take_is_refused(changes, said):
+    batch = {name: torch.tensor([values]) for name, values in ROW.items()}
+    with pytest.raises(ValueError, match=said):
+        check_batch({**batch, **changes}, ["input_ids", "labels", "attention_mask"], True, LIMITS)
+
+
+LIMITS = Limits(vocab_size=9, positions=4)
+
+
+def test_ids_and_documents_up_to_the_limits_pass():
+    names = ["input_ids", "labels", "attention_mask"]
+    ids = torch.tensor([[0, 8, 1, 2, 3, 4]])
+    numbered = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 2]]),
+    }
+    assert check_batch(numbered, names, True, LIMITS)["input_ids"] is ids
+    unlabelled = {**numbered, "labels": torch.full_like(ids, -100)}
+    assert check_batch(unlabelled, names, True, LIMITS)["labels"].eq(-100).all()
+    for nothing in (None, [1, 2]):
+        with pytest.raises(ValueError, match="expected a mapping of columns"):
+            check_batch(nothing, names, True, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        ({}, (math.inf, math.inf)),
+        (dict(vocab_size=9, max_position_embeddings=4), (9, 4)),
+        (dict(text_config=dict(vocab_size=9, max_position_embeddings=4)), (9, 4)),
+        # Qwen2.5's page: positions before scaling stay in the config; DeepSeek's holds both
+        (dict(max_position_embeddings=32, rope_scaling=dict(factor=4.0, rope_type="yarn",
+              original_max_position_embeddings=32)), (math.inf, 128)),
+        (dict(max_position_embeddings=160, rope_parameters=dict(factor=40,
+              original_max_position_embeddings=4)), (math.inf, 160)),
+        (dict(max_position_embeddings=8, rope_parameters=dict(factor=2.0, rope_type="linear")),
+         (math.inf, 16)),
+        (dict(max_position_embeddings=8, rope_parameters=None), (math.inf, 8)),
+        (dict(max_position_embeddings=8, rope_parameters=dict(sliding=dict(factor=2.0))),
+         (math.inf, 8)),
+    ],
+)  # fmt: skip
+def test_the_limits_of_a_model_are_those_of_its_config(config, limits):
+    assert Limits.of(config) == limits
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,22 @@
 norm, for whole curves.
 """
 
+import functools
 import itertools
 
 import pytest
+import torch
 
 from tests.shared import tiny, world
 from tests.shared.dpo_tools import (
+    BETAS,
+    COUNT,
+    DECAY,
+    EPS,
+    GLOBAL_BATCH,
+    KEYS,
     OBJECTIVES,
+    RATE,
     Pairs,
     curve_of,
     differences,
@@ -111,6 +120,60 @@ def test_every_objective_trains_as_plain_torch(layout, cells, oracle, tmp_path):
                 warned = "warning: the first preference loss" in said
                 assert warned == (kind == "lora" and objective != "orpo")
     assert not wrong, "\n".join(wrong[:20])
+
+
+def steps_by_hand(path, out, backend, ref, keys) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of the steps of an oracle's curve, each by training_step alone."""
+    from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    args = TrainingArguments(out, **{**KEYS, **keys})
+    from_hf = load_torch_model
+    if backend == "megatron":
+        from_hf = functools.partial(AutoModel.from_pretrained, args=args)
+    model, given = from_hf(path), {}
+    if backend == "torch":
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() == 1]
+        groups = [dict(params=matrices, weight_decay=DECAY), dict(params=rest, weight_decay=0.0)]
+        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        given = dict(optimizer=optimizer, lr_scheduler=scheduler)
+    trainer = DPOTrainer(
+        model=model,
+        train_config=DPOConfig(0.3, "sigmoid"),
+        ref_model=from_hf(path) if ref else None,
+        args=args,
+        train_dataset=Pairs(),
+        **given,
+    )
+    batches, found = iter(trainer.get_train_dataloader()), []
+    for count in (GLOBAL_BATCH, COUNT - GLOBAL_BATCH):
+        loss, metrics, skipped, grad_norm, num_zeros = trainer.training_step(
+            models=trainer.models, data_iterator=itertools.islice(batches, count), seq_length=2048
+        )
+        assert skipped == 0 and len(metrics) in (0, count)
+        found.append((float(loss), grad_norm))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "ref", "keys"),
+    [
+        (1, "torch", True, {}),
+        (1, "megatron", True, {}),
+        (1, "megatron", False, dict(sequence_packing=True)),
+        (2, "megatron", False, {**PP2, "max_steps": -1, "num_train_epochs": 1}),
+    ],
+)
+def test_steps_by_hand_of_a_train_dataloader_are_those_of_a_run(
+    ranks, backend, ref, keys, oracle, tmp_path
+):
+    path, _, curves = oracle
+    *_, found = world.run(steps_by_hand, ranks, path, str(tmp_path), backend, ref, keys)
+    wanted = [(line["loss"], line["grad_norm"]) for line in curves["sigmoid", "full"]]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def oracle_of_packs(path, objective, capacity) -> list:

@@ -200,6 +200,37 @@ def test_a_users_metric_decides_which_step_is_best_and_predict_has_its_events(pa
     assert "eval_dataset: expected a dataset with a length" in found["endless"]
 
 
+def refused_functions(path, out) -> list[str]:
+    """What is said of functions of a user's that give no metrics, or no tensors."""
+    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    args, model = TrainingArguments(out, disable_tqdm=True), load_torch_model(path)
+    given = [(likeliest, lambda predicted, found=found: found) for found in FOUND]
+    given.append((lambda logits, labels: None, right_and_tokens))
+    said = []
+    for preprocess, compute in given:
+        own = dict(compute_metrics=compute, preprocess_logits_for_metrics=preprocess)
+        with pytest.raises(ValueError) as refused:
+            McaTrainer(model, args, eval_dataset=SAMPLES, **own).evaluate()
+        said.append(str(refused.value))
+    with pytest.raises(TypeError) as refused:
+        McaTrainer(model, args, compute_metrics=5, preprocess_logits_for_metrics=likeliest)
+    return [*said, str(refused.value)]
+
+
+FOUND = (None, [0.5], {5: 1.0}, {"score": None}, {"score": "high"})
+
+
+def test_functions_that_give_no_metrics_are_named(path, tmp_path):
+    [said] = world.run(refused_functions, 1, path, str(tmp_path))
+    for found, words in zip(FOUND, said, strict=False):
+        assert f"compute_metrics: expected {{name: number}}, got {found!r}" in words
+    *_, nothing, number = said
+    assert "preprocess_logits_for_metrics: expected a tensor, or a tuple of them" in nothing
+    assert "compute_metrics: expected functions, got 5" in number
+
+
 RUNS = {
     "trained": "neat_packing=true max_steps=1 save_strategy=no",
     "each": "model_name_or_path={folder}/trained do_train=false eval_on_each_dataset=true "

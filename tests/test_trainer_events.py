@@ -238,6 +238,12 @@ def hook(*names: str):
         ("_pad_batched_inputs", hook("inputs"), r"never be called: override _to_length"),
         ("create_optimizer_and_scheduler", hook("steps"), r"override create_optimizer\(\) or"),
         ("_post_compute_loss", hook("outputs"), r"called with \(labels, losses\)"),
+        ("_post_compute_loss", hook("loss_mask", "losses"), r"'loss_mask' in the place of labels"),
+        ("_post_compute_loss", hook("labels", "logits"), r"losses: those of tokens \[b, s\]"),
+        ("_post_compute_loss", hook("losses", "labels"), "'losses' in the place of labels"),
+        ("_pre_compute_loss", hook("data_iterator", "model"), "batch: the micro-batch as it was"),
+        ("training_step", hook("model", "inputs", "num_items=None"), "in the place of models"),
+        ("_post_compute_loss", hook("targets", "of_tokens"), None),
         ("_prepare_train_inputs", hook("data_iterator"), None),
         ("_post_compute_loss", hook("labels", "losses", "more=1"), None),
     ],
@@ -255,12 +261,28 @@ def test_an_override_is_called_or_refused(name, member, said):
         check_hooks(trainer, McaTrainer)
 
 
+def test_a_preference_loss_with_the_arguments_of_mcore_adapter_is_refused():
+    from mca_lite import DPOTrainer, McaTrainer
+    from mca_lite.trainer_events import check_hooks
+
+    theirs = hook("labels", "loss_mask", "ref_chosen_logps", "ref_rejected_logps", "logits")
+    kind = type("Mine", (DPOTrainer,), {"_post_compute_loss": theirs})
+    with pytest.raises(TypeError, match="'loss_mask' in the place of batch") as refused:
+        check_hooks(object.__new__(kind), McaTrainer)
+    assert "called with (labels, batch, ref_chosen_logps," in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("module", "names"),
     [
         ("trainer.trainer", "McaTrainer"),
         ("models", "AutoModel AutoConfig"),
-        ("trainer", "McaTrainer"),
+        ("models.auto", "AutoModel AutoConfig"),
+        ("models.auto.config_auto", "AutoConfig"),
+        ("models.auto.modeling_auto", "AutoModel"),
+        ("models.model_config", "McaModelConfig MLAMcaModelConfig"),
+        ("models.model_factory", "McaGPTModel VirtualModels"),
+        ("trainer", "McaTrainer DPOTrainer DPOConfig"),
         ("training_args", "Seq2SeqTrainingArguments TrainingArguments"),
         ("trainer.dpo_trainer", "DPOTrainer"),
         ("trainer.dpo_config", "DPOConfig"),
@@ -277,6 +299,46 @@ def test_an_import_line_of_mcore_adapter_works(module, names):
     found = importlib.import_module(f"mca_lite.{module}")
     for name in names.split():
         assert getattr(found, name) is getattr(mca_lite, name)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("adapters import apply_megatron_lora, find_all_linear_modules", "finetuning_type: lora"),
+        ("adapters import set_linear_is_expert", r"lora.inject\(model, lora_layers.LoraSpec"),
+        ("adapters import find_all_embedding_modules, find_all_router_modules", "LoraSpec"),
+        ("checkpointing import generate_model_state_dict", r"trainer.save_model\(\)"),
+        ("checkpointing import get_checkpoint_dir, load_state_dict_from_checkpoint", "AutoModel"),
+        ("models.converter.model_converter import ModelConverter", "convert SRC DST"),
+        ("models.converter.post_converter import convert_checkpoint_to_hf", "convert SRC DST"),
+        ("models.converter.post_converter import convert_checkpoint_to_mca", "convert SRC DST"),
+        ("parallel_functions import context_parallel_gather", "whole_logits"),
+        ("parallel_functions import vocab_parallel_logprobs", "token_losses"),
+        ("patcher import patch_torch_find_nd_overlapping_shards", "no patches"),
+        ("patcher import patch_torch_validate_global_plan", "no patches"),
+        ("trainer.utils import build_sharded_state_dict_metadata", "no patches"),
+        ("training_args import DistributingParallelArguments", "TrainingArguments"),
+        ("utils import get_logger", "logging.getLogger"),
+    ],
+)
+def test_an_import_line_of_mcore_adapter_names_what_takes_its_place(line, said):
+    with pytest.raises(ImportError, match=f"of mcore_adapter is not in mca_lite: .*{said}"):
+        exec(f"from mca_lite.{line}")
+
+
+def test_what_takes_the_place_of_names_of_mcore_adapter_is_there():
+    from mca_lite import AutoModel, McaTrainer, parallel
+    from mca_lite.backend import Backend
+    from mca_lite.constants import MCA_CONFIG_NAME
+    from mca_lite.lora import inject
+    from mca_lite.lora_layers import LoraSpec
+    from mca_lite.loss_tokens import token_losses
+
+    moved = importlib.import_module("mca_lite.initialize")
+    assert moved.initialize_megatron is parallel.initialize
+    assert MCA_CONFIG_NAME == "mca_config.json"
+    named = [inject, LoraSpec, token_losses, Backend.whole_logits, McaTrainer.save_model]
+    assert all(map(callable, [*named, McaTrainer.predict, AutoModel.from_pretrained]))
 
 
 def test_a_module_that_there_is_not_is_not_found():
@@ -352,6 +414,22 @@ def test_an_optimizer_of_the_users_updates_the_model_with_its_own_rates(
         again = f"{out}/checkpoint-2"
         [resumed] = world.run(resume_without_warnings, 1, model_path, out, again)
         assert resumed[2:] == found[2:]
+
+
+def test_a_model_or_arguments_that_are_none_are_refused_before_ranks_meet(tmp_path):
+    import torch
+
+    from mca_lite import DPOTrainer, McaTrainer, TrainingArguments
+
+    args, model = TrainingArguments(str(tmp_path)), torch.nn.Linear(2, 2)
+    assert args.output_dir == str(tmp_path)
+    for kind in (McaTrainer, DPOTrainer):
+        for given in (None, "Qwen/Qwen3-0.6B"):
+            with pytest.raises(TypeError, match="model: expected what AutoModel.from_pretrained"):
+                kind(model=given, args=args)
+            with pytest.raises(TypeError, match="args: expected TrainingArguments of this package"):
+                kind(model=model, args=given)
+    assert not torch.distributed.is_initialized()
 
 
 def test_optimizers_that_would_not_update_the_model_are_refused():

@@ -18,6 +18,11 @@ OBJECTIVES = {
     "orpo": dict(pref_loss="orpo", beta=0.4),
 }
 RATE, DECAY, CLIP, EPS, BETAS = 1e-2, 0.1, 0.5, 1e-4, (0.9, 0.95)
+KEYS = dict(
+    global_batch_size=GLOBAL_BATCH, max_steps=STEPS, logging_steps=1, learning_rate=RATE,
+    lr_scheduler_type="constant", weight_decay=DECAY, max_grad_norm=CLIP, adam_epsilon=EPS,
+    adam_beta1=BETAS[0], adam_beta2=BETAS[1], save_strategy="no", disable_tqdm=True, seed=7,
+)  # fmt: skip
 
 
 class Pairs:
@@ -84,18 +89,11 @@ def our_run(
     from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
 
-    keys = dict(
-        output_dir=output_dir, global_batch_size=GLOBAL_BATCH, max_steps=STEPS, logging_steps=1,
-        learning_rate=RATE,
-        lr_scheduler_type="constant", weight_decay=DECAY, max_grad_norm=CLIP, adam_epsilon=EPS,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1], save_strategy="no", disable_tqdm=True, seed=7,
-    )  # fmt: skip
     data = {
         name: changes.pop(name, default)
         for name, default in (("train_dataset", Pairs()), ("eval_dataset", None))
     }
-    args = TrainingArguments(**{**keys, **changes})
+    args = TrainingArguments(output_dir, **{**KEYS, **changes})
 
     def load():
         return (
