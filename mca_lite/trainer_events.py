@@ -19,7 +19,6 @@ from .args_rules_training import parse_steps
 from .ckpt_folder import CheckpointError
 from .constants import TRAINER_STATE_NAME
 from .log_speed import peak_memory_gib
-from .model import VirtualModels
 from .trainer_callbacks import (
     FLAGS,
     BestModel,
@@ -74,7 +73,7 @@ _ARGUMENTS = {
 
 def check_given(model, args) -> None:
     """TypeError for a model, or arguments, that are none."""
-    if not isinstance(model, (VirtualModels, torch.nn.Module)):
+    if not hasattr(model, "config"):
         raise TypeError(
             "model: expected what AutoModel.from_pretrained(folder, args) gives, or a model of "
             f"transformers, got {model!r:.100}"

@@ -421,10 +421,10 @@ def test_a_model_or_arguments_that_are_none_are_refused_before_ranks_meet(tmp_pa
 
     from mca_lite import DPOTrainer, McaTrainer, TrainingArguments
 
-    args, model = TrainingArguments(str(tmp_path)), torch.nn.Linear(2, 2)
+    args, model = TrainingArguments(str(tmp_path)), SimpleNamespace(config=None)
     assert args.output_dir == str(tmp_path)
     for kind in (McaTrainer, DPOTrainer):
-        for given in (None, "Qwen/Qwen3-0.6B"):
+        for given in (None, "Qwen/Qwen3-0.6B", torch.nn.Linear(2, 2)):
             with pytest.raises(TypeError, match="model: expected what AutoModel.from_pretrained"):
                 kind(model=given, args=args)
             with pytest.raises(TypeError, match="args: expected TrainingArguments of this package"):
