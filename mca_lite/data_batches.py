@@ -179,6 +179,15 @@ class Limits(NamedTuple):
             text.get("vocab_size") or math.inf, max(positions, before * (rope.get("factor") or 1))
         )
 
+    def check_positions(self, longest: int) -> None:
+        """ValueError where the longest document has more tokens than the model has positions."""
+        if longest > self.positions:
+            raise ValueError(
+                f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
+                "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
+                "raise it there"
+            )
+
 
 def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limits) -> dict:
     """The language inputs of a collated batch as tensors; ValueError for what would give wrong
@@ -242,15 +251,8 @@ def _check_limits(batch: dict, limits: Limits) -> None:
                 f"of the model, and {IGNORE_INDEX} for a label without loss: the tokenizer is "
                 "another model's, or has more tokens (resize_vocab: true)"
             )
-    if ids.shape[1] <= limits.positions:
-        return
-    longest = int(_document_lengths(batch["attention_mask"]).amax())
-    if longest > limits.positions:
-        raise ValueError(
-            f"a document of {longest:,} tokens: the model has {limits.positions:,} positions "
-            "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
-            "raise it there"
-        )
+    if ids.shape[1] > limits.positions:
+        limits.check_positions(int(_document_lengths(batch["attention_mask"]).amax()))
 
 
 def _document_lengths(mask: torch.Tensor) -> torch.Tensor:

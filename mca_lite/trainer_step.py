@@ -10,6 +10,7 @@ import torch
 from . import watchdog
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, check_batch, count_tokens
+from .data_packs import samples_of
 from .data_stream import TokenStream
 
 _COUNTS = 3
@@ -111,7 +112,7 @@ class RunSums:
 
 def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
     """Which samples make up which micro-batch on which rank. ValueError for a dataset without a
-    length."""
+    length, and for one whose documents are known to be too long for the model."""
     args, backend, size = trainer.args, trainer.backend, trainer.args.per_device_eval_batch_size
     streams = training and isinstance(dataset, TokenStream)
     if streams and args.max_steps <= 0:
@@ -120,6 +121,10 @@ def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
         name = "train_dataset" if training else "eval_dataset"
         what = "one dataset" if isinstance(dataset, dict) else "a dataset with a length"
         raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
+    # other people's datasets have none
+    lengths = getattr(samples_of(dataset), "document_lengths", None)
+    if lengths is not None and len(lengths):
+        trainer.limits.check_positions(int(lengths.max()))
     if training:
         size = args.per_device_train_batch_size
     if streams:

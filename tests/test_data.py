@@ -29,6 +29,7 @@ from mca_lite.data_batches import FILLER, BatchPlan, Collator, Limits, check_bat
 from mca_lite.data_cache import build_once
 from mca_lite.data_encode import Encoder
 from mca_lite.data_packs import WithReference
+from mca_lite.trainer_step import plan_batches
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -684,6 +685,14 @@ def test_ids_and_documents_up_to_the_limits_pass():
     for nothing in (None, [1, 2]):
         with pytest.raises(ValueError, match="expected a mapping of columns"):
             check_batch(nothing, names, True, LIMITS)
+
+
+def test_a_dataset_of_documents_that_are_too_long_is_refused_before_it_is_read():
+    dataset = SimpleNamespace(document_lengths=np.array([[3, 4], [5, 1]]), __len__=None)
+    args = SimpleNamespace(per_device_eval_batch_size=1)
+    trainer = SimpleNamespace(args=args, backend=None, limits=LIMITS)
+    with pytest.raises(ValueError, match="a document of 5 tokens: the model has 4 positions"):
+        plan_batches(trainer, dataset, training=False)
 
 
 @pytest.mark.parametrize(
