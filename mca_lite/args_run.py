@@ -21,7 +21,15 @@ from .args import (
     TrainingArguments,
     UseMcaArguments,
 )
-from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
+from .args_keys import (
+    ALIASES,
+    HINTS,
+    IGNORED_KEYS,
+    NOT_OF_TRAINING,
+    UNSUPPORTED,
+    lookup,
+    unsupported,
+)
 from .args_rules import check_backend, check_data, check_finetuning, check_objective_run, check_run
 from .args_rules_model import check_config
 from .args_rules_training import check_training, check_world
@@ -133,8 +141,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         raise SystemExit(0)
     given, problems = read_words(argv)
     own, ignored = own_keys(given, problems)
-    if any(problem.reason == _IN_GROUPS for problem in problems):
-        raise ConfigError(problems)  # what else is missing may be in those groups
+    if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
+        raise ConfigError(problems)  # what else is missing may be in those groups, or not needed
     judge = Judge(None, problems)
     backend = UseMcaArguments.read(own, judge)
     judge.arguments = run = RunArguments(

@@ -434,9 +434,10 @@ class ArgumentGroup:
             if "check" in item.metadata and value is not None:
                 item.metadata["check"](value)
         except ValueError as error:
-            why = FOREIGN_VALUES.get(key, {}).get(str(value).lower())
-            reason = str(error) if why is None else f"{why}: {error}"
-            judge.refuse(key, reason, example(item), value)
+            reason, remedy = str(error), example(item)
+            if theirs := FOREIGN_VALUES.get(key, {}).get(str(value).lower()):
+                reason, remedy = f"{theirs[0]}: {error}", theirs[1]
+            judge.refuse(key, reason, remedy, value)
         else:
             limits = [(*_LIMITS[x], limit) for x, limit in item.metadata.items() if x in _LIMITS]
             if value is not None and not all(keeps(value, limit) for _, keeps, limit in limits):
