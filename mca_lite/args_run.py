@@ -192,8 +192,10 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         elif word.endswith((".yaml", ".yml", ".json")):
             paths.append(word)
         else:
-            reason = "expected a YAML file, key=value or --key value"
-            problems.append(Problem(word, None, reason, "key=value"))
+            reason, remedy = "expected a YAML file, key=value or --key value", "key=value"
+            if _is_known(word) and rest and _is_value(word, rest[0]):
+                remedy = f"{word}={rest.pop(0).lstrip('=')}"
+            problems.append(Problem(word, None, reason, remedy))
     values: dict[str, Any] = {}
     for path in paths:
         try:
@@ -211,12 +213,15 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     return values, problems
 
 
+def _is_known(key: str) -> bool:
+    return any(lookup(table, key) for table in (FIELDS, ALIASES, IGNORED_KEYS, UNSUPPORTED))
+
+
 def _is_value(option: str, word: str) -> bool:
     """Whether the word after `--option` is its value, not the next key or a flag's file."""
     key, equals, _ = word.partition("=")
-    known = any(lookup(table, key) for table in (FIELDS, ALIASES, IGNORED_KEYS, UNSUPPORTED))
     flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
-    if word.startswith("--") or (equals and known):
+    if word.startswith("--") or (equals and _is_known(key)):
         return False
     return not (flag and word.endswith((".yaml", ".yml", ".json")))
 

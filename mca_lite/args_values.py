@@ -311,6 +311,11 @@ def parse_size(size: str | int) -> int:
     return math.ceil(float(number) * unit)
 
 
+def show_count(count: int, word: str) -> str:
+    """A number with its word: 1 step, 3 steps."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def show_size(count: float) -> str:
     """Bytes as MiB or GiB."""
     if count < 0.1 * 2**30:
@@ -416,8 +421,7 @@ class ArgumentGroup:
         self.notes: list[str] = []
         self.changed: list[str] = []
         for item in dataclasses.fields(self):
-            if item.name not in judge.bad:
-                self._check_field(item, judge)
+            self._check_field(item, judge)
             if getattr(self, item.name) != default_of(item):
                 self.changed.append(item.name)
 

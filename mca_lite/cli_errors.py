@@ -36,7 +36,10 @@ _ALIKE = (
     "RankFailed",
 )  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
-_REQUIRED = ("torch", "megatron", "transformers", "safetensors", "numpy", "yaml", "filelock")
+_REQUIRED = (
+    "torch megatron transformers huggingface_hub jinja2 numpy packaging safetensors yaml psutil "
+    "filelock tqdm"
+).split()  # the modules of setup.cfg's install_requires
 
 
 class _Parser(argparse.ArgumentParser):

@@ -107,7 +107,7 @@ def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
     plan, whole = getattr(dataloader.batch_sampler, "plan", None), trainer._numbers()
     if plan is None:
         raise ValueError(
-            "evaluation_loop takes a loader of batches.make_loader; for a dataset call "
+            "evaluation_loop takes a loader of data_batches.make_loader; for a dataset call "
             "evaluate(dataset)"
         )
     for _, data, seq_length, numbers in _steps(trainer, dataloader, plan):

@@ -318,9 +318,15 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
     assert cli_errors.finish(lambda: None) == 0 and capsys.readouterr().err == ""
 
 
-def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys):
-    assert __main__.main(["doctr"]) == cli_errors.USER_ERROR
-    assert capsys.readouterr().err == "error: there is no command doctr: see --help\n"
+def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys, monkeypatch):
+    assert __main__.main(["doctr"]) == __main__.main(["zebra"]) == cli_errors.USER_ERROR
+    assert capsys.readouterr().err == (
+        "error: there is no command doctr, did you mean doctor? see --help\n"
+        "error: there is no command zebra: see --help\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["mca-lite", "inspct"])
+    assert __main__.main() == cli_errors.USER_ERROR
+    assert "did you mean inspect?" in capsys.readouterr().err
     assert __main__.main([]) == __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(shown.count(f"\n  {name} ") == 2 for name in __main__.COMMANDS)
