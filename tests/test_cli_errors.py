@@ -100,6 +100,20 @@ def test_under_torchrun_the_words_stand_last(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     last = result.stderr.rpartition("Root Cause")[2]
     assert result.returncode and "bf16" in last and "expected true or false" in last
+    assert result.stderr.count("exitcode  :") == 1, "a rank that torchrun ended is no failure"
+
+
+def test_an_output_dir_with_checkpoints_is_refused_before_anything_is_planned(
+    tmp_path, monkeypatch, capsys
+):
+    from mca_lite import run
+
+    monkeypatch.setattr(run, "make_plan", lambda arguments: pytest.fail("it reads the data"))
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "checkpoint-2").mkdir()
+    words = f"configs/sft.yaml {SHORT} output_dir={tmp_path} overwrite_output_dir=false"
+    assert cli.main(words.split()) == cli_errors.USER_ERROR
+    assert "holds checkpoints of an earlier run" in capsys.readouterr().err
 
 
 def test_the_writer_of_archives_hides_a_full_disk_and_we_do_not():
