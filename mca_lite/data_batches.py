@@ -374,9 +374,7 @@ def make_loader(
             f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
         )
     filled = _Filled(dataset, collate)
-    with warnings.catch_warnings():
-        # its iterator warns again
-        warnings.filterwarnings("ignore", "This DataLoader will create .* worker processes")
+    with warnings.catch_warnings(record=True):  # of too many workers its iterator warns again
         return DataLoader(
             filled,
             batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
