@@ -14,16 +14,16 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz clean
+.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all lint bench chaos fuzz clean
 
 help:  ## this list
-	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## set up .venv (PYTHON=python3.12 picks the interpreter)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,plot,parquet]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test,plot,parquet]'
 	@touch $@
 
 train: $(STAMP)  ## train: CONFIG=configs/sft.yaml NPROC=2 ARGS="learning_rate=1e-3 max_steps=50"
@@ -59,11 +59,11 @@ fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 3
 	$(BIN)/python -m tests.tools.fuzz $(ARGS)
 
 bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
 kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's interpreter (installs Triton, 1 GB)
-	$(BIN)/python -m pip install -q triton
+	$(BIN)/python -m pip install triton
 	TRITON_INTERPRET=1 $(BIN)/python -W ignore -m tests.tools.gpu_kernels
 
 gpu: $(STAMP)  ## on a machine with CUDA: kernels, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
@@ -71,6 +71,9 @@ gpu: $(STAMP)  ## on a machine with CUDA: kernels, what plan says, parity with t
 
 families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md
 	$(BIN)/python -m tests.tools.family_table
+
+foreign-keys: $(STAMP)  ## before a release: the arguments of the newest other trainers, for the tests (downloads 20 MB)
+	$(BIN)/python -m tests.tools.foreign_keys
 
 clean:  ## remove what training, tests and the build left behind (keeps .venv)
 	rm -rf output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,7 +1,8 @@
 """`python -m mca_lite config.yaml [key=value ...]` trains, as train.py does; `python -m mca_lite
-<command>` does the rest.
+<command>` does the rest. `mca-lite`, which an installation puts beside python, is the same.
 """
 
+import difflib
 import sys
 from importlib import import_module
 
@@ -23,13 +24,17 @@ COMMANDS = {
 _NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
 
-def main(words: list[str]) -> int:
-    """Run the command that the first word names; training where it is no command -> exit code."""
+def main(words: list[str] | None = None) -> int:
+    """Run the command that the first of the words (None: of the command line) names; training where
+    it is no command -> exit code."""
+    words = sys.argv[1:] if words is None else words
     name, *rest = words or ["--help"]
     if name in ("-h", "--help"):
         return finish(_list_commands)
     if name.isidentifier() and name not in COMMANDS:
-        print(f"error: there is no command {name}: see --help", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        reason = f", did you mean {near[0]}?" if near else ":"
+        print(f"error: there is no command {name}{reason} see --help", file=sys.stderr)
         return USER_ERROR
     if name not in COMMANDS:
         name, rest = "train", words
@@ -46,4 +51,4 @@ def _list_commands() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

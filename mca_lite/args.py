@@ -16,7 +16,7 @@ from typing import Any, Literal
 from .args_rules import check_data, check_finetuning
 from .args_rules_training import check_training, parse_steps
 from .args_values import ArgumentGroup, arg, parse_size
-from .chat_templates import TEMPLATES
+from .chat_templates import TEMPLATES, check_template
 from .loss_preference import LOSSES
 from .objectives import OBJECTIVES
 
@@ -96,7 +96,9 @@ class DataArguments(ArgumentGroup):
         "takes no tools gets them as text, as Qwen writes them",
     )
     template: str | None = arg(
-        None, "LLaMA-Factory's name of a chat template, for a tokenizer without one of its own"
+        None,
+        "LLaMA-Factory's name of a chat template, for a tokenizer without one of its own",
+        check=check_template,
     )
     enable_thinking: bool | None = arg(None, "given to the chat template (None: not given)")
 
@@ -295,7 +297,10 @@ class TrainingArguments(ArgumentGroup):
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
     fp16: bool = arg(False, "float16 with loss scaling", model=True)
     fp8: Literal["hybrid", "e4m3"] | None = mca(
-        None, "8-bit products in Transformer Engine; hybrid: gradients as e5m2", model="always"
+        None,
+        "8-bit products in Transformer Engine; hybrid: gradients as e5m2",
+        model="always",
+        words={"true": "hybrid", "false": None},  # LLaMA-Factory's
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = mca(
         None, "scales of a tensor, its past values, blocks of 128 (None: tensorwise)", model=True

@@ -13,6 +13,7 @@ ALIASES = {
     "additional_target": "modules_to_save",
     "early_stopping_steps": "early_stopping_patience",
     "moe_aux_loss_coef": "moe_aux_loss_coeff",
+    "router_aux_loss_coef": "moe_aux_loss_coeff",
     "optimizer": "optim",
 }
 
@@ -56,7 +57,36 @@ _REFUSED_BY_REASON = {
     ): "cuda_graph_impl=none cuda_graph_scope",
     ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
     ("rope scaling other than that of the model's config.json", "config.json"): "rope_scaling",
-    ("label smoothing", "dpo_label_smoothing with stage: dpo"): "label_smoothing_factor",
+    (
+        "label smoothing of tokens (dpo_label_smoothing is that of pairs)",
+        "register_objective, with a loss on the logits",
+    ): "label_smoothing_factor",
+    ("uploads", "hf upload <repository> <output_dir>, after the run"): "push_to_hub",
+    (
+        "a choice of the device: CUDA is used where it is there",
+        "CUDA_VISIBLE_DEVICES= in the environment, which hides GPUs",
+    ): "use_cpu",
+    ("accuracy of tokens", "predict_with_generate: true, for exact_match"): "compute_accuracy",
+    (
+        "an export, which trains nothing",
+        "python -m mca_lite convert BASE DST --merge ADAPTER, where BASE is model_name_or_path, "
+        "DST export_dir and ADAPTER adapter_name_or_path",
+    ): "export_dir",
+    ("LLaMA-Factory's profiler", "profile_steps: 10-12"): "enable_torch_profiler profile_modules",
+    ("a model's divergences other than DPO's", "pref_loss: sigmoid"): (
+        "f_divergence_type=reverse_kl f_alpha_divergence_coef=0.5 discopop_tau=0.05 "
+        "use_weighting loss_weights"
+    ),
+    ("a reference that follows the model", "ref_model: model"): (
+        "sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512"
+    ),
+    ("activations in host memory", "recompute_granularity: full"): "activation_offloading",
+    ("samples cut at their beginning", "a higher cutoff_len"): "truncation_mode=keep_start",
+    ("models and adapters for other tasks", ""): "lora_task_type=causal_lm is_encoder_decoder",
+    ("options of other loaders", "the keys that --help lists"): "model_init_kwargs dataset_kwargs",
+    ("answers during an evaluation of pairs", "predict_with_generate: true with stage: sft"): (
+        "generate_during_eval"
+    ),
     ("noise on embeddings", ""): "neftune_noise_alpha",
     ("chat templates with options of their own", ""): "preserve_thinking",
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
@@ -83,9 +113,11 @@ _REFUSED_BY_REASON = {
     ("samples in another order", "disable_shuffling: true for that of the file"): (
         "train_sampling_strategy=random sortish_sampler"
     ),
-    ("a length of prompt and answer together", "cutoff_len, max_new_tokens"): (
-        "max_length=1024 generation_max_length"
-    ),
+    (
+        "a length by this name: TRL's is that of a sample, LLaMA-Factory's that of an answer",
+        "cutoff_len for samples, max_new_tokens for answers",
+    ): "max_length",
+    ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
     ("debugging aids of transformers", ""): "debug",
 }
 # Fields of megatron's config among them: additional_configs takes them as they are.
@@ -93,6 +125,8 @@ FIELDS_OF_MEGATRON = (
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
     "cuda_graph_impl cuda_graph_scope"
 ).split()
+# Keys of files that train nothing: what training needs is not asked of these.
+NOT_OF_TRAINING = ("export_dir",)
 
 
 class Refused(NamedTuple):
@@ -130,7 +164,10 @@ _IGNORED_BY_REASON = {
     "torchrun starts the ranks": "ray_* placement_strategy resources_per_worker master_addr "
     "master_port",
     "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank "
-    "accelerator_config parallelism_config device_map offload_folder low_cpu_mem_usage",
+    "accelerator_config parallelism_config device_map offload_folder low_cpu_mem_usage "
+    "fp8_enable_fsdp_float8_all_gather",
+    "Transformer Engine computes in 8 bits": "fp8_backend",
+    "profile_steps decides it": "profiler_*",
     "overlap_grad_reduce decides it": "delay_grad_reduce",
     "gradients are summed, and divided by the tokens": "ddp_average_in_collective",
     "checkpoints have one format for every layout": "ckpt_format ckpt_d2h_non_blocking "
@@ -139,9 +176,9 @@ _IGNORED_BY_REASON = {
     "of stages or adapters that are not in this version": "kto_* module_dropout oft_* asft_alpha "
     "eaft_alpha",
     "of an optimizer that is not in this version": "galore_* apollo_* badam_*",
-    "of a backend that is not in this version": "megatron_bridge_args hyper_parallel_* kt_* _kt_*",
+    "of a backend that is not in this version": "megatron_bridge_args hyper_parallel_* kt_*",
     "quantization_bit decides it": "quantization_method quantization_type "
-    "quantization_device_map double_quantization",
+    "quantization_device_map double_quantization bnb_4bit_* use_bnb_nested_quant",
     "the loss is computed in float32": "upcast_lmhead_output",
     "evaluation has training's precision": "bf16_full_eval fp16_full_eval compute_dtype",
     "a new row begins as the mean of the old ones": "init_special_tokens",
@@ -152,10 +189,11 @@ _IGNORED_BY_REASON = {
     "report_to decides it": "project trackio_* swanlab_*",
     "a signal saves a checkpoint": "enable_jit_checkpoint",
     "callbacks that keep a state get it back": "restore_callback_states_from_checkpoint",
-    "python -m mca_lite convert exports": "export_*",
-    "nccl with CUDA, gloo without": "ddp_backend use_cpu",
+    "python -m mca_lite convert exports": "export_size export_device export_quantization_* "
+    "export_legacy_format export_hub_model_id",
+    "nccl with CUDA, gloo without": "ddp_backend",
     "every parameter is used in every step": "ddp_find_unused_parameters ddp_static_graph",
-    "there are no buffers to send": "ddp_broadcast_buffers",
+    "there are no buffers to send": "ddp_broadcast_buffers ignore_bias_buffers",
     "set ddp_bucket_size, in parameters": "ddp_bucket_cap_mb",
     "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
     "calculate_per_token_loss does it": "average_tokens_across_devices",
@@ -170,41 +208,59 @@ _IGNORED_BY_REASON = {
     "the log shows what was computed": "logging_nan_inf_filter log_level log_level_replica "
     "print_param_status log_on_each_node skip_memory_metrics",
     "checkpoints go to a file system that all nodes share": "save_on_each_node",
-    "compute_metrics sees what is kept of a whole set": "prediction_loss_only compute_accuracy "
+    "compute_metrics sees what is kept of a whole set": "prediction_loss_only "
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics "
     "batch_eval_metrics",
     "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen "
     "ignore_pad_token_for_loss include_effective_tokens_per_second label_names",
-    "torch's default holds": "tf32",
+    "float32 products keep their precision: bf16 is faster": "tf32",
+    "padding carries no loss": "padding_value pad_to_multiple_of",
+    "per_device_eval_batch_size decides it": "precompute_ref_batch_size",
     "answers are generated greedily, by transformers": "use_cache use_kv_cache generation_config "
     "generation_num_beams do_sample temperature top_p top_k num_beams eval_num_beams "
     "repetition_penalty length_penalty skip_special_tokens infer_backend infer_dtype vllm_* "
     "sglang_*",
-    "nothing is uploaded": "push_to_hub push_to_hub_* hub_* hf_hub_token ms_hub_token om_hub_token",
+    "push_to_hub decides it": "push_to_hub_* hub_*",
+    "downloads read HF_TOKEN in the environment": "hf_hub_token",
+    "models come from folders and the Hugging Face hub": "ms_hub_token om_hub_token",
     "no stage or finetuning_type of this version reads it": "simpo_gamma freeze_*",
     "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only crop_to_patches "
     "use_audio_in_video",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
 
-# Values of other trainers that a key does not take, and why.
+# Values of other trainers that a key does not take: why, and what to write.
 FOREIGN_VALUES = {
     "stage": {
-        "rm": "a reward model, with a head of its own, is not trained",
-        "ppo": "reinforcement learning is not in this version",
-        "kto": "KTO, the loss of answers with a label each, is not in this version",
+        "rm": (
+            "a reward model, with a head of its own, is not trained",
+            "stage: dpo, which learns from the same pairs without one",
+        ),
+        "ppo": (
+            "reinforcement learning is not in this version",
+            "stage: dpo, with pairs of answers",
+        ),
+        "kto": (
+            "KTO, the loss of answers with a label each, is not in this version",
+            "stage: dpo, with pairs of answers",
+        ),
     },
     "finetuning_type": {
-        "freeze": "training some layers alone is not in this version: lora has lora_target",
-        "oft": "orthogonal adapters are not in this version",
+        "freeze": (
+            "training some layers alone is not in this version",
+            "finetuning_type: lora, with lora_target",
+        ),
+        "oft": ("orthogonal adapters are not in this version", "finetuning_type: lora"),
     },
     "pref_loss": dict.fromkeys(
-        ("simpo", "ipo", "hinge", "kto_pair"), "not in this version, and register_loss adds one"
+        ("simpo", "ipo", "hinge", "kto_pair"),
+        ("not in this version", "pref_loss: sigmoid, or register_loss, which adds one"),
     ),
 }
 
 _OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
 _OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
+_OF_THE_DATASET = "dataset_dir: <a folder>, whose dataset_info.json has "
 
 # What to say about keys that are no keys here although they read like some.
 HINTS = {
@@ -231,9 +287,16 @@ HINTS = {
     "max_completion_length": "cutoff_len",
     "dataset_num_proc": "preprocessing_num_workers",
     "chat_template_path": "chat_template",
-    "dataset_text_field": "dataset_dir: <a folder>, whose dataset_info.json has columns",
+    "dataset_text_field": _OF_THE_DATASET + "columns",
     "packing_strategy": "packing",
     "padding_free": "packing",
+    "use_packed_sequences": "packing",
+    "dataset_config": _OF_THE_DATASET + "subset",
+    "dataset_train_split": _OF_THE_DATASET + "split",
+    "dataset_test_split": "eval_dataset: <a name>, with split in dataset_info.json",
+    "dataset_streaming": "streaming: true",
+    "shuffle_dataset": "disable_shuffling: false, which is the default",
+    "lora_target_parameters": "lora_target",
     "eval_packing": "packing",
     "eos_token": _OF_THE_TOKENIZER,
     "pad_token": _OF_THE_TOKENIZER,
@@ -247,13 +310,14 @@ HINTS = {
     "validation_split_percentage": "val_size: 0.05",
     "block_size": "cutoff_len",
     "torch_dtype": "bf16: true",
+    "mixed_precision": "bf16: true",
     "dtype": "bf16: true",
     "max_train_samples": "max_samples",
     "max_eval_samples": "max_samples",
     "model_type": _OF_THE_MODEL,
     "config_name": _OF_THE_MODEL,
     "tokenizer_name": _OF_THE_TOKENIZER,
-    "dataset_config_name": "dataset_dir: <a folder>, whose dataset_info.json has subset",
+    "dataset_config_name": _OF_THE_DATASET + "subset",
     # megatron's
     "min_lr": "lr_scheduler_kwargs: {min_lr: 1e-6}",
     "lr_decay_style": "lr_scheduler_type",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from .args_keys import FIELDS_OF_MEGATRON, unsupported
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_defect, layout_stages
-from .args_values import Judge, cast
+from .args_values import Judge, cast, show_count
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 REPORTERS = ("tensorboard", "wandb")  # that report_to may name: packages, and our extras too
@@ -215,7 +215,7 @@ def _check_cadence(a: Any, judge: Judge) -> None:
         judge.refuse("max_steps", "no step would be taken", "max_steps: -1")
     if a.profile_steps and 0 < a.max_steps < parse_steps(a.profile_steps)[0]:
         remedy = f"profile_steps: {a.max_steps}"
-        judge.refuse("profile_steps", f"the run has {a.max_steps} steps", remedy)
+        judge.refuse("profile_steps", f"the run has {show_count(a.max_steps, 'step')}", remedy)
     if a.load_best_model_at_end:
         _check_best_model(a, judge)
     if a.early_stopping_patience is not None and a.eval_strategy == "no":

@@ -21,7 +21,15 @@ from .args import (
     TrainingArguments,
     UseMcaArguments,
 )
-from .args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
+from .args_keys import (
+    ALIASES,
+    HINTS,
+    IGNORED_KEYS,
+    NOT_OF_TRAINING,
+    UNSUPPORTED,
+    lookup,
+    unsupported,
+)
 from .args_rules import check_backend, check_data, check_finetuning, check_objective_run, check_run
 from .args_rules_model import check_config
 from .args_rules_training import check_training, check_world
@@ -133,8 +141,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         raise SystemExit(0)
     given, problems = read_words(argv)
     own, ignored = own_keys(given, problems)
-    if any(problem.reason == _IN_GROUPS for problem in problems):
-        raise ConfigError(problems)  # what else is missing may be in those groups
+    if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
+        raise ConfigError(problems)  # what else is missing may be in those groups, or not needed
     judge = Judge(None, problems)
     backend = UseMcaArguments.read(own, judge)
     judge.arguments = run = RunArguments(
@@ -184,8 +192,10 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         elif word.endswith((".yaml", ".yml", ".json")):
             paths.append(word)
         else:
-            reason = "expected a YAML file, key=value or --key value"
-            problems.append(Problem(word, None, reason, "key=value"))
+            reason, remedy = "expected a YAML file, key=value or --key value", "key=value"
+            if _is_known(word) and rest and _is_value(word, rest[0]):
+                remedy = f"{word}={rest.pop(0).lstrip('=')}"
+            problems.append(Problem(word, None, reason, remedy))
     values: dict[str, Any] = {}
     for path in paths:
         try:
@@ -203,12 +213,15 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     return values, problems
 
 
+def _is_known(key: str) -> bool:
+    return any(lookup(table, key) for table in (FIELDS, ALIASES, IGNORED_KEYS, UNSUPPORTED))
+
+
 def _is_value(option: str, word: str) -> bool:
     """Whether the word after `--option` is its value, not the next key or a flag's file."""
     key, equals, _ = word.partition("=")
-    known = any(lookup(table, key) for table in (FIELDS, ALIASES, IGNORED_KEYS, UNSUPPORTED))
     flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
-    if word.startswith("--") or (equals and known):
+    if word.startswith("--") or (equals and _is_known(key)):
         return False
     return not (flag and word.endswith((".yaml", ".yml", ".json")))
 

@@ -311,6 +311,11 @@ def parse_size(size: str | int) -> int:
     return math.ceil(float(number) * unit)
 
 
+def show_count(count: int, word: str) -> str:
+    """A number with its word: 1 step, 3 steps."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def show_size(count: float) -> str:
     """Bytes as MiB or GiB."""
     if count < 0.1 * 2**30:
@@ -417,8 +422,7 @@ class ArgumentGroup:
         self.notes: list[str] = []
         self.changed: list[str] = []
         for item in dataclasses.fields(self):
-            if item.name not in judge.bad:
-                self._check_field(item, judge)
+            self._check_field(item, judge)
             if getattr(self, item.name) != default_of(item):
                 self.changed.append(item.name)
 
@@ -435,9 +439,10 @@ class ArgumentGroup:
             if "check" in item.metadata and value is not None:
                 item.metadata["check"](value)
         except ValueError as error:
-            why = FOREIGN_VALUES.get(key, {}).get(str(value).lower())
-            reason = str(error) if why is None else f"{why}: {error}"
-            judge.refuse(key, reason, example(item), value)
+            reason, remedy = str(error), example(item)
+            if theirs := FOREIGN_VALUES.get(key, {}).get(str(value).lower()):
+                reason, remedy = f"{theirs[0]}: {error}", theirs[1]
+            judge.refuse(key, reason, remedy, value)
         else:
             limits = [(*_LIMITS[x], limit) for x, limit in item.metadata.items() if x in _LIMITS]
             if value is not None and not all(keeps(value, limit) for _, keeps, limit in limits):

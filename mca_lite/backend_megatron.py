@@ -230,6 +230,11 @@ class MegatronBackend(Backend):
 
     def _wrap(self, model, first: bool) -> DistributedDataParallel:
         args = self.args
+        if args.overlap_grad_reduce and any(hasattr(p, "main_grad") for p in model.parameters()):
+            raise ValueError(
+                "overlap_grad_reduce: the hooks of an earlier trainer are on this model: load the "
+                "model again for a second one"
+            )
         config = DistributedDataParallelConfig(**args.fields_of("ddp"))
         # later chunks' communication is hidden behind the compute of earlier ones: one bucket each
         return DistributedDataParallel(self.config, config, model, disable_bucketing=not first)

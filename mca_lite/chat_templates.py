@@ -5,6 +5,8 @@ Only qwen3 writes tools and thinking itself; the others get them as text (data_c
 and gemma know no system message: it stands before the first question.
 """
 
+import difflib
+
 _SYSTEM_IN_QUESTION = (
     "{% set ns = namespace(system='') %}"
     "{% if messages[0]['role'] == 'system' %}"
@@ -126,3 +128,26 @@ _LLAMA_FACTORY = {
     "qwen3": "qwen3 qwen3_nothink",
 }
 BUILT_IN_FOR = {name: ours for ours, names in _LLAMA_FACTORY.items() for name in names.split()}
+# its templates that are not built in: the tokenizers of most of their models bring one
+_NOT_BUILT_IN = """
+alpaca bailing bailing_v2 breeze chatglm3 cohere cpm4 dbrx deepseek hy3 deepseekcoder dots_ocr
+empty ernie ernie_nothink ernie_vl exaone falcon falcon_h1 fewshot gemma3n gemma4 gemma4n glm4
+glm4_moe glm4v glm4_5v glm_ocr glm4_7 glmz1 gpt_oss granite3 granite3_vision granite4 index
+hunyuan hunyuan_small intern_vl intern_s1 keye_vl kimi_vl lfm2 lfm2_vl llama2 llama2_zh llama4
+mllama moonlight llava llava_next llava_next_llama3 llava_next_mistral llava_next_qwen
+llava_next_yi llava_next_video llava_next_video_mistral llava_next_video_yi mimo mimo_v2 mimo_vl
+minicpm_v minicpm_v_4_6 minicpm_o minimax1 minimax2 mistral_small ministral3 olmo openchat
+openchat-3.6 opencoder paligemma paligemma_chat phi phi_small phi4 phi4_mini pixtral qwen2_audio
+qwen2_omni qwen3_omni qwen3_omni_nothink qwen2_vl qwen3_vl qwen3_vl_nothink qwen3_5
+qwen3_5_nothink qwen3_6 sailor seed_coder seed_oss solar starchat telechat2 vicuna video_llava
+xuanyuan yi_vl youtu youtu_vl yuan zephyr aeva
+""".split()
+
+
+def check_template(name: str) -> None:
+    """Raise ValueError for a template that LLaMA-Factory does not have either."""
+    names = [*BUILT_IN_FOR, *_NOT_BUILT_IN]
+    if name not in names:
+        near = difflib.get_close_matches(name, names)
+        reason = f", did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"LLaMA-Factory has no template of this name{reason}")

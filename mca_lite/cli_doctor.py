@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import world
+from .args_values import show_count
 from .cli_errors import finish, parser_of
 from .files import check_can_write, describe_error
 
@@ -278,7 +279,8 @@ def _together(own: list[Finding]) -> Iterator[Finding]:
         remedy = "the sums are wrong: NCCL_DEBUG=INFO; another machine"
     elif speed < _LEAST_GB_S[name]:
         remedy = "nvidia-smi topo -m shows the links; NCCL_DEBUG=INFO what nccl takes of them"
-    text = f"{speed:.2f} GB/s of each rank ({name}, {ranks} ranks, {_PROBE // _MIB} MiB)"
+    of_ranks = show_count(ranks, "rank")
+    text = f"{speed:.2f} GB/s of each rank ({name}, {of_ranks}, {_PROBE // _MIB} MiB)"
     yield Finding("all-reduce", text, remedy, not is_right)
     remedy = "one time server (chrony, ntpd) for all machines" if skew > _MOST_SKEW_S else ""
     yield Finding("clock", f"{time.ctime()}, ranks within {skew:.3f} s", remedy)

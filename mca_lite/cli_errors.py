@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import select
+import signal
 import sys
 import tempfile
 import time
@@ -36,7 +37,10 @@ _ALIKE = (
     "RankFailed",
 )  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
-_REQUIRED = ("torch", "megatron", "transformers", "safetensors", "numpy", "yaml", "filelock")
+_REQUIRED = (
+    "torch megatron transformers huggingface_hub jinja2 numpy packaging safetensors yaml psutil "
+    "filelock tqdm"
+).split()  # the modules of setup.cfg's install_requires
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,11 +130,19 @@ def end(error: Exception, output_dir: str | None) -> int:
         tell_torchrun(text)
     rank = os.environ.get("RANK", "0")
     if is_lost or os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(WAIT_S)  # the first rank to leave ends the others
+        _wait_for_the_first()
         text = f"rank {rank}: {text}"
     if rank == "0" or kind not in _ALIKE:
         print(f"error: {text}", file=sys.stderr, flush=True)
     return code
+
+
+def _wait_for_the_first() -> None:
+    """Give the rank that leaves first the time to end this one, without a place for it in the
+    summary of torchrun, which takes a rank that it ended for a failure."""
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    time.sleep(WAIT_S)
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def user_words(error: Exception) -> str | None:

@@ -15,7 +15,7 @@ import os
 import shlex
 
 from .args_run import parse_args
-from .args_values import ConfigError, refuse, show_size
+from .args_values import ConfigError, refuse, show_count, show_size
 from .cli_errors import finish, parser_of
 from .plan_time import RATES, bubble, step_time
 
@@ -199,7 +199,7 @@ def _run_lines(layout: _Layout) -> list[str]:
     lines.append(f"steps          {steps:,} of {layout.global_batch_size} samples, {rows:,} in all")
     most = rows * sum(layout.model.lengths)
     lines.append(f"tokens         at most {most:,}, rows of {sum(layout.model.lengths)}")
-    lines.append(f"warm-up        {plan_schedule(args, steps).warmup} steps")
+    lines.append(f"warm-up        {show_count(plan_schedule(args, steps).warmup, 'step')}")
     for what in ("eval", "save"):
         strategy, every = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_steps")
         count = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(strategy)

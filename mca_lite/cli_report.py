@@ -36,4 +36,5 @@ def _report(options) -> None:
     path = Path(options.output or own)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, page(runs))
-    print(path)
+    compared = f": {', '.join(run.name for run in runs)}" if len(runs) > 1 else ""
+    print(f"{path.absolute()}{compared}")

@@ -2,7 +2,7 @@
 
 python -m mca_lite watch OUTPUT_DIR... [options]
     reads the folders' logs alone: from another machine that sees them, and before they exist;
-    leaves on Ctrl-C, and when all runs have ended
+    leaves on Ctrl-C, and when all runs have ended; one frame of folders without a run: exit code 2
 """
 
 import itertools
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .cli_errors import at_least, finish, has_colors, parser_of
+from .cli_errors import USER_ERROR, at_least, finish, has_colors, parser_of
 from .log_read import RunFolder, format_duration, format_rate, smooth
 
 _WIDTH, _GAP, _CURVE_HEIGHT = 42, 2, 5  # of a run's column, in characters
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     return finish(_watch, parser.parse_args(words))
 
 
-def _watch(options) -> None:
+def _watch(options) -> int | None:
     runs, is_terminal = [RunFolder(folder) for folder in options.folders], sys.stdout.isatty()
     # of output/* what holds other things is left out, unless there is nothing else
     runs = [run for run in runs if run.may_hold_a_run()] or runs
@@ -60,11 +60,13 @@ def _watch(options) -> None:
                 lines = [f"{line}\033[K" for line in lines[: size.lines - 1]]
                 lines[0], lines[-1] = f"\033[H{lines[0]}", f"{lines[-1]}\033[J"
             print("\n".join(lines), flush=True)
+            if is_last and not any(run.records or run.summary for run in runs):
+                return USER_ERROR
             if is_last or all(run.state() in _ENDED for run in runs):
-                return
+                return None
             time.sleep(max(0.1, options.every))
     except KeyboardInterrupt:  # the way to leave
-        return
+        return None
 
 
 def frame(runs: Sequence[RunFolder], columns: int, has_colors: bool = False) -> list[str]:

@@ -9,6 +9,7 @@ positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -474,13 +475,14 @@ def make_loader(
             f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
         )
     filled = _Filled(dataset, collate)
-    return DataLoader(
-        filled,
-        batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
-        collate_fn=filled.collate,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        # Without one of its own a DataLoader draws from torch's global generator, and dropout would
-        # depend on it.
-        generator=torch.Generator().manual_seed(plan.seed),
-    )
+    with warnings.catch_warnings(record=True):  # of too many workers its iterator warns again
+        return DataLoader(
+            filled,
+            batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
+            collate_fn=filled.collate,
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+            # Without one of its own a DataLoader draws from torch's global generator, and dropout
+            # would depend on it.
+            generator=torch.Generator().manual_seed(plan.seed),
+        )

@@ -25,6 +25,12 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
 _QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
 RENDER_S = 30.0  # at most, for these two: usual templates take milliseconds
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template, which stages sft and dpo need: set chat_template to one "
+    f"of {', '.join(TEMPLATES)} or a jinja file, or model_name_or_path to an instruct or chat model"
+)
+# what a family's templates write -> the built-in one that takes a system message
+_TAKES_SYSTEM = {"<start_of_turn>": "gemma", "[INST]": "mistral"}
 
 
 _TOOLS = """# Tools
@@ -119,6 +125,8 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
     elif template in BUILT_IN_FOR:
         built_in = BUILT_IN_FOR[template]
         text, name = TEMPLATES[built_in], f"the built-in {built_in}, for template {template}"
+    elif template:
+        raise ValueError(f"template {template} is not built in, and {_NO_TEMPLATE}")
     else:
         return []
     tokenizer.chat_template = text
@@ -139,11 +147,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer, enable_thinking: bool | None = None):
         if not tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template, which stages sft and dpo need: set "
-                f"chat_template to one of {', '.join(TEMPLATES)} or a jinja file, or "
-                "model_name_or_path to an instruct or chat model"
-            )
+            raise ValueError(_NO_TEMPLATE)
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
@@ -178,6 +182,9 @@ class ChatRenderer:
             ]
         except (TemplateError, TypeError) as error:
             reason = f"the chat template refuses the conversation: {error}"
+            if any(message["role"] == "system" for message in messages):
+                near = [name for mark, name in _TAKES_SYSTEM.items() if mark in template]
+                reason += "".join(f"; chat_template: {name} takes system messages" for name in near)
             raise ValueError(f"{where}: {reason}") from error
 
     def _parts(self, messages: list[dict], tools: list | None) -> list[tuple[int, int]]:

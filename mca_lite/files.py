@@ -12,6 +12,7 @@ from typing import Any
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
+_OF_MODELSCOPE = {"USE_MODELSCOPE", "USE_MODELSCOPE_HUB"}  # variables of others
 
 
 def write_file(path: str | os.PathLike, data: str | bytes) -> None:
@@ -85,25 +86,38 @@ def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path
     """
     if Path(model_name_or_path).is_dir():
         return Path(model_name_or_path)
-    if missing := why_no_model(model_name_or_path):
-        raise ValueError(f"model {model_name_or_path}: {missing}")
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    try:
+        if missing := why_no_model(model_name_or_path):
+            raise ValueError(missing)
+        return _snapshot(model_name_or_path, revision, patterns)
+    except ValueError as error:
+        raise ValueError(f"model {model_name_or_path}: {error}") from error
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder of the hub's cache with a model's files, downloaded where they are not in it.
+
+    A hub that does not answer is asked once, not again and again. ValueError in a line.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     try:
-        found = snapshot_download(model_name_or_path, allow_patterns=patterns, revision=revision)
-    except OSError as error:  # a network's and a hub's errors are such
-        words = f"model {model_name_or_path}: expected a folder, or a model of the hub; no such "
-        words += f"folder is here (seen from {Path.cwd()}), and "
+        return Path(snapshot_download(name, allow_patterns=patterns, revision=revision))
+    except Exception as error:  # whatever a hub, a network or a cache comes up with
+        words = "expected a folder, or a model of the hub; no such folder is here (seen from "
+        words += f"{Path.cwd()}), and "
         if isinstance(error, LocalEntryNotFoundError):
-            words += "the hub does not answer, nor has its cache such a model"
+            words += "the hub does not answer, nor has its cache such a model: is there a network? "
+            words += f"Where there is one, `hf download {name} --local-dir FOLDER` makes a folder"
         elif isinstance(error, RepositoryNotFoundError):
             words += "the hub has none of this name, or one that wants HF_TOKEN"
         else:
             words += f"the hub says: {describe_error(error).strip().splitlines()[0]}"
-        raise ValueError(f"{words}. A folder can be named as ./{model_name_or_path}") from error
-    return Path(found)
+        for variable in _OF_MODELSCOPE & os.environ.keys():
+            words += f". {variable} is not read: of ModelScope's models the folder is named"
+        raise ValueError(f"{words}. A folder can be named as ./{name}") from error
 
 
 def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
@@ -167,17 +181,10 @@ def read_model_config(
     else:
         try:
             if not held:
-                # seconds to import
-                from transformers.utils import cached_file
-
-                held = [Path(cached_file(name, HF_CONFIG_NAME, revision=revision))]
+                held = [_snapshot(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME]
             return read_json(held[0])
-        except ImportError:
-            raise
-        except Exception as error:  # whatever a hub, a network or a file comes up with
-            lines = str(error).strip().splitlines() or [repr(error)]
-            reason = f"its {HF_CONFIG_NAME} cannot be read: {lines[0]}"
-            judge.refuse(key, reason, remedy, name)
+        except (ValueError, OSError) as error:
+            judge.refuse(key, str(error), remedy, name)
     return {}
 
 

@@ -208,7 +208,8 @@ def _generation_config(model, stop: list[int], decoding: Decoding):
     """The model's own, with what `decoding` says instead."""
     config, changes = copy.deepcopy(model.generation_config), {}
     if decoding.temperature == 0:
-        changes = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
+        # the defaults: of what is None generate() takes the model's value, and warns
+        changes = dict(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
     elif decoding.temperature is not None or decoding.top_p is not None:
         given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
         changes = {"do_sample": True, **{k: v for k, v in given.items() if v is not None}}

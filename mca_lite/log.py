@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from . import model_fused
 from .args_rules_training import plan_schedule
+from .args_values import show_count
 from .constants import LOSS_PLOT_NAME, PAGE_NAME, RUN_SUMMARY_NAME, TRAINER_LOG_NAME
 from .files import describe_error, write_file, write_json
 from .log_html import page
@@ -296,7 +297,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
         },
         "layout": {
             "backend": kind,
-            "world": f"{args.world_size} ranks on {parallel.device().type}",
+            "world": f"{show_count(args.world_size, 'rank')} on {parallel.device().type}",
             "found": model_te.found_here(),
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
             **_experts(backend),
@@ -323,8 +324,8 @@ def steps_summary(trainer, plan) -> dict[str, str | int]:
         "global batch": f"{plan.global_batch_size} {unit} = micro-batch {plan.micro_batch_size} x "
         f"accumulation {args.gradient_accumulation_steps} x data parallel {plan.dp_size}",
         "steps": f"{state.max_steps} {epochs}",
-        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, {warmup} steps of "
-        "warm-up",
+        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type}, "
+        f"{show_count(warmup, 'step')} of warm-up",
         "from step": state.global_step,
     }
 

@@ -32,7 +32,7 @@ from .args_rules import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, che
 from .args_rules_model import check_torch_experts, check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_run import RunArguments
-from .args_values import Judge, refuse
+from .args_values import Judge, refuse, show_count
 from .ckpt_megatron import DIST_NAME
 from .constants import (
     EVAL_RESULTS_NAME,
@@ -364,7 +364,7 @@ def _export(plan: Plan, trainer, result) -> None:
         trainer.save_model()
     if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
         trainer.save_merged_model()
-    steps, first = f"{result.global_step} steps", report.first_step
+    steps, first = show_count(result.global_step, "step"), report.first_step
     if first:  # resumed: time and loss are those of the steps since
         steps = f"steps {first + 1} to {result.global_step}"
     seconds = result.metrics["train_runtime"]

@@ -119,7 +119,9 @@ def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
         raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
     if isinstance(dataset, dict) or not (streams or hasattr(dataset, "__len__")):
         name = "train_dataset" if training else "eval_dataset"
-        what = "one dataset" if isinstance(dataset, dict) else "a dataset with a length"
+        what = "a dataset with a length (a list; streaming: true reads files as they come)"
+        if isinstance(dataset, dict):
+            what = "one dataset"
         raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
     # other people's datasets have none
     lengths = getattr(samples_of(dataset), "document_lengths", None)

@@ -13,7 +13,7 @@ import yaml
 from mca_lite.args import DataArguments, Seq2SeqTrainingArguments, TrainingArguments
 from mca_lite.args_rules_model import balanced_layout, check_model, numbers_of
 from mca_lite.args_run import GROUPS, own_keys, parse_args, read_words
-from mca_lite.args_values import ConfigError, Judge, cast, read_config_file
+from mca_lite.args_values import ConfigError, Judge, cast, read_config_file, show_count
 from tests.shared.commands import keys_of
 
 NUMBERS = {
@@ -237,7 +237,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "dataset",
     }
     assert problems["tensor_model_paralel_size"].suggestion == "tensor_model_parallel_size"
-    assert problems["stage"].suggestion == "stage: sft"
+    assert "stage: dpo" in problems["stage"].suggestion
     text = str(ConfigError(list(problems.values())))
     assert all(problem.key in text and problem.reason in text for problem in problems.values())
 
@@ -692,7 +692,7 @@ def test_the_coefficient_in_llama_factorys_spelling_is_the_key(base):
     ("word", "remedy"),
     [
         ("moe_layer_recompute=true", "recompute_modules: moe"),
-        ("label_smoothing_factor=0.1", "dpo_label_smoothing"),
+        ("label_smoothing_factor=0.1", "register_objective"),
         ("account_for_loss_in_pipeline_split=true", "pipeline_model_parallel_layout"),
         ("train_sampling_strategy=sequential", "disable_shuffling: true"),
         ("use_muon=true", "optim: adam"),
@@ -775,3 +775,31 @@ def test_a_degree_that_fits_neither_the_world_nor_the_model_is_told_of_both(base
     first, second = caught.value.problems
     assert first.key == second.key == "tensor_model_parallel_size"
     assert "number of processes" in first.reason and "attention heads" in second.reason
+
+
+@pytest.mark.parametrize(
+    "words, problems",
+    [
+        ("max_steps 3", {"max_steps": "max_steps=3"}),
+        ("max_steps =3", {"max_steps": "max_steps=3"}),
+        ("bf16 max_steps=3", {"bf16": "key=value"}),
+        ("stray 3", {"stray": "key=value", "3": "key=value"}),
+    ],
+)
+def test_a_key_without_its_equals_sign_is_answered_with_the_word_that_is_meant(
+    base, words, problems
+):
+    found = keys_of(parse_args, [*base, *words.split()])
+    assert found.keys() == problems.keys()
+    assert all(remedy in found[key].suggestion for key, remedy in problems.items())
+
+
+def test_a_key_twice_under_both_of_its_names_is_one_problem(base, tmp_path):
+    file = tmp_path / "twice.yaml"
+    file.write_text("moe_aux_loss_coef: 0.1\nmoe_aux_loss_coeff: 0.2\n")
+    [problem] = keys_of(parse_args, [*base, str(file)]).values()
+    assert problem.suggestion == "only moe_aux_loss_coeff"
+
+
+def test_one_of_a_thing_is_said_so():
+    assert [show_count(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

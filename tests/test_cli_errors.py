@@ -102,6 +102,35 @@ def test_under_torchrun_the_words_stand_last(tmp_path):
     assert result.returncode and "bf16" in last and "expected true or false" in last
 
 
+ENDED_BY_TORCHRUN = """
+import os, signal, sys, threading
+from mca_lite import cli_errors
+cli_errors.WAIT_S = 60.0
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+sys.exit(cli_errors.end(ValueError("weights do not fit"), None))
+"""
+
+
+def test_a_rank_that_torchrun_ends_after_another_is_no_failure_in_its_summary():
+    env = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", ENDED_BY_TORCHRUN]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_an_output_dir_with_checkpoints_is_refused_before_anything_is_planned(
+    tmp_path, monkeypatch, capsys
+):
+    from mca_lite import run
+
+    monkeypatch.setattr(run, "make_plan", lambda arguments: pytest.fail("it reads the data"))
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "checkpoint-2").mkdir()
+    words = f"configs/sft.yaml {SHORT} output_dir={tmp_path} overwrite_output_dir=false"
+    assert cli.main(words.split()) == cli_errors.USER_ERROR
+    assert "holds checkpoints of an earlier run" in capsys.readouterr().err
+
+
 def test_the_writer_of_archives_hides_a_full_disk_and_we_do_not():
     for name in ("/dev/full", open("/dev/full", "wb", buffering=0)):  # noqa: SIM115
         with pytest.raises((RuntimeError, OSError)) as caught:
@@ -318,9 +347,15 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
     assert cli_errors.finish(lambda: None) == 0 and capsys.readouterr().err == ""
 
 
-def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys):
-    assert __main__.main(["doctr"]) == cli_errors.USER_ERROR
-    assert capsys.readouterr().err == "error: there is no command doctr: see --help\n"
+def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys, monkeypatch):
+    assert __main__.main(["doctr"]) == __main__.main(["zebra"]) == cli_errors.USER_ERROR
+    assert capsys.readouterr().err == (
+        "error: there is no command doctr, did you mean doctor? see --help\n"
+        "error: there is no command zebra: see --help\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["mca-lite", "inspct"])
+    assert __main__.main() == cli_errors.USER_ERROR
+    assert "did you mean inspect?" in capsys.readouterr().err
     assert __main__.main([]) == __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(shown.count(f"\n  {name} ") == 2 for name in __main__.COMMANDS)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -803,6 +804,15 @@ def test_what_cannot_be_planned_is_an_error():
         BatchPlan(0, 1, 1, 0, 1, seed=0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         BatchPlan(1, 1, 1, 2, 2, seed=0)
+
+
+def test_torchs_warning_of_many_workers_is_shown_once_not_twice(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        plan = BatchPlan(2, 1, 1, 0, 1, seed=0)
+        list(make_loader([1, 2], rows, plan, num_epochs=1, num_workers=3))
+    assert len([w for w in shown if "will create 3 worker processes" in str(w.message)]) == 1
 
 
 def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():

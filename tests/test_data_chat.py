@@ -10,8 +10,9 @@ from mca_lite.args import DataArguments
 from mca_lite.args_values import ConfigError
 from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
 from mca_lite.data import load_datasets
-from mca_lite.data_chat import chat_renderer
+from mca_lite.data_chat import ChatRenderer, chat_renderer
 from tests.shared import toy_tokenizer
+from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 CHATML_MARKS = (
@@ -219,5 +220,27 @@ def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_pa
         [line, *_] = load(tmp_path, tokenizer, template=name)
         assert line.startswith(f"chat template: the built-in {built_in}, for template {name}")
         assert tokenizer.chat_template == TEMPLATES[built_in]
-    with pytest.raises(ValueError, match="no chat template.*set chat_template to one of"):
+    words = "template alpaca is not built in.*no chat template.*set chat_template to one of"
+    with pytest.raises(ValueError, match=words):
         load(tmp_path, byte_tokenizer(None), template="alpaca")
+
+
+def test_a_template_that_nobody_has_is_refused_with_near_names():
+    for name, words in (("abc", "of this name\n"), ("qwen3_nothnk", "mean qwen3_nothink or ")):
+        with pytest.raises(ConfigError, match=words):
+            DataArguments(dataset=["a"], template=name)
+    for name in LLAMA_FACTORY_TEMPLATES.split():
+        assert DataArguments(dataset=["a"], template=name).template == name
+
+
+REFUSES_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral"])
+def test_a_system_message_that_a_template_refuses_leads_to_the_built_in_that_takes_it(name):
+    renderer = ChatRenderer(byte_tokenizer(REFUSES_SYSTEM + TEMPLATES[name]))
+    with pytest.raises(ValueError, match=f"here: .*no system; chat_template: {name} takes"):
+        renderer.render(PLAIN, None, "answers", "here")
+    assert ChatRenderer(byte_tokenizer(TEMPLATES[name])).render(PLAIN, None, "answers", "here")

@@ -415,3 +415,24 @@ def test_options_without_meaning_for_pairs_are_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
     with pytest.raises(ValueError, match="answers are compared"):
         load(tmp_path, file, train_on_prompt=True)
+
+
+def test_pairs_of_llama_factorys_v1_are_read_by_their_columns(tmp_path):
+    def conversation(answer: str) -> list[dict]:
+        texts = {"user": "Q", "assistant": answer}
+        return [
+            {
+                "role": role,
+                "content": [{"type": "text", "value": text}],
+                "loss_weight": float(role == "assistant"),
+            }
+            for role, text in texts.items()
+        ]
+
+    record = {f"{side}_messages": conversation(side) for side in ("chosen", "rejected")}
+    columns = {side: f"{side}_messages" for side in ("chosen", "rejected")}
+    write(tmp_path / "a.jsonl", record)
+    info = {"v1": {"file_name": "a.jsonl", "ranking": True, "columns": columns}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    [(_, chosen, rejected)] = shown(load(tmp_path, "v1", dataset_dir=str(tmp_path)).train)
+    assert "chosen" in chosen and "rejected" in rejected

@@ -1,8 +1,9 @@
 """Every argument of mcore_adapter, LLaMA-Factory and transformers is known: in effect, under
 another name, without meaning here, or refused with the reason; and takes the default
-that it has there.
+that it has there. TRL's too, or they are unknown with the key that is meant.
 """
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from mca_lite.args import TrainingArguments
 from mca_lite.args_keys import (
     ALIASES,
     FOREIGN_VALUES,
@@ -19,10 +21,14 @@ from mca_lite.args_keys import (
     lookup,
     unsupported,
 )
-from mca_lite.args_run import FIELDS, GROUPS, own_keys
-from mca_lite.args_values import check_keys, default_of
+from mca_lite.args_run import FIELDS, GROUPS, own_keys, parse_args
+from mca_lite.args_values import check_keys
 from mca_lite.loss_preference import LOSSES
-from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER
+from tests.shared.commands import keys_of
+from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER, TRANSFORMERS, TRL, VERSIONS
+from tests.tools import foreign_keys
+
+ROOT = Path(__file__).parents[1]
 
 
 def listed(text: str) -> dict:
@@ -30,16 +36,13 @@ def listed(text: str) -> dict:
     return {name: default if equals else None for name, equals, default in words}
 
 
-def of_transformers() -> dict:
-    fields = dataclasses.fields(transformers.Seq2SeqTrainingArguments)
-    return {item.name: default_of(item) for item in fields}
-
-
 FOREIGN = [
     *listed(MCORE_ADAPTER).items(),
     *listed(LLAMA_FACTORY).items(),
-    *of_transformers().items(),
+    *listed(TRANSFORMERS).items(),
 ]
+# of TRL another thing with the same default: a sample's length, not an answer's
+REFUSED_WITH_ITS_DEFAULT = "max_length"
 
 
 def fate_of(name: str) -> str:
@@ -51,19 +54,49 @@ def fate_of(name: str) -> str:
 
 
 def test_the_lists_are_whole():
-    sizes = (len(listed(MCORE_ADAPTER)), len(listed(LLAMA_FACTORY)), len(of_transformers()))
-    assert sizes[:2] == (57, 227) and sizes[2] >= 100
+    lists = (MCORE_ADAPTER, LLAMA_FACTORY, TRANSFORMERS, TRL)
+    least = (57, 225, 119, 70)
+    assert [len(listed(text)) >= n for text, n in zip(lists, least, strict=True)] == [True] * 4
+    assert f"transformers=={VERSIONS['transformers']};" in (ROOT / "constraints.txt").read_text()
+
+
+MODULE = """
+class Base:
+    kept: int = 1
+    changed: bool = field(default=True, metadata={"help": "x"})
+
+@dataclass
+class Arguments(Base, Elsewhere):
+    not_counted: ClassVar[int] = 3
+    made: str = field(init=False, default="x")
+    changed: bool = field(default=False)
+    computed: int = field(default=3 * 4)
+    many: list = field(default_factory=list)
+    words: str = "two words"
+    plain = 5
+"""
+
+
+def test_the_lists_are_read_from_source_without_its_import():
+    classes = {node.name: node for node in ast.parse(MODULE).body if hasattr(node, "bases")}
+    words = foreign_keys.arguments_of(classes, ["Arguments"])
+    assert words == ["kept=1", "changed", "computed", "many", "words"]
 
 
 def test_every_argument_of_the_origins_has_a_fate():
-    assert [name for name, _ in FOREIGN if fate_of(name) == "unknown"] == []
+    installed = dataclasses.fields(transformers.Seq2SeqTrainingArguments)
+    names = {item.name for item in installed} | {name for name, _ in FOREIGN}
+    assert [name for name in names if fate_of(name) == "unknown"] == []
+    unknown = [name for name in listed(TRL) if fate_of(name) == "unknown"]
+    assert [name for name in unknown if name not in HINTS] == []
 
 
 @pytest.mark.parametrize("off", ["default", None])
 def test_the_defaults_of_the_origins_are_taken(off):
     problems = []
-    for name, default in FOREIGN:
-        value = default if off == "default" else off
+    of_trl = [(k, value) for k, value in listed(TRL).items() if lookup(UNSUPPORTED, k)]
+    for name, default in FOREIGN + of_trl:
+        value = default if off == "default" and name != REFUSED_WITH_ITS_DEFAULT else None
         own, _ = own_keys({name: value}, problems)
         for group in GROUPS if value is not None else ():
             problems += check_keys(group, **own)
@@ -86,7 +119,7 @@ def test_no_key_stands_in_two_tables():
     assert set(ALIASES.values()) <= set(FIELDS)
 
 
-PAGE = Path(__file__).parents[1] / "configs/MIGRATION.md"
+PAGE = ROOT / "configs/MIGRATION.md"
 ROWS = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 
 
@@ -94,6 +127,12 @@ def keys_in(cell: str) -> list[str]:
     """The keys that a cell names, of those in backticks that could be some."""
     words = (word.partition(":")[0] for word in re.findall(r"`([^`]+)`", cell))
     return [word for word in words if re.fullmatch(r"[a-z0-9_]+", word)]
+
+
+def test_the_page_says_of_which_versions_the_arguments_are():
+    begin = " ".join(PAGE.read_text().partition("\n## ")[0].split())
+    names = {"llamafactory": "LLaMA-Factory", "transformers": "transformers", "trl": "TRL"}
+    assert [f for f, name in names.items() if f"{name} {VERSIONS[f]}" not in begin] == []
 
 
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
@@ -108,11 +147,13 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
 def test_values_of_other_trainers_are_refused_with_the_reason():
     for key, values in FOREIGN_VALUES.items():
         (group,) = (group for group in GROUPS if key in group.__dataclass_fields__)
-        for value, reason in values.items():
+        for value, (reason, remedy) in values.items():
             if value in LOSSES:  # one that was added to this version
                 continue
             (problem,) = check_keys(group, **{key: value})
             assert problem.reason.startswith(f"{reason}: expected one of "), problem
+            assert problem.suggestion == remedy
+            assert fate_of(remedy.partition(":")[0]) == "in effect"
 
 
 def test_what_a_hint_names_is_a_key():
@@ -130,9 +171,44 @@ def test_what_a_hint_names_is_a_key():
         ("dataset_num_proc", "preprocessing_num_workers"),
         ("save", "output_dir"),  # megatron
         ("log_interval", "logging_steps"),
+        ("mixed_precision", "bf16: true"),  # accelerate
+        ("use_packed_sequences", "packing"),
     ],
 )
 def test_names_of_other_scripts_lead_to_the_key_that_means_the_same(name, wanted):
     problems: list = []
     own_keys({name: "1"}, problems)
     assert [(problem.key, problem.suggestion) for problem in problems] == [(name, wanted)]
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("export_dir", "merged", "python -m mca_lite convert BASE DST --merge ADAPTER"),
+        ("max_length", "1024", "cutoff_len for samples"),  # TRL's default, and LLaMA-Factory's
+        ("label_smoothing_factor", "0.1", "register_objective"),
+        ("push_to_hub", "true", "hf upload"),
+        ("use_cpu", "true", "CUDA_VISIBLE_DEVICES="),
+        ("compute_accuracy", "true", "predict_with_generate: true"),
+        ("enable_torch_profiler", "true", "profile_steps"),
+    ],
+)
+def test_what_would_be_lost_in_silence_is_refused_with_the_way_that_there_is(key, value, words):
+    problems: list = []
+    own_keys({key: value}, problems)
+    assert [problem.key for problem in problems] == [key] and words in problems[0].suggestion
+
+
+def test_a_token_of_a_hub_is_sent_to_the_environment():
+    _, [said] = own_keys({"hf_hub_token": "secret"}, [])
+    assert "HF_TOKEN" in said and "secret" not in said
+
+
+def test_a_file_that_merges_is_answered_by_the_command_that_does_alone():
+    words = "model_name_or_path=m adapter_name_or_path=a template=qwen3 export_dir=d export_size=5"
+    assert set(keys_of(parse_args, words.split())) == {"export_dir"}
+
+
+@pytest.mark.parametrize("value, taken", [("true", "hybrid"), ("false", None), ("e4m3", "e4m3")])
+def test_fp8_is_taken_as_llama_factory_writes_it(value, taken):
+    assert TrainingArguments(output_dir="x", bf16=True, fp8=value).fp8 == taken

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from mca_lite import generation
 from mca_lite.args_values import ConfigError
@@ -55,6 +56,21 @@ def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama):
     texts = [tokenizer.decode(row) for row in wanted]
     found = generation.answers(model, tokenizer, PROMPTS, SHORT)
     assert all(text.startswith(answer) for text, answer in zip(texts, found, strict=True))
+
+
+def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama, monkeypatch):
+    model, _ = load_for_generation(llama)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
+    said = []
+    for name in ("warning", "warning_once"):
+        there = f"transformers.generation.configuration_utils.logger.{name}"
+        monkeypatch.setattr(there, lambda text, *args: said.append(text))
+    found = generation.continuations(model, [[5, 6]], [], SHORT)
+    assert said == []
+    assert found == [plain(model, [5, 6], max_new_tokens=12, do_sample=False, eos_token_id=None)]
+    config = GenerationConfig(do_sample=False, max_new_tokens=12)  # whose None is the model's value
+    assert found == [plain(model, [5, 6], generation_config=config)]
+    assert "temperature" in str(said)
 
 
 def test_sampling_is_transformers_own_with_the_same_seed(llama):

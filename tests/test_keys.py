@@ -419,7 +419,7 @@ def test_revision_and_trust_reach_what_loads_from_the_hub(folder, monkeypatch, c
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     words = f"{BASE} output_dir=unused".format(folder=folder).split()
     with monkeypatch.context() as patch:
-        patch.setattr("transformers.utils.cached_file", refuse)
+        patch.setattr("huggingface_hub.snapshot_download", refuse)
         hub = [*words[1:], "model_name_or_path=someone/model", "model_revision=branch"]
         assert cli.main(hub) and asked["revision"] == "branch"
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)

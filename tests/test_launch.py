@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from mca_lite import cli, files, output_folder
 from mca_lite import world as launcher
 from mca_lite.args import DataArguments
+from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError, read_config_file
 from mca_lite.data_files import resolve
 from mca_lite.files import resolve_folder
@@ -22,7 +23,7 @@ from mca_lite.objectives import OBJECTIVES
 from mca_lite.output_folder import OutputFolderError
 from mca_lite.weights_files import name_shards, write_shards
 from tests.shared import world
-from tests.shared.commands import ROOT, SHORT, run
+from tests.shared.commands import ROOT, SHORT, keys_of, run
 from tests.shared.training import read_log
 
 TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
@@ -287,7 +288,6 @@ def test_a_mistyped_folder_of_a_model_is_told_with_near_names_and_no_hub_is_aske
         raise AssertionError("a hub was asked")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
-    monkeypatch.setattr("transformers.utils.cached_file", ask)
     (tmp_path / "qwen3-tiny").mkdir()
     monkeypatch.chdir(tmp_path.parent)
     for name in (str(tmp_path / "qwen-tiny"), f"{tmp_path.name}/qwen-tiny"):
@@ -325,6 +325,16 @@ def test_a_name_that_the_hub_does_not_give_is_told_in_a_line(monkeypatch, error,
         told.startswith("model missing: expected a folder, or a model of the hub") and words in told
     )
     assert "./missing" in told and "Errno" not in told and "\n" not in told
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_the_words_speak_of_the_network(monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to ask again"))
+    monkeypatch.setenv("USE_MODELSCOPE", "1")
+    words = "model_name_or_path=someone/model dataset=a.jsonl output_dir=unused"
+    [problem] = keys_of(parse_args, words.split()).values()
+    assert problem.key == "model_name_or_path" and "is there a network?" in problem.reason
+    assert "USE_MODELSCOPE is not read" in problem.reason and "./someone/model" in problem.reason
 
 
 @pytest.mark.parametrize("name", ["gpt2", "someone/model"])

@@ -198,6 +198,7 @@ def test_a_users_metric_decides_which_step_is_best_and_predict_has_its_events(pa
     assert "samples [0] have 2 documents" in found["several"]
     assert "eval_dataset: expected one dataset, got {'one'" in found["sets"]
     assert "eval_dataset: expected a dataset with a length" in found["endless"]
+    assert "streaming: true" in found["endless"]
 
 
 def refused_functions(path, out) -> list[str]:

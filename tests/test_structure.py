@@ -3,11 +3,16 @@ name what is there.
 """
 
 import ast
+import configparser
 import functools
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from mca_lite import __main__, cli_errors
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
@@ -46,6 +51,40 @@ def check_imports(name: str) -> None:
         imported += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         for full in imported:
             assert full.split(".")[0] not in FOREIGN | {"mca_lite"}, f"{name} imports {full}"
+
+
+# module -> its package, where the two names differ
+PACKAGES = {"megatron": "megatron-core", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+# imported where they are there, or where a key asks for them
+OPTIONAL = {"matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """The modules of other packages that a module names in an import."""
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def test_what_is_imported_is_declared_and_pinned_and_nothing_else():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split()
+    declared = {re.split("[><=]", line)[0].replace("_", "-") for line in lines}
+    imported = set().union(*map(imports_of, modules().values())) - OPTIONAL
+    assert {PACKAGES.get(name, name) for name in imported} == declared
+    pins = (ROOT / "constraints.txt").read_text()
+    assert [name for name in declared if not re.search(rf"^{name}==", pins, re.MULTILINE)] == []
+    assert sorted(cli_errors._REQUIRED) == sorted(imported)
+
+
+def test_the_console_command_is_the_packages_main():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    assert name == "mca-lite" and getattr(import_module(module), function) is __main__.main
 
 
 def test_only_cpu_assigns_to_another_librarys_attributes():

@@ -385,6 +385,30 @@ def with_dataset(path: str, out: str) -> str:
 # -- callbacks
 
 
+def second_trainer(path: str, out: str, overlap_grad_reduce: bool) -> str:
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+
+    options = dict(max_steps=1, save_strategy="no", overlap_grad_reduce=overlap_grad_reduce)
+    args = TrainingArguments(output_dir=out, **options)
+    model = AutoModel.from_pretrained(path, args)
+    for _ in range(2):
+        try:
+            McaTrainer(model=model, args=args, train_dataset=tiny.samples(2)).train()
+        except ValueError as error:
+            return str(error)
+    return "both trained"
+
+
+def test_a_second_trainer_is_refused_where_the_hooks_of_the_first_would_meet_it(
+    model_path, tmp_path
+):
+    said = [
+        world.run(second_trainer, 1, model_path, str(tmp_path / str(overlap)), overlap)[0]
+        for overlap in (False, True)
+    ]
+    assert said[0] == "both trained" and "load the model again for a second one" in said[1]
+
+
 def record_events(path: str, out: str, **keys) -> dict:
     import mca_lite.trainer as module
     from mca_lite import TrainerCallback, TrainingArguments

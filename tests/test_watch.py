@@ -208,7 +208,7 @@ def test_a_folder_of_other_things_is_left_out_beside_runs(tmp_path, capsys, monk
     printed = capsys.readouterr().out
     assert "first" in printed and "later" in printed
     assert "cache" not in printed and "page.html" not in printed
-    assert cli_watch.main(["cache"]) == 0
+    assert cli_watch.main(["cache"]) == 2
     assert "cache" in capsys.readouterr().out
 
 
@@ -336,6 +336,14 @@ def test_experts_constants_spikes_and_single_lines_are_drawn(tmp_path):
     ]
 
 
+def test_a_frame_of_folders_without_a_run_ends_with_the_code_of_an_error(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [1.0])
+    nothing = str(tmp_path / "nothing")
+    assert cli_watch.main([nothing, "--once"]) == 2
+    assert cli_watch.main([nothing, str(run), "--once"]) == 0
+    assert capsys.readouterr().out.count("no run yet") == 2
+
+
 def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     first, second = (make_run(tmp_path / name, [1.0]) for name in "ab")
     assert cli_report.main([str(first)]) == 0
@@ -343,6 +351,7 @@ def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     parse((first / "report.html").read_text())
     monkeypatch.chdir(tmp_path)
     assert cli_report.main([str(first), str(second)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/comparison.html: {first}, {second}\n"
     assert "a: loss" in (tmp_path / "comparison.html").read_text()
     assert cli_report.main([str(tmp_path / "nothing")]) == 2
     assert "expected a run's folder with trainer_log.jsonl" in capsys.readouterr().err
