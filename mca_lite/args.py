@@ -99,6 +99,9 @@ class DataArguments(ArgumentGroup):
         None, "LLaMA-Factory's name of a chat template, for a tokenizer without one of its own"
     )
     enable_thinking: bool | None = arg(None, "given to the chat template (None: not given)")
+    ignore_message_keys: list[str] = arg(
+        [], "keys of messages that are left out where nothing here knows them"
+    )
 
     check = check_data
 
