@@ -259,20 +259,21 @@ class ChatRenderer:
         return self._others[key]
 
     def _samples(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        messages, tools = conversation.messages, conversation.tools
-        template = self.tokenizer.get_chat_template(tools=tools)
+        """The samples of a conversation, for which the options are those of this renderer."""
         _check_weights(conversation, trained == "all", where)
-        messages = [_with_known_keys(message, template, where) for message in messages]
+        template = self.tokenizer.get_chat_template(tools=conversation.tools)
+        messages = [_with_known_keys(m, template, where) for m in conversation.messages]
         said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         # among the answers, for messages of tools may be joined
         hidden = {k for k, n in enumerate(said) if not conversation.weights.get(n, True)}
-        messages, tools = _for_template(messages, tools, template)
+        messages, tools = _for_template(messages, conversation.tools, template)
         self._check_whole(messages, tools, template, where)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if trained == "all":
-            text, spans = self._render(messages, tools), []
+            text = self._render(messages, tools)
+            spans: list = []
             if hidden:
-                text, spans = self._sample(messages, tools, sorted(hidden), template, where)
+                _, spans = self._sample(messages, tools, sorted(hidden), template, where)
             borders = [-1, *(border for span in spans for border in span), len(text) + 1]
             return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
         parts = [(len(messages), len(messages) - 1)]
@@ -280,7 +281,8 @@ class ChatRenderer:
             parts = self._parts(messages, tools)
         samples = []
         for end, first in parts:
-            wanted = [k for k, n in enumerate(turns) if first <= n < end and k not in hidden]
+            answers = [k for k, n in enumerate(turns) if first <= n < end]
+            wanted = [k for k in answers if k not in hidden]
             if wanted:
                 text, spans = self._sample(messages[:end], tools, wanted, template, where)
                 samples.append(Rendered(text, spans))
@@ -292,14 +294,18 @@ class ChatRenderer:
         shape = hash((template, bool(tools), *roles))
         if shape in self._whole:
             return
-        marked, marks = [], {}
+        marked: list[dict] = []
+        marks: dict[int, str] = {}
         for number, (role, has_text) in enumerate(roles):
             message = messages[number]
             if has_text and role != "assistant":  # whose thinking a template may leave out
                 marks[number] = f"mcatext{number}x"
                 message = message | {"content": marks[number]}
             marked.append(message)
-        text = self._render(marked, tools).lower()  # templates may write in capitals
+        try:
+            text = self._render(marked, tools).lower()  # templates may write in capitals
+        except TemplateError:  # it reads what it writes, and a mark says nothing
+            return
         if lost := [messages[number] for number, mark in marks.items() if mark not in text]:
             role, content = lost[0]["role"], lost[0]["content"]
             known = " (most know system)" if role == "developer" else ""

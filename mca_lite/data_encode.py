@@ -251,7 +251,8 @@ class Encoder:
             self._check_size(len(said), where)
             return [Rendered(said, [], is_plain=True)]
         for conversation in said:
-            self._check_size(sum(len(m["content"]) for m in conversation.messages), where)
+            values = [value for message in conversation.messages for value in message.values()]
+            self._check_size(sum(len(text) for text in values if isinstance(text, str)), where)
         if any(_is_empty(conversation.messages[-1]) for conversation in said):
             what = "pairs" if self.has_pairs else "samples"
             tally.count(f"{what} have an empty answer and were left out", where)
