@@ -101,6 +101,9 @@ class DataArguments(ArgumentGroup):
         check=check_template,
     )
     enable_thinking: bool | None = arg(None, "given to the chat template (None: not given)")
+    ignore_message_keys: list[str] = arg(
+        [], "keys of messages that are left out where nothing here knows them"
+    )
 
     check = check_data
 

@@ -93,6 +93,9 @@ def check_data(a: Any, judge: Judge) -> None:
     if not ("{" in template or template in TEMPLATES or os.path.isfile(template)):
         reason = "expected a built-in template, a jinja file or its text"
         judge.refuse("chat_template", reason, f"one of {', '.join(TEMPLATES)}")
+    if needed := {"role", "content"}.intersection(a.ignore_message_keys):
+        reason = f"{', '.join(sorted(needed))}: a message is nothing without"
+        judge.refuse("ignore_message_keys", reason, "the names of other keys")
     if a.train_on_prompt and a.mask_history:
         judge.refuse("mask_history", "train_on_prompt is on too", "one of the two")
     if weights is not None and min(weights, default=0) <= 0:

@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         print(import_module(__package__).__version__)
         return 0
     output_dir = None
+    world.end_second_run()
     try:
         world.settle()
         arguments = parse_args(words)

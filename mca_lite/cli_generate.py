@@ -177,7 +177,7 @@ def _held_out(load, as_trained, data) -> list[list[dict]]:
 
 def _of_file(file: str, tokenizer, data) -> list[_Sample]:
     from .data_files import DatasetSpec, read_records
-    from .data_records import FORMATS, detect_format
+    from .data_records import FORMATS, detect_format, is_plain
     from .generation import prompt_ids
 
     spec, samples = DatasetSpec(file), []
@@ -191,6 +191,9 @@ def _of_file(file: str, tokenizer, data) -> list[_Sample]:
         expected = None
         if messages[-1]["role"] == "assistant":
             expected = messages.pop()["content"]
+        if is_plain(record, form):
+            samples.append(_Sample(tokenizer.encode(record["prompt"]), expected))
+            continue
         system = record.get("system") or data.default_system
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})

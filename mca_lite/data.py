@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
+from . import world
 from .args_rules import check_named, check_records, name_of_set
 from .args_values import Judge, refuse
 from .constants import IGNORE_INDEX
@@ -300,6 +301,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     happens. The split of val_size and the mixing depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
+    world.end_second_run()
     objective, judge = objective_of(stage), Judge(data_args)
     check_named(data_args, judge)
     check_records(data_args, objective, judge)

@@ -6,32 +6,55 @@ without them it is found by rendering parts of the conversation and comparing. T
 are written as text where a template has no place for them.
 """
 
+import contextlib
+import copy
+import inspect
 import json
 import os
 import re
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import psutil
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .args_values import refuse
 from .chat_templates import BUILT_IN_FOR, TEMPLATES
+from .data_records import Conversation
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
 _QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
-RENDER_S = 30.0  # at most, for these two: usual templates take milliseconds
+RENDER_S = 30.0  # at most, for these two, and for a record: usual templates take milliseconds
+_TRIAL_BYTES = 4 << 30  # at most, for these two
+_trial = threading.Lock()
+# what apply_chat_template takes beside the variables of a template
+_TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    "documents"
+}
+# keys of messages: those that are read here, and those that say nothing of the text
+_READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
+_HARMLESS_KEYS = """
+name id uuid message_id turn_id parent_id conversation_id index turn turn_index
+turn_identifier timestamp time date created created_at create_time updated_at update_time
+refusal annotations author model model_name provider language lang source metadata
+finish_reason stop_reason usage logprobs system_fingerprint tokens token_count num_tokens
+token_counter latency
+""".split()
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template, which stages sft and dpo need: set chat_template to one "
+    "the tokenizer has no chat template, which conversations need: set chat_template to one "
     f"of {', '.join(TEMPLATES)} or a jinja file, or model_name_or_path to an instruct or chat model"
 )
 # what a family's templates write -> the built-in one that takes a system message
 _TAKES_SYSTEM = {"<start_of_turn>": "gemma", "[INST]": "mistral"}
-
 
 _TOOLS = """# Tools
 
@@ -65,24 +88,53 @@ class _Style:
     tail: str
 
 
-def _in_time(render: Callable):
-    """What render() returns or raises, ValueError where it takes longer than RENDER_S."""
+class Rendered(NamedTuple):
+    """text: of a document. spans: [start, end) in characters of what is learned. is_plain: the
+    tokenizer adds its special tokens, which a chat template writes itself."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    is_plain: bool = False
+
+
+def in_time(render: Callable, place: Callable[[], str]):
+    """What render() returns or raises, ValueError where it stays at one place() for RENDER_S."""
     answer: futures.Future = futures.Future()
 
     def work() -> None:
         try:
             answer.set_result(render())
-        except Exception as error:
+        except BaseException as error:
             answer.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()  # it cannot be ended, and ends with us
-    try:
-        return answer.result(RENDER_S)
-    except futures.TimeoutError:
-        raise ValueError(
-            f"the chat template takes longer than {RENDER_S:.0f} s for one question and its "
-            "answer: set another one in the tokenizer's folder"
-        ) from None
+    before = None
+    while not answer.done():
+        now = place()
+        if now == before:
+            raise ValueError(
+                f"{now}: the chat template takes longer than {RENDER_S:.0f} s: set another one "
+                "in the tokenizer's folder"
+            )
+        futures.wait([answer], RENDER_S)
+        before = now
+    return answer.result()
+
+
+@contextlib.contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """A process that gets _TRIAL_BYTES more at most: MemoryError, not a machine without any."""
+    kind = resource.RLIMIT_AS
+    with _trial:
+        soft, hard = resource.getrlimit(kind)
+        limit = psutil.Process().memory_info().vms + _TRIAL_BYTES
+        if resource.RLIM_INFINITY != soft < limit:
+            limit = soft
+        resource.setrlimit(kind, (limit, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(kind, (soft, hard))
 
 
 def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
@@ -96,7 +148,9 @@ def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
     renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
     if renderer.options and "enable_thinking" not in str(tokenizer.chat_template):
         report.append("note: the chat template does not read enable_thinking")
-    if not renderer.end_of_turn():
+    with _bounded_memory():
+        ending = renderer.end_of_turn()
+    if tokenizer.chat_template and not ending:
         report.append(
             "note: the chat template writes nothing after an answer: the model will not learn to "
             "stop"
@@ -141,13 +195,10 @@ class ChatRenderer:
     """Renders conversations with the tokenizer's chat template and finds what the assistant says in
     them. enable_thinking: given to the template, None: not given.
 
-    Raises: ValueError for a tokenizer without a chat template or without character offsets (not a
-    fast one).
+    Raises: ValueError for a tokenizer without character offsets (not a fast one).
     """
 
     def __init__(self, tokenizer, enable_thinking: bool | None = None):
-        if not tokenizer.chat_template:
-            raise ValueError(_NO_TEMPLATE)
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
@@ -156,36 +207,121 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[str, _Style] = {}
+        self._whole: set[int] = set()  # shapes of conversations of which no message is left out
+        self._others: dict[str, ChatRenderer] = {}
 
-    def render(
-        self, messages: list[dict], tools: list | None, trained: str, where: str
-    ) -> list[tuple[str, list]]:
-        """(text, spans) of each sample: a conversation, and [start, end) in characters of what is
-        learned of it. trained: "all" of it; what the assistant says in all "answers", or in the
-        "last" one, with the end-of-turn token.
+    def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
+        """The samples of a conversation. trained: "all" of it; what the assistant says in all
+        "answers", or in the "last" one, with the end-of-turn token; of these what the conversation
+        itself does not exclude.
 
         One sample a conversation; of answers several where the template strips thinking from
         earlier turns, so that each turn is trained once, after the history that it has when the
         model is used.
         Raises: ValueError with the place."""
-        template = self.tokenizer.get_chat_template(tools=tools)
-        messages, tools = _for_template(messages, tools, template)
+        if conversation.is_plain:
+            return [self._plain(conversation.messages, trained)]
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{where}: {_NO_TEMPLATE}")
+        renderer = self
+        if conversation.options:
+            renderer = self._with(conversation.options, where)
         try:
-            if trained == "all":
-                text = self._render(messages, tools)
-                return [(text, [(-1, len(text) + 1)])]
-            parts = [(len(messages), len(messages) - 1)]
-            if trained == "answers":
-                parts = self._parts(messages, tools)
-            return [
-                self._sample(messages[:end], tools, first, template, where) for end, first in parts
-            ]
-        except (TemplateError, TypeError) as error:
+            return renderer._samples(conversation, trained, where)
+        except TemplateError as error:
             reason = f"the chat template refuses the conversation: {error}"
-            if any(message["role"] == "system" for message in messages):
+            if any(message["role"] == "system" for message in conversation.messages):
+                template = str(self.tokenizer.chat_template)
                 near = [name for mark, name in _TAKES_SYSTEM.items() if mark in template]
                 reason += "".join(f"; chat_template: {name} takes system messages" for name in near)
             raise ValueError(f"{where}: {reason}") from error
+
+    def reads(self, option: str) -> bool:
+        """Whether a template of the tokenizer names this option."""
+        return option in str(self.tokenizer.chat_template)
+
+    def _plain(self, messages: list[dict], trained: str) -> Rendered:
+        """A prompt and its completion as TRL trains them: one text, with the end token."""
+        prompt, completion = (message["content"] for message in messages)
+        text, start = prompt + completion, len(prompt)
+        ending = self.tokenizer.eos_token or ""
+        if not text.endswith(ending):
+            text += ending
+        if trained == "all":
+            start = -1
+        return Rendered(text, [(start, len(text) + 1)], is_plain=True)
+
+    def _with(self, options: dict, where: str) -> "ChatRenderer":
+        """This renderer with options of one conversation, which count before those of the run."""
+        if taken := sorted(_TAKEN.intersection(options)):
+            raise ValueError(
+                f"{where}: chat_template_kwargs: {taken[0]!r}: expected variables of the template"
+            )
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._others:
+            if len(self._others) >= 64:
+                self._others.clear()
+            other = self._others[key] = copy.copy(self)
+            other.options = {**self.options, **options}
+            other._styles, other._whole = {}, set()
+        return self._others[key]
+
+    def _samples(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
+        """The samples of a conversation, for which the options are those of this renderer."""
+        _check_weights(conversation, trained == "all", where)
+        template = self.tokenizer.get_chat_template(tools=conversation.tools)
+        messages = [_with_known_keys(m, template, where) for m in conversation.messages]
+        said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        # among the answers, for messages of tools may be joined
+        hidden = {k for k, n in enumerate(said) if not conversation.weights.get(n, True)}
+        messages, tools = _for_template(messages, conversation.tools, template)
+        self._check_whole(messages, tools, template, where)
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if trained == "all":
+            text = self._render(messages, tools)
+            spans: list = []
+            if hidden:
+                _, spans = self._sample(messages, tools, sorted(hidden), template, where)
+            borders = [-1, *(border for span in spans for border in span), len(text) + 1]
+            return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
+        parts = [(len(messages), len(messages) - 1)]
+        if trained == "answers":
+            parts = self._parts(messages, tools)
+        samples = []
+        for end, first in parts:
+            answers = [k for k, n in enumerate(turns) if first <= n < end]
+            wanted = [k for k in answers if k not in hidden]
+            if wanted:
+                text, spans = self._sample(messages[:end], tools, wanted, template, where)
+                samples.append(Rendered(text, spans))
+        return samples or [Rendered(self._render(messages, tools), [])]
+
+    def _check_whole(self, messages: list[dict], tools, template: str, where: str) -> None:
+        """ValueError with the place for a message that the template does not write."""
+        roles = [(message["role"], bool(message["content"].strip())) for message in messages]
+        shape = hash((template, bool(tools), *roles))
+        if shape in self._whole:
+            return
+        marked: list[dict] = []
+        marks: dict[int, str] = {}
+        for number, (role, has_text) in enumerate(roles):
+            message = messages[number]
+            if has_text and role != "assistant":  # whose thinking a template may leave out
+                marks[number] = f"mcatext{number}x"
+                message = message | {"content": marks[number]}
+            marked.append(message)
+        try:
+            text = self._render(marked, tools).lower()  # templates may write in capitals
+        except TemplateError:  # it reads what it writes, and a mark says nothing
+            return
+        if lost := [messages[number] for number, mark in marks.items() if mark not in text]:
+            role, content = lost[0]["role"], lost[0]["content"]
+            known = " (most know system)" if role == "developer" else ""
+            raise ValueError(
+                f"{where}: the chat template leaves out the message {content!r:.60} of {role}: "
+                f"expected a role that it writes{known}, or another chat_template"
+            )
+        self._whole.add(shape)
 
     def _parts(self, messages: list[dict], tools: list | None) -> list[tuple[int, int]]:
         """(end, first) of each sample: it is messages[:end], in which the turns from `first` on are
@@ -209,24 +345,26 @@ class ChatRenderer:
             end = start
 
     def _sample(
-        self, messages: list[dict], tools: list | None, first: int, template: str, where: str
+        self, messages: list[dict], tools: list | None, wanted: list[int], template: str, where: str
     ) -> tuple[str, list]:
-        """(text, spans) of messages, of which the turns from number `first` on are trained."""
+        """(text, spans) of messages, of which the answers of these numbers are trained."""
         style, text = self._style(template), ""
         spans: list = []
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [n for n in turns if n >= first]
         if _GENERATION_MARK.search(template):
             text, spans = self._said_by_template(messages, tools, template, style)
             if len(spans) == len(turns):
-                spans = spans[-len(trained) :]
-            elif first:
-                history = os.path.commonprefix([text, self._render(messages[:first], tools)])
-                later = [span for span in spans if span[0] >= len(history)]
-                spans = later or spans[-len(trained) :]
+                spans = [spans[k] for k in wanted]
+            elif len(wanted) < len(turns):  # several of a turn
+                before = [self._render(messages[:n], tools) if n else "" for n in turns]
+                begins = [len(os.path.commonprefix([text, history])) for history in before]
+                of = np.searchsorted(begins, [start for start, _ in spans], side="right") - 1
+                spans = [span for span, k in zip(spans, of, strict=True) if k in wanted]
         text = text or self._render(messages, tools)
+        trained = [turns[k] for k in wanted]
         spans = spans or self._said_after_prompts(text, messages, tools, trained, style)
-        spans = spans or self._said_between(text, messages, tools, style)[-len(trained) :]
+        if not spans and (every := self._said_between(text, messages, tools, style)):
+            spans = [every[k] for k in wanted]
         if not spans:
             raise ValueError(
                 f"{where}: cannot tell which part of the rendered conversation the assistant says; "
@@ -236,12 +374,14 @@ class ChatRenderer:
         return text, spans
 
     def end_of_turn(self) -> str:
-        """What the template writes after an answer to end it, "" for nothing.
+        """What the template writes after an answer to end it, "" for nothing or without a template.
 
         Raises: ValueError for a template that does not end by itself, as a made up one may."""
-        template = self.tokenizer.get_chat_template()
+        if not self.tokenizer.chat_template:
+            return ""
+        template, tried = self.tokenizer.get_chat_template(), "a question and its answer"
         try:
-            return _in_time(lambda: self._style(template)).closing
+            return in_time(lambda: self._style(template), lambda: tried).closing
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses a question with its answer: {error}"
@@ -251,9 +391,10 @@ class ChatRenderer:
         self, messages: list[dict], tools: list | None, prompt=False, options: dict | None = None
     ) -> str:
         options = self.options if options is None else options
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
-        )
+        with _as_template_error():
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
+            )
 
     def _style(self, template: str) -> _Style:
         if template not in self._styles:
@@ -288,15 +429,15 @@ class ChatRenderer:
         # apply_chat_template would map the marks to tokens itself, one conversation at a time, and
         # a mark that ends in white space which the tokenizer drops would reach to the end of the
         # text.
-        texts, marks = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=False,
-            **self.options,
-            **self.tokenizer.special_tokens_map,
-        )
+        with _as_template_error():
+            texts, marks = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **self.tokenizer.special_tokens_map | self.options,
+            )
         text, spans = texts[0], []
         for start, end in marks[0]:
             if style.closing:
@@ -393,6 +534,18 @@ class ChatRenderer:
         return "the template changes what it says"
 
 
+@contextlib.contextmanager
+def _as_template_error() -> Iterator[None]:
+    """A TemplateError for whatever a template meets: a division by 0, macros without end, files
+    that it would include, no memory."""
+    try:
+        yield
+    except TemplateError:
+        raise
+    except Exception as error:
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
 def _longest_end(turn: str, text: str, start: int) -> str:
     """The longest end of `turn` that stands in `text` from `start` on, "" where none does.
 
@@ -401,6 +554,43 @@ def _longest_end(turn: str, text: str, start: int) -> str:
     first = text[start : start + 1]
     ends = (turn[at:] for at, character in enumerate(turn) if character == first)
     return next((end for end in ends if text.startswith(end, start)), "")
+
+
+# -- keys of messages -----------------------------------------------------------------------------
+
+
+def _check_weights(conversation: Conversation, trains_all: bool, where: str) -> None:
+    """ValueError with the place for weights that cannot be honoured: only answers have any."""
+    for number, is_trained in conversation.weights.items():
+        role = conversation.messages[number]["role"]
+        if role != "assistant" and is_trained != trains_all:
+            raise ValueError(
+                f"{where}: message {number + 1} ({role}) has weight {int(is_trained)}: only the "
+                "assistant's messages are trained one by one: leave it out (train_on_prompt: true "
+                "trains all messages)"
+            )
+
+
+def _reads_key(template: str, key: str) -> bool:
+    return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+
+
+def _with_known_keys(message: dict, template: str, where: str) -> dict:
+    """The message with its thinking in reasoning_content, unless the template reads another key.
+
+    Raises: ValueError with the place for keys whose meaning nobody knows."""
+    unknown = message.keys() - _READ_KEYS - set(_HARMLESS_KEYS)
+    for key in sorted(key for key in unknown if not _reads_key(template, key)):
+        is_thinking = key in ("thinking", "reasoning") and isinstance(message[key], str)
+        if is_thinking and message.get("reasoning_content", message[key]) == message[key]:
+            message = message | {"reasoning_content": message[key]}
+            del message[key]
+            continue
+        raise ValueError(
+            f"{where}: a message of {message['role']} has the key {key!r}, which neither mca_lite "
+            f"nor the chat template reads: remove it, or set ignore_message_keys: [{key}]"
+        )
+    return message
 
 
 # -- thinking and tools ---------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from .data_chat import ChatRenderer
+from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, read_records
-from .data_records import conversations, detect_format, document
+from .data_records import Conversation, conversations, detect_format, document
 from .objectives import Objective
 
 # in the words of tallies, by which a reader of counts knows them
@@ -24,13 +24,15 @@ NO_LABELS = "token to train on"
 BAD = "records cannot be used and were left out: "
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 _MAX_BAD_SHARE = 0.1  # of the records: above it, it is the declaration that is wrong
+_MOST_CHARACTERS = 1_000_000  # of a text that is cut to cutoff_len; and 32 a token, where more
+_PLAIN = "prompts and completions are texts, trained without a chat template"
 _LISTED = 10  # bad records that are listed with their places
 CHUNK_RECORDS = 500  # records handed to the tokenizer at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 
-# (its place, what it says: a text, or (conversations, tools); or the ValueError of one that cannot
-# be used) of a record
-Record = tuple[str, str | tuple | ValueError]
+# (its place, what it says: a text, or conversations; or the ValueError of one that cannot be used)
+# of a record
+Record = tuple[str, str | list[Conversation] | ValueError]
 # (ids int32 [n], mask uint8 [n]: 1 for tokens that are learned; None: all are) of a document
 Document = tuple[np.ndarray, np.ndarray | None]
 Sample = list[Document]
@@ -88,6 +90,7 @@ class Reader:
     def __init__(self, spec: DatasetSpec, objective: Objective, data_args):
         self.spec, self.objective = spec, objective
         self.skips, self.system = data_args.on_bad_record == "skip", data_args.default_system
+        self.ignored = data_args.ignore_message_keys
         limits = [n for n in (data_args.max_samples, spec.num_samples) if n is not None]
         self.limit = min(limits, default=None)  # only the first so many records
         self.formats: dict[str, str] = {}
@@ -139,7 +142,8 @@ class Reader:
             if self.objective.joins_documents:
                 return document(record, self.spec, where)
             form, pairs = self.formats[file], self.objective.has_pairs
-            return conversations(record, self.spec, form, pairs, self.system, where)
+            more = (self.system, where, self.ignored)
+            return conversations(record, self.spec, form, pairs, *more)
         except ValueError as error:
             if file not in self.formats and not self.skips:
                 raise
@@ -199,6 +203,8 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
+        if data_args.ignore_message_keys:  # without any, checkpoints of earlier versions go on
+            self.options["ignored"] = sorted(data_args.ignore_message_keys)
         if self.is_text and tokenizer.eos_token_id is None:
             raise ValueError(
                 "the tokenizer has no eos_token to end a document of stage: "
@@ -211,16 +217,22 @@ class Encoder:
         Raises: ValueError with the place for a record that cannot be used, unless it skips them.
         """
         tally, places, rendered = Tally(records=len(chunk)), [], []
-        for where, said in chunk:
-            try:
-                found = self._rendered(where, said, tally)
-            except ValueError as error:
-                if not self.skips:
-                    raise
-                tally.refuse(where, str(error).removeprefix(where).removeprefix(": "))
-                continue
-            places += [where] * (len(found) // self.documents_per_sample)
-            rendered += found
+        at = ""
+
+        def render_all() -> None:
+            nonlocal at, rendered, places
+            for at, said in chunk:
+                try:
+                    found = self._rendered(at, said, tally)
+                except ValueError as error:
+                    if not self.skips:
+                        raise
+                    tally.refuse(at, str(error).removeprefix(at).removeprefix(": "))
+                    continue
+                places += [at] * (len(found) // self.documents_per_sample)
+                rendered += found
+
+        in_time(render_all, lambda: at)
         documents, kept = iter(self._tokenize(rendered)), []
         for where in places:
             sample = list(itertools.islice(documents, self.documents_per_sample))
@@ -231,40 +243,62 @@ class Encoder:
                 kept.append(sample)
         return kept, tally
 
-    def _rendered(self, where: str, said, tally: Tally) -> list[tuple[str, list]]:
-        """(text, spans that are learned) of each document of a record, [] for one that has nothing
-        to learn."""
+    def _rendered(self, where: str, said, tally: Tally) -> list[Rendered]:
+        """Each document of a record, [] for one that has nothing to learn."""
         if isinstance(said, ValueError):
             raise said
         if self.renderer is None:
-            return [(said, [])]
-        found, tools = said
-        if any(_is_empty(messages[-1]) for messages in found):
+            self._check_size(len(said), where)
+            return [Rendered(said, [], is_plain=True)]
+        for conversation in said:
+            values = [value for message in conversation.messages for value in message.values()]
+            self._check_size(sum(len(text) for text in values if isinstance(text, str)), where)
+        if any(_is_empty(conversation.messages[-1]) for conversation in said):
             what = "pairs" if self.has_pairs else "samples"
             tally.count(f"{what} have an empty answer and were left out", where)
             return []
-        if self.has_pairs and found[0] == found[1]:
+        if self.has_pairs and said[0] == said[1]:
             tally.count(_IDENTICAL, where)
             return []
-        rendered: list[tuple[str, list]] = []
-        for messages in found:
-            samples = self.renderer.render(messages, tools, self.trained, where)
+        for option in said[0].options:
+            if not self.renderer.reads(option):
+                tally.count(f"records give {option} to the chat template, which lacks it", where)
+        if said[0].is_plain:
+            tally.count(_PLAIN, where)
+        rendered: list[Rendered] = []
+        for conversation in said:
+            samples = self.renderer.render(conversation, self.trained, where)
             if len(samples) > 1:
                 what = "became several samples, for the template strips their thinking"
                 tally.count(f"conversations {what}", where)
             rendered += samples
         return rendered
 
-    def _tokenize(self, rendered: list[tuple[str, list]]) -> list[Document]:
+    def _check_size(self, size: int, where: str) -> None:
+        """ValueError with the place for a text far beyond what is kept of it, which takes 300 bytes
+        of memory a character to tokenise."""
+        most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
+        if size > most and not self.joins:
+            raise ValueError(
+                f"{where}: the record has {size:,} characters, and of records that are cut to "
+                f"cutoff_len {self.cutoff_len} at most {most:,} are read: split or remove it, or "
+                "set on_bad_record: skip"
+            )
+
+    def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
         """The document of each text and its spans."""
-        if not rendered:
-            return []
+        documents: list[Document] = []
+        for is_plain, alike in itertools.groupby(rendered, key=lambda one: one.is_plain):
+            documents += self._tokenize_alike(list(alike), is_plain)
+        return documents
+
+    def _tokenize_alike(self, rendered: list[Rendered], is_plain: bool) -> list[Document]:
         # A model that was trained with bos before each document gets it, with the end token. A chat
         # template has written every special token already. Tokenised whole, so that the borders of
         # tokens are those which the model sees when it is used.
         batch = self.tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=self.is_text,
+            [one.text for one in rendered],
+            add_special_tokens=is_plain,
             return_offsets_mapping=not self.is_text,
             return_attention_mask=False,
             return_token_type_ids=False,
@@ -272,11 +306,11 @@ class Encoder:
         )
         if self.is_text:
             texts = zip(batch["input_ids"], rendered, strict=True)
-            return [(self._ended(ids if text else []), None) for ids, (text, _) in texts]
+            return [(self._ended(ids if one.text else []), None) for ids, one in texts]
         rows = zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
         return [
-            (np.array(ids, dtype=np.int32), mask_of_spans(offsets, spans))
-            for ids, offsets, (_, spans) in rows
+            (np.array(ids, dtype=np.int32), mask_of_spans(offsets, one.spans))
+            for ids, offsets, one in rows
         ]
 
     def _ended(self, ids: list[int]) -> np.ndarray:
@@ -401,10 +435,10 @@ def _in_processes(
             yield waiting.popleft().result()
             waiting.extend(itertools.islice(tasks, 1))
     except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a tokenising process died at its start or for lack of memory: a script that is not "
-            "guarded by `if __name__ == '__main__':` cannot start processes; set "
-            "preprocessing_num_workers to 1"
+        raise ValueError(
+            "a tokenising process died: a script must start its run below "
+            "`if __name__ == '__main__':`, and without that only trains with "
+            "preprocessing_num_workers: 1, which takes less memory too"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -26,6 +26,7 @@ SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file that is one document
 _TOO_DEEP = "it is nested too deep"
+_MOST_LEVELS = 256  # Python's recursion ends at 1000; templates and pickles take several a level
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
@@ -339,6 +340,19 @@ def _check_text(record, where: str):
     return record
 
 
+def _check_depth(value, text: str, start: int, end: int, where: str) -> None:
+    """ValueError with the place for a value of text[start:end] of more than _MOST_LEVELS levels."""
+    if text.count("[", start, end) + text.count("{", start, end) <= _MOST_LEVELS:
+        return
+    level, levels = [value], 0
+    while level:
+        levels += 1
+        boxes = [box.values() if isinstance(box, dict) else box for box in level]
+        level = [inner for box in boxes for inner in box if isinstance(inner, (dict, list))]
+    if levels > _MOST_LEVELS:
+        raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected at most {_MOST_LEVELS}")
+
+
 def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
@@ -358,6 +372,7 @@ def parse_json(text: str, where: str):
         raise ValueError(f"{where}: expected one JSON value: {_TOO_DEEP}") from None
     except ValueError as error:  # a number of more digits than Python reads
         raise ValueError(f"{where}: {error}") from None
+    _check_depth(value, text, 0, len(text), where)
     return _check_text(value, where) if _SURROGATE.search(text) else value
 
 
@@ -382,6 +397,7 @@ def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
             raise ValueError(f"{where}: {invalid} {_TOO_DEEP}") from None
         except ValueError as error:  # a number of more digits than Python reads
             raise ValueError(f"{where}: {error}") from None
+        _check_depth(record, text, counted, at, where)
         yield where, _check_text(record, where) if may_be_no_text else record
         at = space.match(text, at).end()
         if is_list and text[at : at + 1] not in (",", "]"):

@@ -8,8 +8,8 @@ a row is not tried for conversations, or for pairs. Rows are tried in their orde
 record of a file; the answers of a pair are the columns chosen and rejected, whatever the format.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
 from .objectives import Objective
@@ -29,10 +29,8 @@ def get_column(record, column: str, where: str, kind=str, required=True):
                 f"{where}: the column {column!r} is missing or null; it has {sorted(record)}"
             )
     elif not isinstance(value, kind):
-        expected, got = (
-            {str: "a text", list: "a list"}.get(kind, "a list or a text"),
-            _kind_of(value),
-        )
+        names = {str: "a text", list: "a list", dict: "an object"}
+        expected, got = names.get(kind, "a list or a text"), _kind_of(value)
         raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {got}")
     return value
 
@@ -58,6 +56,12 @@ def _turns_column(record: dict, spec: DatasetSpec) -> str | None:
 
 def _message(role: str, content: str) -> dict:
     return {"role": role, "content": content}
+
+
+def _other_keys(turn: dict, role_tag: str, content_tag: str) -> dict:
+    """What a turn has beside its role and content, without what is null."""
+    known = (role_tag, content_tag)
+    return {key: value for key, value in turn.items() if value is not None and key not in known}
 
 
 def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -131,10 +135,10 @@ def _sharegpt_turns(turns: list, spec: DatasetSpec, where: str) -> list[dict]:
             raise ValueError(
                 f"{where}: unknown {tags['role_tag']} {role!r}: expected one of {', '.join(roles)}"
             )
+        message = _message(roles[role], text)
         if roles[role] == "function_call":
-            messages.append(_function_call(text, where))
-        else:
-            messages.append(_message(roles[role], text))
+            message = _function_call(text, where)
+        messages.append(_other_keys(turn, tags["role_tag"], tags["content_tag"]) | message)
     return messages
 
 
@@ -188,16 +192,8 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
     blocks = _read_blocks(content, where) if isinstance(content, list) else {}
     content = blocks.pop("content", content)
     roles = {tags[tag]: name for tag, name in _ROLE_TAGS.items() if tag in tags}
-    message = {key: value for key, value in turn.items() if value is not None}
-    for key in (tags.get("role_tag"), content_tag):
-        message.pop(key, None)
+    message = _other_keys(turn, tags.get("role_tag", "role"), content_tag)
     message |= _message(roles.get(role, role), content or "") | blocks
-    weight = message.pop("loss_weight", None)  # LLaMA-Factory's
-    if weight is not None and weight != (message["role"] == "assistant"):
-        raise ValueError(
-            f"{where}: loss_weight {weight} of {role!r}: expected 1 for the assistant and 0 for "
-            "the others"
-        )
     if calls := get_column(message, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     elif content is None:
@@ -245,6 +241,12 @@ def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
 def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
     column = "completion" if "completion" in record else "response"
     return _messages(get_column(record, column, where, (str, list)), "assistant", {}, where)
+
+
+def is_plain(record, form: str) -> bool:
+    """Whether prompt and completion are texts, which TRL trains without a chat template."""
+    texts = [record.get(column) for column in ("prompt", "completion")]
+    return form == "prompt-completion" and all(isinstance(text, str) for text in texts)
 
 
 # -- pairs of whole conversations ----------------------------------------------------------------
@@ -362,16 +364,37 @@ def document(record, spec: DatasetSpec, where: str) -> str:
 # -- conversations, alone or in pairs ---------------------------------------------------------
 
 
-def conversations(
-    record, spec: DatasetSpec, form: str, pairs: bool, default_system: str | None, where: str
-) -> tuple[list[list[dict]], list[dict] | None]:
-    """(conversations, tools) of a record in OpenAI's form: one conversation, or for pairs chosen
-    and rejected, which differ at most in their last message.
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in OpenAI's form: an optional system message, then user and assistant in turn,
+    ending with the assistant; tool messages follow an assistant's tool calls.
 
-    Each is an optional system message, then user and assistant in turn, ending with the assistant;
-    tool messages follow an assistant's tool calls. form: a name in FORMATS. default_system: where a
-    record has no system message.
-    Raises: ValueError with the place for a record that is not so.
+    weights: number of a message -> whether it is trained, where the data says so. options: of the
+    chat template, for this one. is_plain: a prompt and its completion, without a chat template.
+    """
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+    weights: dict[int, bool] = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    is_plain: bool = False
+
+
+def conversations(
+    record,
+    spec: DatasetSpec,
+    form: str,
+    pairs: bool,
+    default_system: str | None,
+    where: str,
+    ignored: Collection[str] = (),
+) -> list[Conversation]:
+    """The conversation of a record, or for pairs chosen and rejected, which differ at most in their
+    last message.
+
+    form: a name in FORMATS. default_system: where a record has no system message. ignored: keys of
+    messages that are left out.
+    Raises: ValueError with the place for a record that is none.
     """
     row = FORMATS[form]
     prompt = row.prompt(record, spec, where)
@@ -382,17 +405,62 @@ def conversations(
         answers[where] = row.answer(record, spec, where)
     system = get_column(record, spec.columns.get("system", "system"), where, required=False)
     system, found = system or default_system, []
+    tools, options = _tools(record, spec, where), _template_options(record, where)
+    plain = not pairs and is_plain(record, form)
+    if plain and (system or tools or options):
+        raise ValueError(
+            f"{where}: prompt and completion are texts, which are trained without a chat template: "
+            "there is no place for a system message, tools or chat_template_kwargs: write messages"
+        )
     for place, answer in answers.items():
-        messages = [*prompt, *answer]
+        messages = _without(ignored, [*prompt, *answer])
         if system and messages and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, _message("system", system))
         _check_turns(messages, place)
-        found.append(messages)
+        weights = _take_weights(messages, place)
+        if pairs and not weights.get(len(messages) - 1, True):
+            raise ValueError(f"{place}: weight 0 of an answer: expected 1, for two are compared")
+        found.append(Conversation(messages, tools, weights, options, plain))
     if pairs:
-        _check_shared_prompt(*found, where)
+        chosen, rejected = (conversation.messages for conversation in found)
+        _check_shared_prompt(chosen, rejected, where)
         if form == "conversations":
-            _check_prompt_column(record, spec, found[0][:-1], where)
-    return found, _tools(record, spec, where)
+            _check_prompt_column(record, spec, chosen[:-1], where, ignored)
+    return found
+
+
+def _without(ignored: Collection[str], messages: list[dict]) -> list[dict]:
+    """The messages without the keys that are ignored."""
+    return [{k: value for k, value in m.items() if k not in ignored} for m in messages]
+
+
+# keys of a message that say whether it is trained: OpenAI's, LLaMA-Factory's, axolotl's two
+_WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
+
+
+def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
+    """Number of a message -> whether its keys say that it is trained; these are removed from it."""
+    weights = {}
+    for number, message in enumerate(messages):
+        given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}
+        if any(value not in (0, 1) for value in given.values()):
+            raise ValueError(
+                f"{where}: message {number + 1} has {given!r:.80}: expected 0 or 1 (false or true),"
+                " since a message is trained or is not"
+            )
+        values = {bool(value) for value in given.values()}
+        if len(values) > 1:
+            raise ValueError(f"{where}: message {number + 1} has {given}: expected them to agree")
+        if values:
+            weights[number] = values.pop()
+    return weights
+
+
+def _template_options(record, where: str) -> dict:
+    """What a record gives the chat template, as TRL has it, without what is null."""
+    column = "chat_template_kwargs"
+    options = get_column(record, column, where, dict, required=False) or {}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 _MAY_FOLLOW = {
@@ -468,13 +536,16 @@ def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -
     )
 
 
-def _check_prompt_column(record, spec: DatasetSpec, before: list[dict], where: str) -> None:
+def _check_prompt_column(
+    record, spec: DatasetSpec, before: list[dict], where: str, ignored: Collection[str]
+) -> None:
     """Many files repeat the prompt in a column of its own; where it says something else, nobody
     knows which is meant."""
     column = spec.columns.get("prompt", "prompt")
     prompt = get_column(record, column, where, (str, list), required=False)
     if isinstance(prompt, list):
-        messages = _messages(prompt, "user", {}, where)
+        messages = _without(ignored, _messages(prompt, "user", {}, where))
+        _take_weights(messages, where)
         same = messages in (before, [m for m in before if m["role"] != "system"])
     else:
         same = not prompt or any(prompt.strip() == m["content"].strip() for m in before)

@@ -5,6 +5,7 @@ all of them would write to one folder.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -32,6 +33,17 @@ def settle() -> None:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         _take_from_slurm()
     _check()
+
+
+def end_second_run() -> None:
+    """End a process that Python has spawned for another one, and in which it imports the user's
+    script: what starts a run there is not below a guard."""
+    # as multiprocessing itself knows it, which refuses further processes then
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(
+            "error: a process that helps a run came to start it again: put what starts the run "
+            "below `if __name__ == '__main__':` in your script"
+        )
 
 
 def _number(name: str) -> int:

@@ -130,17 +130,18 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
     records = [
         {"messages": conversations[0]},
         {"prompt": question},
-        {"prompt": question, "completion": answer},
+        {"prompt": question, "completion": answer},  # a text that goes on, and no conversation
         {"prompt": conversations[1][:-1]},
         {"instruction": question, "output": "w9", "system": " w8 "},
     ]
     file = write(tmp_path, "prompts.jsonl", records)
     code, out, error, rows = generate(path, tmp_path, "--file", file, stage="pt")
     assert code == 0, error
-    assert [row.get("exact_match") for row in rows] == [True, None, True, None, False]
+    assert [row.get("exact_match") for row in rows] == [True, None, False, None, False]
+    assert rows[2]["prompt"].split() == question.split() and rows[2]["expected"] == answer
     assert rows[0]["answer"] == rows[1]["answer"] and rows[4]["answer"] != rows[0]["answer"]
     assert rows[3]["answer"] == conversations[1][-1]["content"].strip()
-    assert "(2 of 3 held-out prompts)" in out
+    assert "(1 of 3 held-out prompts)" in out
     file = write(tmp_path, "prompts.txt", [question.strip(), "w7"])
     code, out, error, rows = generate(path, tmp_path, "--file", file)
     assert code == 0 and "2 answers, and no expected ones" in out, error

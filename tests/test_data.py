@@ -251,11 +251,36 @@ def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
     load(tokenizer, "sft", file, val_size=1)  # chosen from the cache
     assert calls == [2]
     load(tokenizer, "sft", file, mask_history=True)
+    load(tokenizer, "sft", file, ignore_message_keys=["score"])
     load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b", "c", "d"))
-    assert calls == [2, 2, 3]
+    assert calls == [2, 2, 2, 3]
     moved = str(tmp_path / "moved.jsonl")
     os.rename(file, moved)
-    assert f"{moved}: openai records" in load(tokenizer, "sft", moved).report and calls == [2, 2, 3]
+    assert f"{moved}: openai records" in load(tokenizer, "sft", moved).report
+    assert calls == [2, 2, 2, 3]
+    text = Path(moved).read_text().replace('"content": "c"', '"content": "c", "weight": 0')
+    Path(moved).write_text(text)
+    assert texts(tokenizer, load(tokenizer, "sft", moved).train) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"packing": True}, {"streaming": True}])
+def test_weights_of_messages_are_masks_however_the_data_is_read(tokenizer, tmp_path, keys):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    messages[1]["weight"] = 0
+    messages[3]["weight"] = 1
+    masked = {"messages": [messages[0], {**messages[1], "train": False}]}
+    lines = [{"messages": messages}, masked]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bundle = load(tokenizer, "sft", str(tmp_path / "a.jsonl"), **keys)
+    if keys.get("streaming"):
+        row, _ = next(bundle.train.rows())
+    else:
+        assert len(bundle.train) == 1
+        row = bundle.train[0]
+        what = "1 samples have no token to train on and were left out"
+        assert any(what in line for line in bundle.report)
+    assert texts(tokenizer, [row[:1]]) == ["d<|im_end|>"]
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -11,6 +11,7 @@ from mca_lite.args_values import ConfigError
 from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
 from mca_lite.data import load_datasets
 from mca_lite.data_chat import ChatRenderer, chat_renderer
+from mca_lite.data_records import Conversation
 from tests.shared import toy_tokenizer
 from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
@@ -27,6 +28,7 @@ STRIPS_WITH_MARKS = CHATML_MARKS.replace(
     "<|im_end|>\n{% endgeneration %}",
 )
 ALL = {**TEMPLATES, "marks": CHATML_MARKS, "strips with marks": STRIPS_WITH_MARKS, "toy": QWEN3}
+WHERE = "t.json:1"
 EMPTY = "<think>\n\n</think>\n\n"
 ADD = {"name": "add", "description": "Adds é", "parameters": {"type": "object"}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
@@ -157,8 +159,183 @@ def test_blocks_of_llama_factory_are_read():
     for block in ({"type": "image_url", "value": "x"}, {"type": "text"}, "text"):
         with pytest.raises(ValueError, match="t.json:1: content: expected .* only text"):
             encode([user("Hi"), said([block])], CHATML)
-    with pytest.raises(ValueError, match="t.json:1: loss_weight 0.0 of 'assistant': expected 1"):
-        encode([user("Hi"), said("Hello", loss_weight=0.0)], CHATML)
+
+
+# -- keys of messages
+
+TURNS = ("Hi", "No", "2", "3", "4", "5")
+STEPS = (
+    "{% generation %}{{ m['content'][:1] }}{% endgeneration %}"
+    "{% generation %}{{ m['content'][1:] }}<|im_end|>\n{% endgeneration %}"
+)
+TWO_MARKS_A_TURN = CHATML_MARKS.replace(
+    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}", STEPS
+)
+
+
+def weighted(key: str, *weights, role: str = "assistant") -> list[dict]:
+    """TURNS, with these values of a key in the turns of a role; None: the turn has no such key."""
+    messages = [said(text) if n % 2 else user(text) for n, text in enumerate(TURNS)]
+    of_role = [message for message in messages if message["role"] == role]
+    for message, weight in zip(of_role, weights, strict=True):
+        message |= {} if weight is None else {key: weight}
+    return messages
+
+
+def answers(messages, template=CHATML, **options) -> list[str]:
+    return [answer for _, answer in trained_turns(*encode(messages, template, **options))]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "training"])
+def test_an_answer_of_weight_0_is_not_trained(name, key):
+    every, template = answers(weighted(key, 1, True, 1.0), ALL[name]), ALL[name]
+    assert len(every) == 3 and every == answers(weighted(key, None, None, None), template)
+    assert answers(weighted(key, 0, 1, None), template) == every[1:]
+    assert answers(weighted(key, True, False, True), template) == every[::2]
+    assert answers(weighted(key, 1.0, 1, 0.0), template) == every[:2]
+    assert answers(weighted(key, 0, 0, 1), template) == every[2:]
+    tokenizer, part = encode(weighted(key, False, 0, 1), template)
+    assert part.ids.tolist() == encode(weighted(key, 1, 1, 1), template)[1].ids.tolist()
+
+
+def test_weights_of_other_turns_and_other_weights_are_refused():
+    assert len(answers(weighted("weight", 0, 0, 0, role="user"))) == 3
+    with pytest.raises(ValueError, match=r"t.json:1: message 3 \(user\) has weight 1: only the as"):
+        encode(weighted("train", False, True, False, role="user"), CHATML)
+    for value in (0.5, "1", 2, [0]):
+        with pytest.raises(
+            ValueError, match=r"t.json:1: message 4 has \{'weight': .* expected 0 or"
+        ):
+            encode(weighted("weight", 1, value, 1), CHATML)
+    messages = weighted("weight", 1, 1, 0)
+    assert len(answers([messages[0], messages[1] | {"train": True}, *messages[2:]])) == 2
+    with pytest.raises(ValueError, match="t.json:1: message 2 has .*: expected them to agree"):
+        encode([messages[0], messages[1] | {"train": False}, *messages[2:]], CHATML)
+
+
+def test_weights_meet_the_keys_that_say_what_is_trained():
+    last = answers(weighted("weight", 1, 1, 1))[2:]
+    assert answers(weighted("weight", 1, 0, 1), mask_history=True) == last
+    for messages, keys in (
+        (weighted("weight", 1, 1, 0), dict(mask_history=True)),
+        (weighted("train", False, False, False), {}),
+    ):
+        tokenizer, part = encode(messages, CHATML, **keys)
+        assert not part.lengths
+        assert part.tallies == {"samples have no token to train on and were left out": (1, WHERE)}
+    tokenizer, part = encode(weighted("weight", 1, 0, 1), CHATML, train_on_prompt=True)
+    untrained = part.ids[part.mask == 0]
+    assert tokenizer.decode(untrained) == "3<|im_end|>"
+    with pytest.raises(ValueError, match=r"message 1 \(user\) has weight 0"):
+        encode(weighted("weight", 0, 1, 1, role="user"), CHATML, train_on_prompt=True)
+    encode(weighted("weight", 1, 1, 1, role="user"), CHATML, train_on_prompt=True)
+
+
+def test_weights_hold_where_a_template_strips_thinking_or_marks_a_turn_twice():
+    hidden = [message | {"weight": 0} if message == THINKS[1] else message for message in THINKS]
+    every, kept = answers(THINKS, TEMPLATES["qwen3"]), answers(hidden, TEMPLATES["qwen3"])
+    assert "greet" in every[0] and kept == every[1:]
+    every = answers(weighted("weight", 1, 1, 1), TWO_MARKS_A_TURN)
+    assert every == [f"{text}<|im_end|>" for text in TURNS[1::2]]
+    assert answers(weighted("weight", 1, 0, 1), TWO_MARKS_A_TURN) == every[::2]
+    assert answers(weighted("weight", 1, 1, 1), TWO_MARKS_A_TURN, mask_history=True) == every[2:]
+
+
+def test_weights_of_sharegpt_and_of_messages_beside_tools_count():
+    record = {
+        "conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "gpt", "value": "No", "weight": 0, "id": 7},
+            {"from": "human", "value": "2", "weight": 0},
+            {"from": "gpt", "value": "3", "weight": 1},
+        ]
+    }
+    tokenizer = byte_tokenizer(CHATML)
+    part = toy_tokenizer.encode(tokenizer, record, form="sharegpt")
+    assert [answer for _, answer in trained_turns(tokenizer, part)] == ["3<|im_end|>"]
+    calls = [m | {"weight": 0} if m.get("content") == "Yes." else m for m in CALLS]
+    every = answers(CALLS, CHATML, tools=[ADD])
+    without = [answer for answer in every if "Yes." not in answer]
+    assert answers(calls, CHATML, tools=[ADD]) == without and len(without) == len(every) - 1
+
+
+def test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored():
+    harmless = dict(name="Bo", id=1, refusal=None, timestamp="now", reward=None, audio=None)
+    plain = answers([user("Hi"), said("Hello")])
+    assert answers([user("Hi") | harmless, said("Hello", **harmless)]) == plain
+    rated = [user("Hi"), said("Hello", score=-1, function_call={"name": "f"})]
+    with pytest.raises(ValueError, match="t.json:1: .*'function_call'.*ignore_message_keys"):
+        encode(rated, CHATML)
+    with pytest.raises(ValueError, match="t.json:1: a message of assistant has the key 'score'"):
+        encode(rated, CHATML, ignore_message_keys=["function_call"])
+    assert answers(rated, ignore_message_keys=["function_call", "score"]) == plain
+    with pytest.raises(ValueError, match="the key 'loss'"):
+        turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "loss": False}]
+        toy_tokenizer.encode(byte_tokenizer(CHATML), {"conversations": turns}, form="sharegpt")
+    reads = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['score'] }}")
+    rated[1].pop("function_call")
+    assert "-1" in answers(rated, reads)[0]
+    heavy = [user("Hi"), said("Hello", weight=0.5)]
+    assert answers(heavy, ignore_message_keys=["weight"]) == plain
+    with pytest.raises(
+        ConfigError, match="ignore_message_keys(.|\n)*content: a message is nothing"
+    ):
+        DataArguments(dataset=["a"], ignore_message_keys=["content"])
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning"])
+def test_thinking_under_another_name_is_thinking(key):
+    expected = answers([user("2+3?"), said("5", reasoning_content="I add.")], TEMPLATES["qwen3"])
+    assert "I add." in expected[0]
+    for name in ("qwen3", "chatml"):
+        got = answers([user("2+3?"), said("5", **{key: "I add."})], TEMPLATES[name])
+        assert "<think>\nI add.\n</think>\n\n5" in got[0]
+
+
+def test_a_message_that_the_template_leaves_out_is_refused():
+    developer = [{"role": "developer", "content": "Be brief."}, user("Be brief."), said("Hello")]
+    words = "t.json:1: the chat template leaves out the message 'Be brief.' of developer.*system"
+    with pytest.raises(ValueError, match=words):
+        encode(developer, TEMPLATES["qwen3"])
+    for name in ("chatml", "llama3", "deepseek"):
+        tokenizer, part = encode(developer, TEMPLATES[name])
+        assert tokenizer.decode(part.ids).count("Be brief.") == 2
+    empty = [developer[0] | {"content": " "}, *developer[1:]]
+    assert answers(empty, TEMPLATES["qwen3"])
+    for template in (CHATML, CHATML.replace("{{ m['content'] }}", "{{ m['content'] | title }}")):
+        turns = [{"role": "system", "content": " Be\n"}, user(" hi "), said("Yes")]
+        assert answers(turns, template)
+
+
+# -- options of a record
+
+
+def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
+    tokenizer = byte_tokenizer(TEMPLATES["qwen3"])
+    record = {"messages": [user("Hi"), said("Hello")]}
+
+    def turn(kwargs, **keys):
+        part = toy_tokenizer.encode(tokenizer, record | {"chat_template_kwargs": kwargs}, **keys)
+        [(prompt, answer)] = trained_turns(tokenizer, part)
+        return prompt.endswith(EMPTY), answer
+
+    shown, hidden = (True, "Hello<|im_end|>"), (False, EMPTY + "Hello<|im_end|>")
+    assert turn({"enable_thinking": False}) == shown
+    assert turn({}) == turn(None) == turn({"enable_thinking": None}) == hidden
+    assert turn({}, enable_thinking=False) == turn(None, enable_thinking=False) == shown
+    assert turn({"enable_thinking": True}, enable_thinking=False) == hidden
+    with pytest.raises(ValueError, match="t.json:1: chat_template_kwargs: 'tokenize': expected va"):
+        turn({"tokenize": True})
+    with pytest.raises(
+        ValueError, match="t.json:1: the column 'chat_template_kwargs': expected an"
+    ):
+        turn("enable_thinking")
+    part = toy_tokenizer.encode(
+        byte_tokenizer(CHATML), record | {"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    what = "records give enable_thinking to the chat template, which lacks it"
+    assert part.tallies == {what: (1, WHERE)}
 
 
 def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
@@ -242,5 +419,6 @@ REFUSES_SYSTEM = (
 def test_a_system_message_that_a_template_refuses_leads_to_the_built_in_that_takes_it(name):
     renderer = ChatRenderer(byte_tokenizer(REFUSES_SYSTEM + TEMPLATES[name]))
     with pytest.raises(ValueError, match=f"here: .*no system; chat_template: {name} takes"):
-        renderer.render(PLAIN, None, "answers", "here")
-    assert ChatRenderer(byte_tokenizer(TEMPLATES[name])).render(PLAIN, None, "answers", "here")
+        renderer.render(Conversation(PLAIN), "answers", "here")
+    renderer = ChatRenderer(byte_tokenizer(TEMPLATES[name]))
+    assert renderer.render(Conversation(PLAIN), "answers", "here")

@@ -411,6 +411,31 @@ def test_a_bad_pair_is_an_error_with_its_place(record, message):
         conversations(record, NONE, form, True, None, "t.json:1")
 
 
+def test_weights_of_pairs_are_those_of_a_trained_answer(tmp_path):
+    turns = [user("a"), said("b") | {"weight": 0}, user("c")]
+    pair = {
+        "prompt": turns,
+        "chosen": said("good") | {"weight": 1},
+        "rejected": [said("bad") | {"train": True}],
+    }
+    bundle = load(tmp_path, write(tmp_path / "a.jsonl", pair))
+    [(prompt, *answers)] = shown(bundle.train)
+    assert prompt.endswith(CHAT.replace("a<", "c<")) and answers == [
+        "good<|im_end|>",
+        "bad<|im_end|>",
+    ]
+    without = pair | {"rejected": [said("bad") | {"train": False}]}
+    with pytest.raises(ValueError, match=r"b.jsonl:1: rejected: weight 0 of an answer: expected 1"):
+        load(tmp_path, write(tmp_path / "b.jsonl", without))
+
+
+def test_the_template_hears_the_options_of_a_pair(tmp_path):
+    template = CHATML.replace("{% for", "{{ mood }}{% for", 1)
+    pair = FORMATS["prompt"] | {"chat_template_kwargs": {"mood": "calm "}}
+    bundle = load(tmp_path, write(tmp_path / "a.jsonl", pair), template=template)
+    assert shown(bundle.train) == [(f"calm {CHAT}", "good<|im_end|>", "bad<|im_end|>")]
+
+
 def test_options_without_meaning_for_pairs_are_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
     with pytest.raises(ValueError, match="answers are compared"):

@@ -3,12 +3,14 @@ template.
 """
 
 import json
+import resource
 
 import pytest
+from tokenizers import processors
 
 from mca_lite import data_chat
 from mca_lite.args import DataArguments
-from mca_lite.data_encode import Reader, mask_of_spans, num_learned
+from mca_lite.data_encode import Encoder, Reader, mask_of_spans, num_learned
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
 from mca_lite.objectives import OBJECTIVES
@@ -233,8 +235,39 @@ def test_prompt_and_completion_may_be_texts_or_messages():
         "prompt": [{"role": "user", "content": "Hi"}],
         "completion": [{"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}],
     }
-    for record in (as_text, as_turns):
-        assert trained_texts(record, CHATML, form="prompt-completion") == ["Hello<|im_end|>"]
+    form = "prompt-completion"
+    assert trained_texts(as_turns, CHATML, form=form) == ["Hello<|im_end|>"]
+    as_response = {"prompt": "Hi", "response": "Hello"}
+    assert trained_texts(as_response, CHATML, form=form) == ["Hello<|im_end|>"]
+    for template in (CHATML, None):  # raw text, as TRL trains it, which takes no template
+        tokenizer, part = encode(as_text, template, form=form)
+        assert tokenizer.decode(part.ids) == "HiHello</s>"
+        assert trained_texts(as_text, template, form=form) == ["Hello</s>"]
+        whole = trained_texts(as_text, template, form=form, train_on_prompt=True)
+        assert whole == ["HiHello</s>"]
+        assert part.tallies == {
+            "prompts and completions are texts, trained without a chat template": (1, "t.json:1")
+        }
+    ended = as_text | {"completion": "Hello</s>"}
+    assert trained_texts(ended, CHATML, form=form) == ["Hello</s>"]
+    for more in ({"system": "s"}, {"tools": [{"name": "f"}]}, {"chat_template_kwargs": {"a": 1}}):
+        with pytest.raises(ValueError, match="t.json:1: prompt and completion are texts.*messages"):
+            encode(as_text | more, CHATML, form=form)
+    with pytest.raises(ValueError, match="t.json:1: prompt and completion are texts"):
+        encode(as_text, CHATML, form=form, default_system="s")
+
+
+def test_a_text_prompt_gets_the_special_tokens_that_the_tokenizer_adds():
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    part = toy_tokenizer.encode(
+        tokenizer, {"prompt": "a", "completion": "b"}, form="prompt-completion"
+    )
+    assert tokenizer.decode(part.ids) == "<s>ab</s>" and part.mask.tolist() == [0, 0, 1, 1]
+    part = toy_tokenizer.encode(tokenizer, TWO_TURNS)
+    assert tokenizer.bos_token_id not in part.ids  # a chat template writes its own
 
 
 def test_formats_are_detected_from_the_first_record():
@@ -283,8 +316,8 @@ def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
     assert trained_texts(record, CHATML, form="question-answer") == ["Hello<|im_end|>"]
     pair = {"q": "Hi", "chosen": "Hello", "rejected": "What"}
     assert detect_format(pair, none, DPO, "t:1") == "question-answer"
-    found, _ = conversations(pair, none, "question-answer", True, None, "t:1")
-    assert [[turn["content"] for turn in turns] for turns in found] == [
+    found = conversations(pair, none, "question-answer", True, None, "t:1")
+    assert [[turn["content"] for turn in one.messages] for one in found] == [
         ["Hi", "Hello"],
         ["Hi", "What"],
     ]
@@ -338,11 +371,45 @@ def test_a_template_that_rewrites_answers_is_an_error_that_says_what_to_do():
         encode(TWO_TURNS, refusing)
 
 
+LOOPS = "{% for i in range(2000) %}" * 2 + "{% endfor %}" * 2
+
+
 def test_a_template_that_does_not_end_is_refused(monkeypatch):
     monkeypatch.setattr(data_chat, "RENDER_S", 0.05)
-    loops = "{% for i in range(2000) %}" * 2 + "{% endfor %}" * 2
-    with pytest.raises(ValueError, match="the chat template takes longer than"):
-        encode(TWO_TURNS, loops + CHATML)
+    with pytest.raises(ValueError, match="a question .*: the chat template takes longer than"):
+        encode(TWO_TURNS, LOOPS + CHATML)
+
+
+def test_a_template_that_does_not_end_for_one_record_is_refused_with_its_place(monkeypatch):
+    monkeypatch.setattr(data_chat, "RENDER_S", 0.3)
+    late = f"{{% if 'sesame' in messages[0]['content'] %}}{LOOPS}{{% endif %}}" + CHATML
+    assert trained_texts(TWO_TURNS, late)[-1] == "5<|im_end|>"
+    for skips in ("stop", "skip"):  # it cannot be ended, and would take the time of the others
+        with pytest.raises(ValueError, match="t.json:1: the chat template takes longer than"):
+            encode(chat("Open sesame", "No"), late, on_bad_record=skips)
+
+
+@pytest.mark.parametrize(
+    "piece, words",
+    [
+        ("{{ 'a' * 10**11 }}", "MemoryError"),
+        ("{{ '%100000000000d' % 1 }}", "MemoryError"),
+        ("{% include 'x' %}", "TypeError: no loader"),
+        ("{% import 'x' as y %}", "TypeError: no loader"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ [][5].x }}", "has no element 5"),
+    ],
+)
+def test_what_a_template_meets_is_said_in_words(piece, words):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ValueError, match=f"the chat template refuses a question .*{words}"):
+        encode(TWO_TURNS, piece + CHATML)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    if "MemoryError" not in words:  # of the trial alone
+        later = f"{{% if messages | length > 2 %}}{piece}{{% endif %}}" + CHATML
+        with pytest.raises(ValueError, match=f"t.json:1: the chat template refuses .*{words}"):
+            encode(TWO_TURNS, later)
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_set():
@@ -466,6 +533,8 @@ LONE = '{"text": "half \\ud83d a pair"}'
         ("key.jsonl", '{"\\udc00": 1}', "key.jsonl:1"),
         ("deep.jsonl", '{"text": "a"}\n' + "[" * 100_000, "deep.jsonl:2"),
         ("deep.json", "[" * 100_000, "deep.json:1"),
+        ("400.jsonl", "{}\n" + "[" * 400 + "]" * 400, "400.jsonl:2: it is nested too deep: 400"),
+        ("400.json", "[{},\n" + "[" * 400 + "]" * 400 + "]", "400.json:2: it is nested too deep"),
     ],
 )
 def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path, name, text, place):
@@ -498,6 +567,31 @@ def test_records_that_mean_something_else_are_refused_by_path_too(tmp_path, colu
     with pytest.raises(ValueError, match=f"b.jsonl:2: the column '{column}'"):
         read(later, SFT)
     assert read(first, PT) == ["a"]
+
+
+def test_many_brackets_are_no_depth(tmp_path):
+    records = [{"a": [[]] * 500, "b": "[" * 500}]
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    assert [record for _, record in read_records(str(tmp_path / "a.json"))] == records
+
+
+def test_a_record_far_longer_than_cutoff_len_is_refused_with_its_size():
+    long = "a" * 1_000_000
+    words = r"t.json:1: the record has 1,000,0\d\d characters, .*cutoff_len 128 at most 1,000,000"
+    with pytest.raises(ValueError, match=words):
+        encode(chat(long, "b"), CHATML, cutoff_len=128)
+    with pytest.raises(ValueError, match=words):
+        encode({"prompt": long, "completion": "b"}, None, form="prompt-completion", cutoff_len=128)
+    data_args = DataArguments(dataset=["t"], cutoff_len=1_000_000)
+    Encoder(byte_tokenizer(CHATML), None, SFT, data_args)._check_size(32_000_000, "t.json:1")
+    for packing in (True, False):
+        data_args = DataArguments(dataset=["t"], cutoff_len=8, packing=packing)
+        encoder = Encoder(byte_tokenizer(), None, PT, data_args)
+        if packing:  # nothing is cut off texts that are joined
+            encoder._check_size(1_000_001, "t.json:1")
+            continue
+        with pytest.raises(ValueError, match="t.txt:1: the record has 1,000,001 characters"):
+            encoder.encode([("t.txt:1", long + "b")])
 
 
 def test_empty_answers_are_left_out_and_counted_with_the_first_place():

@@ -454,6 +454,8 @@ SHOWN_BY = {
     "test_bad_records_are_left_out_counted_by_reason_and_listed",
     "streaming": "test_data_stream_runs.py::test_a_run_that_stops_goes_on_bit_for_bit",
     "sample_by": "test_data_mix.py::test_a_text_file_is_a_document_a_line_or_as_a_whole",
+    "ignore_message_keys": "test_data_chat.py::"
+    "test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
     "test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch",

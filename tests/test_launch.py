@@ -2,7 +2,9 @@
 that share none, exports that a signal meets, and paths that lead nowhere.
 """
 
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from mca_lite import cli, files, output_folder
@@ -17,6 +20,7 @@ from mca_lite import world as launcher
 from mca_lite.args import DataArguments
 from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError, read_config_file
+from mca_lite.data import load_datasets
 from mca_lite.data_files import resolve
 from mca_lite.files import resolve_folder
 from mca_lite.objectives import OBJECTIVES
@@ -248,6 +252,40 @@ def test_a_signal_in_the_export_leaves_a_whole_model(tmp_path, number):
     )
     assert code == 0 and "model.safetensors.index.json" in names and "tokenizer.json" in names
     assert not [name for name in names if name.endswith(".tmp")]
+
+
+def as_a_script(folder: str, words: list[str]) -> tuple[int, str]:
+    """(exit code, what it and its processes print as errors) of a script without a guard."""
+    script, errors = Path(folder) / "script.py", Path(folder) / "errors"
+    script.write_text("import sys\nfrom mca_lite import cli\nsys.exit(cli.main(sys.argv[1:]))\n")
+    os.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    dist.destroy_process_group()
+    sys.argv = [str(script), *words]
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
+        sys.stderr = file
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(script), run_name="__main__")
+    return end.value.code, errors.read_text()
+
+
+def test_a_script_without_a_guard_ends_in_words_where_it_starts_processes(tmp_path):
+    words = ["configs/sft.yaml", f"output_dir={tmp_path / 'out'}", "preprocessing_num_workers=2"]
+    words += [f"cache_dir={tmp_path / 'cache'}", "max_samples=1", "max_steps=1"]
+    [(code, errors)] = world.run(as_a_script, 1, str(tmp_path), words)
+    assert code == 2
+    again = "error: a process that helps a run came to start it again: put what starts the run"
+    assert again in errors and "error: a tokenising process died: a script must start" in errors
+    assert "Traceback" not in errors and errors.count("`if __name__ == '__main__':`") >= 2
+
+
+def test_who_loads_data_while_a_script_is_imported_again_is_ended(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    for start in (lambda: cli.main(["max_steps=1"]), lambda: load_datasets(None, "sft", None)):
+        with pytest.raises(SystemExit, match="`if __name__ == '__main__':` in your script"):
+            start()
 
 
 def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):

@@ -81,8 +81,9 @@ def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> Simple
     renderer, _ = chat_renderer(tokenizer, data_args)
     encoder = Encoder(tokenizer, renderer, OBJECTIVES["sft"], data_args)
     where, spec, system = "t.json:1", spec or DatasetSpec("t"), data_args.default_system
+    ignored = data_args.ignore_message_keys
     samples, tally = encoder.encode(
-        [(where, conversations(record, spec, form, False, system, where))]
+        [(where, conversations(record, spec, form, False, system, where, ignored))]
     )
     documents = list(itertools.chain(*samples))
     return SimpleNamespace(
