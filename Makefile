@@ -66,7 +66,7 @@ kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's
 	$(BIN)/python -m pip install -q triton
 	TRITON_INTERPRET=1 $(BIN)/python -W ignore -m tests.tools.gpu_kernels
 
-gpu: $(STAMP)  ## on a machine with CUDA: kernels, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
+gpu: $(STAMP)  ## on a machine with CUDA: kernels, memory that stays, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
 	$(BIN)/python -m tests.tools.gpu $(ARGS)
 
 families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md
