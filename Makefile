@@ -58,7 +58,7 @@ chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kil
 fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 300 --seed 7"
 	$(BIN)/python -m tests.tools.fuzz $(ARGS)
 
-bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
+bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger and float32 weights: ARGS="1.5B ours"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
