@@ -1,7 +1,7 @@
 """Speed of saving and loading a checkpoint against a plain write of the same bytes, and the memory
 that it takes.
 
-    python -m tests.tools.bench_checkpoint [--hidden 1024] [--ranks 2]
+    python -m tests.tools.bench_checkpoint [--hidden 1024] [--ranks 2] [--layout buckets]
 
 Ranks on this machine, each on a GPU where there are some. A plain write is each rank's share of the
 same bytes, in blocks of 4 MiB, flushed; the median of five, each, measured in turn. Every data
@@ -148,15 +148,15 @@ LAYOUTS = {
 }
 
 
-def checkpoint_speed(hidden: int = 1024, ranks: int = 2) -> dict[str, dict]:
-    """{layout: bytes, median seconds and peak memory of the main rank}."""
+def checkpoint_speed(hidden: int = 1024, ranks: int = 2, words: str = "") -> dict[str, dict]:
+    """{layout: bytes, median seconds and peak memory of the main rank}, of layouts whose names have
+    these words."""
     with tempfile.TemporaryDirectory() as folder:
-        shape = dict(
-            hidden_size=hidden, intermediate_size=3 * hidden, head_dim=hidden // 4, vocab_size=4096
-        )
+        shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, head_dim=64, vocab_size=4096)
+        shape["num_attention_heads"] = shape["num_key_value_heads"] = hidden // 64
         path, out = tiny.save_model(Path(folder) / "model", "qwen3", **shape), {}
         for name, keys in LAYOUTS.items():
-            if keys.get("tensor_model_parallel_size", 1) <= ranks:
+            if words in name and keys.get("tensor_model_parallel_size", 1) <= ranks:
                 place = str(Path(folder) / name)
                 out[name] = world.run(measure, ranks, path, place, keys, timeout_s=300)[0]
     return out
@@ -168,6 +168,7 @@ def main() -> None:
     )
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layout", default="", help="words in the names of the layouts wanted")
     options, _ = parser.parse_known_args()
     print(
         f"checkpoints of 4 layers, hidden {options.hidden}, float32 with Adam's state, "
@@ -181,7 +182,7 @@ def main() -> None:
         "of plain: against a plain write; loading includes the check of all sums; "
         "blocked: how long training stands still"
     )
-    for name, m in checkpoint_speed(options.hidden, options.ranks).items():
+    for name, m in checkpoint_speed(options.hidden, options.ranks, options.layout).items():
         speed = {key: m["bytes"] / 1e9 / m[key] for key in ("save", "load", "plain write")}
         print(
             f"{name:28} {m['bytes'] / 1e6:6.0f} {speed['save']:9.2f} "
