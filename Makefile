@@ -58,7 +58,7 @@ chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kil
 fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 300 --seed 7"
 	$(BIN)/python -m tests.tools.fuzz $(ARGS)
 
-bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
+bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger and float32 weights: ARGS="1.5B ours"
 	$(BIN)/python -m pip install -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
@@ -66,7 +66,7 @@ kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's
 	$(BIN)/python -m pip install triton
 	TRITON_INTERPRET=1 $(BIN)/python -W ignore -m tests.tools.gpu_kernels
 
-gpu: $(STAMP)  ## on a machine with CUDA: kernels, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
+gpu: $(STAMP)  ## on a machine with CUDA: kernels, memory that stays, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
 	$(BIN)/python -m tests.tools.gpu $(ARGS)
 
 families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md

@@ -209,8 +209,8 @@ class _Holders(NamedTuple):
 
 
 def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
-    """{id of a parameter: its holders}. Who has the largest piece of the state writes, so that
-    hardly anything has to be sent; whole parameters are dealt out by size."""
+    """{id of a parameter: its holders}. Of those that have a piece of its state the one writes that
+    has least to write so far: no rank gathers the state of a model that many have cut."""
     cuts, found = _cuts(optimizer), {}
     loads: dict[int, list[int]] = {}
     for parameter in models.parameters():
@@ -218,9 +218,7 @@ def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
         whole = parallel.replica_group(of_expert), {}
         group, pieces = cuts.get(id(parameter), whole)
         load = loads.setdefault(id(group), [0] * group.size())
-        writer = load.index(min(load))
-        if pieces:
-            writer = max(pieces, key=lambda rank: pieces[rank][1] - pieces[rank][0])
+        writer = min(pieces or range(group.size()), key=load.__getitem__)
         load[writer] += parameter.numel()
         found[id(parameter)] = _Holders(group, writer, pieces)
     return found
@@ -331,7 +329,8 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 part = _state_of(*held[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                value = value.to("cpu", copy=True) if copy else value
+                if copy or len(holder.pieces) > 1:  # what was joined takes no room on a GPU
+                    value = value.to("cpu", copy=copy)
                 replica = _replica(tensor, True)
                 out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)
     return out
@@ -349,24 +348,17 @@ def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
 
 
 def _join(part, parameter, group, writer: int, pieces: dict):
-    """On the writer the whole of a state, from the pieces of all ranks that hold one; else None.
-
-    Point to point within the group; mostly the writer holds everything.
-    """
+    """On the writer the whole of a state, from the pieces of all ranks that hold one; else None."""
     me = group.rank()
     if me != writer:
-        if me in pieces:
-            dist.send(part.contiguous(), dist.get_global_rank(group, writer), group=group)
+        parallel.exchange({writer: part} if me in pieces else {}, {}, group)
         return None
     if part.numel() == parameter.numel():
         return part.view(parameter.shape)
-    whole = torch.zeros(parameter.numel(), device=part.device)
-    for rank, (start, stop) in sorted(pieces.items()):
-        piece = part
-        if rank != me:
-            piece = torch.empty(stop - start, device=part.device)
-            dist.recv(piece, dist.get_global_rank(group, rank), group=group)
-        whole[start:stop] = piece
+    whole = torch.empty(parameter.numel(), device=part.device)
+    places = {rank: whole[slice(*piece)] for rank, piece in pieces.items()}
+    places.pop(me).copy_(part)
+    parallel.exchange({}, places, group)
     return whole.view(parameter.shape)
 
 

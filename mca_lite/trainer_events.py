@@ -31,6 +31,9 @@ from .trainer_callbacks import (
 from .trainer_profile import Profiler
 from .trainer_step import TrainOutput
 
+_STEPS_PER_LOOK = 1000  # for garbage of all ages
+_NEVER = 2**31 - 1  # younger collections before one of all ages
+
 # Methods of transformers' and mcore_adapter's trainers that this loop does not call -> ours.
 _OTHER_HOOKS = {
     "compute_loss": "_post_compute_loss(labels, losses)",
@@ -158,29 +161,30 @@ def agree(trainer) -> list[int]:
     return of_all[: len(own)]
 
 
-def spare_what_stays() -> None:
-    """Let Python's collector pass over all objects that there are, on a GPU: libraries and compiled
-    functions. A look through all takes 0.4 s, in which a GPU runs out of work; and of many ranks
-    each looks at another time, while all wait."""
+def collect_garbage() -> None:
+    """Free cycles of all ages on the host of a GPU. A look at all objects takes 0.4 s, in which a
+    GPU runs out of work: all ranks take it after the same step."""
     if torch.cuda.is_available():
         gc.collect()
-        gc.freeze()
 
 
 @contextlib.contextmanager
 def steady_host(args):
-    """Within, a host that feeds a GPU is not held up: see spare_what_stays(). And torch computes on
-    one thread, unless the host makes updates: the others spin after each operation, and take the
-    time of that one."""
-    threads, is_ours = torch.get_num_threads(), gc.get_freeze_count() == 0
-    if torch.cuda.is_available() and not args.optimizer_cpu_offload:
-        torch.set_num_threads(1)
-    spare_what_stays()
+    """Within, a host that feeds a GPU is not held up: Python looks at young objects alone for
+    garbage, and collect_garbage() at all. Nothing is frozen: a frozen trainer would stay for good,
+    as gc.unfreeze() would take what a host program froze along. And torch computes on one thread,
+    unless the host makes updates: the others spin after each operation, and take the time of that
+    one."""
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    if torch.cuda.is_available():
+        gc.set_threshold(*thresholds[:2], _NEVER)
+        if not args.optimizer_cpu_offload:
+            torch.set_num_threads(1)
+    collect_garbage()
     try:
         yield
     finally:
-        if is_ours:
-            gc.unfreeze()
+        gc.set_threshold(*thresholds)
         torch.set_num_threads(threads)
 
 
@@ -199,8 +203,8 @@ def end_step(trainer) -> None:
     Collective; Interrupted after a signal."""
     args, state, steps_per_epoch = trainer.args, trainer.state, trainer.batch_plan.steps_per_epoch
     watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
-    if trainer._guard.steps == 1:
-        spare_what_stays()  # what the first step compiled
+    if trainer._guard.steps % _STEPS_PER_LOOK == 1:
+        collect_garbage()  # first what compiling left behind
     raise_flags(trainer.control, args, state, state.position % steps_per_epoch == 0)
     trainer._notify("on_step_end")
     done = _act(trainer)
@@ -225,6 +229,8 @@ def _act(trainer) -> list[str]:
             signal, still_writes, is_spike = _agree_on_epoch(trainer)
     if is_spike:
         trainer._guard.name_spike()
+    if "should_evaluate" in done or "should_save" in done:
+        collect_garbage()
     if trainer._writer.is_busy and (signal or not still_writes):
         finish_checkpoint(trainer)
         signal, *_ = _agree_on_epoch(trainer)

@@ -266,13 +266,13 @@ def _written_here(
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(mine[key].detach(), row.axis, group)
             if here == holder != writer:
-                dist.send(full.contiguous(), writer)
+                parallel.exchange({writer: full.contiguous()}, {})
         if here != writer:
             continue
         if here != holder:
             size = _whole_shape(row, shape, config)
             full = torch.empty(size, dtype=dtype, device=parallel.device())
-            dist.recv(full, holder)
+            parallel.exchange({}, {holder: full})
         for name, tensor in _split(row, layer, full, config):
             yield name, tensor.to("cpu", copy=True)
 

@@ -93,6 +93,15 @@ def test_only_cpu_assigns_to_another_librarys_attributes():
             check_assignments(name)
 
 
+def test_messages_between_two_ranks_go_in_batches():
+    """Unbatched, each pair of ranks takes a communicator of nccl."""
+    alone = {"send", "recv", "isend", "irecv"}
+    for name in ORDER:
+        for node in ast.walk(modules()[name]):
+            called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+            assert called not in alone, f"{name}.py:{node.lineno}: use parallel.exchange"
+
+
 def check_assignments(name: str) -> None:
     tree = modules()[name]
     borrowed = set()

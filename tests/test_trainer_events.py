@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -455,6 +456,14 @@ def test_optimizers_that_would_not_update_the_model_are_refused():
     assert given_optimizers((None, None), model, True) == (None, None)
 
 
+def full_looks() -> int:
+    """How often Python's collector looks at objects of all ages while many are made."""
+    before = gc.get_stats()[2]["collections"]
+    made = [[] for _ in range(len(gc.get_objects()))]
+    assert made
+    return gc.get_stats()[2]["collections"] - before
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatch):
     import torch
@@ -462,36 +471,85 @@ def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatc
     from mca_lite import trainer_events
 
     threads, args = torch.get_num_threads(), SimpleNamespace(optimizer_cpu_offload=on_host)
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch.set_num_threads(2)
     try:
+        assert full_looks() > 0
         with pytest.raises(KeyError), trainer_events.steady_host(args):
-            assert gc.get_freeze_count() > 1000
+            assert full_looks() == 0
+            assert gc.get_freeze_count() == frozen
             assert torch.get_num_threads() == (2 if on_host else 1)
             raise KeyError
-        assert gc.get_freeze_count() == 0
+        assert gc.get_threshold() == thresholds
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
 
 
+def lives_on(path: str, out: str, host_freezes: bool) -> tuple[list[str], bool]:
+    """After a run as on a GPU and gc.collect(): (what lives of its trainer, whether a list of the
+    host is frozen). host_freezes: what was there before, as Python 3.12 itself does."""
+    import torch
+
+    from mca_lite import McaTrainer, trainer_events
+    from mca_lite.trainer_callbacks import TrainerCallback
+
+    class WithGpu:
+        cuda = SimpleNamespace(is_available=lambda: True)
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    class Note(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            found = dict(optimizer=kwargs["optimizer"], weight=next(kwargs["model"].parameters()))
+            held.update({name: weakref.ref(value) for name, value in found.items()})
+
+    def make(**kwargs):
+        trainer = McaTrainer(**kwargs)
+        held["trainer"], held["chunk"] = weakref.ref(trainer), weakref.ref(trainer.models[0])
+        return trainer
+
+    gc.unfreeze()
+    of_host, held = [{}], {}
+    if host_freezes:
+        gc.freeze()
+    trainer_events.torch = WithGpu()
+    train(path, out, trainer_class=make, callbacks=[Note()])
+    gc.collect()
+    alive = [name for name, reference in held.items() if reference() is not None]
+    assert len(held) == 4
+    return alive, not any(known is of_host for known in gc.get_objects())
+
+
+@pytest.mark.parametrize("host_freezes", [False, True])
+def test_nothing_of_a_trainer_lives_on_and_what_a_host_froze_stays_frozen(
+    model_path, tmp_path, host_freezes
+):
+    found = world.run(lives_on, 1, model_path, str(tmp_path), host_freezes)
+    assert found == [([], host_freezes)]
+
+
 def looks_of_the_collector(path: str, out: str) -> list[int]:
-    """The steps after which a run of four lets the collector pass over what is there."""
+    """The steps after which a run of four looks for garbage of all ages, every third one."""
     from mca_lite import trainer_events
     from mca_lite.trainer_callbacks import TrainerCallback
 
     steps, found = [0], []
-    trainer_events.spare_what_stays = lambda: found.append(steps[-1])
+    trainer_events.collect_garbage = lambda: found.append(steps[-1])
+    trainer_events._STEPS_PER_LOOK = 3
 
     class Count(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             steps.append(state.global_step + 1)
 
-    train(path, out, callbacks=[Count()])
+    train(path, out, callbacks=[Count()], steps=5, eval_strategy="steps", eval_steps=2)
     return found
 
 
-def test_the_collector_passes_over_what_was_there_before_and_what_the_first_step_made(
+def test_garbage_of_all_ages_goes_after_what_compiles_evaluations_and_many_steps(
     model_path, tmp_path
 ):
-    assert world.run(looks_of_the_collector, 1, model_path, str(tmp_path)) == [[0, 1]]
+    looks = world.run(looks_of_the_collector, 1, model_path, str(tmp_path))
+    assert looks == [[0, 1, 2, 4, 4, 5]]

@@ -60,6 +60,7 @@ def start_and_stop(tp: int) -> dict:
     parallel.initialize(args)
     parallel.initialize(args)  # the same layout again changes nothing
     running = dict(tp=mpu.get_tensor_model_parallel_world_size(), threads=threading.active_count())
+    running["twins"] = [n for n, value in vars(mpu).items() if n.endswith("_GLOO") and value]
     try:
         args.tensor_model_parallel_size = 1
         parallel.initialize(args)
@@ -78,5 +79,6 @@ def start_and_stop(tp: int) -> dict:
 def test_a_world_starts_once_and_stops_clean():
     for answer in world.run(start_and_stop, 2, 2):
         assert answer["tp"] == 2
+        assert answer["twins"] == []  # of gloo, beside the groups that train
         assert "shutdown()" in answer["refused"]
         assert answer["left"] is False and answer["mpu"] is False

@@ -7,11 +7,13 @@ $OUT/results.jsonl where OUT is set. Time: the device is synchronised at the end
 the median of the steps after the warm-up counts. FLOPs are counted as Megatron does (see `flops`),
 over the dense bf16 peak of an H100 or H200, 989 TFLOP/s; recomputed work and padding do not count.
 
-Hugging Face's rows have bf16 weights and moments, this project's have float32 master weights:
-Trainer has no such choice. DPO's rivals are a plain loop over transformers' models
-(bench_pairs.py), and the reference's forward pass counts as work. TINY=1 in the environment runs
-the same at a size for a CPU; PROFILE=1 prints where the GPU's time goes in a step of this
-project's.
+Full training here has float32 master weights. Of Hugging Face's, hf and liger have bf16 weights and
+moments; liger-float32 has weights loaded in float32, and products in bf16 by autocast. Packed rows
+have a dense mask in hf and liger; in liger-varlen documents are flattened, and attention is torch's
+varlen kernel (bench_varlen.py). Adapters are float32 in all of them. DPO's rivals are a plain loop
+over transformers' models (bench_pairs.py), and the reference's forward pass counts as work. TINY=1
+in the environment runs the same at a size for a CPU, without Liger there; PROFILE=1 prints where
+the GPU's time goes in a step of this project's.
 """
 
 import contextlib
@@ -30,6 +32,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start 
 
 import numpy as np
 import torch
+
+from . import bench_varlen
 
 PEAK = 989e12
 TINY = bool(os.environ.get("TINY"))
@@ -70,13 +74,22 @@ SHAPES["8M"] = (
 )
 _HEADS["8M"] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 SHAPES["8B"][1].update(vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=32768)
-# mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for Trainer
+_FLOAT32 = ("liger-float32",)
+# mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for rivals that
+# have masks; rivals: beside hf and liger
 CASES = {
-    "0.5B": dict(shape="0.5B", mbs=8, rows=8, theirs=dict(mbs=4)),
-    "1.5B": dict(shape="1.5B", mbs=4, rows=32, steps=5, skip=2),
-    "1.5B short steps": dict(shape="1.5B", mbs=4, rows=8),
-    "4B": dict(shape="4B", mbs=2, rows=8, steps=6, skip=3),
-    "packed 1.5B": dict(shape="1.5B", mbs=4, rows=8, packed=True, theirs=dict(mbs=1)),
+    "0.5B": dict(shape="0.5B", mbs=8, rows=8, theirs=dict(mbs=4), rivals=_FLOAT32),
+    "1.5B": dict(shape="1.5B", mbs=4, rows=32, steps=5, skip=2, rivals=_FLOAT32),
+    "1.5B short steps": dict(shape="1.5B", mbs=4, rows=8, rivals=_FLOAT32),
+    "4B": dict(shape="4B", mbs=2, rows=8, steps=6, skip=3, rivals=_FLOAT32),
+    "packed 1.5B": dict(
+        shape="1.5B",
+        mbs=4,
+        rows=8,
+        packed=True,
+        theirs=dict(mbs=1),
+        rivals=("liger-varlen", "liger-varlen-float32"),
+    ),
     "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
     # rows are pairs of 2 x 1,024 tokens
     "DPO 1.5B": dict(shape="1.5B", mbs=4, rows=8, s=1024, pairs=True, steps=12, skip=6),
@@ -105,7 +118,22 @@ TE_CASES = {
     "te-lora-fp8": dict(_LORA, keys=_FP8),
 }
 CASES.update(TE_CASES)
-TRAINERS = ("ours", "hf", "liger")
+# of Hugging Face's Trainer: keywords of run_theirs
+RIVALS = {
+    "hf": {},
+    "liger": dict(liger=True),
+    "liger-float32": dict(liger=True, float32=True),
+    "liger-varlen": dict(liger=True, varlen=True),
+    "liger-varlen-float32": dict(liger=True, varlen=True, float32=True),
+}
+TRAINERS = ("ours", *RIVALS)
+
+
+def trainers_of(case: str) -> tuple[str, ...]:
+    """Who trains a case."""
+    if case in TE_CASES:
+        return ("ours",)
+    return ("ours", "hf", "liger", *CASES[case].get("rivals", ()))
 
 
 def hf_config(shape: str):
@@ -305,7 +333,9 @@ def say_profile(profile) -> None:
         print(f"span {ends / 1e3:.0f} ms, kernels {busy / 1e3:.0f} ms, waits {waits}", flush=True)
 
 
-def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
+def run_theirs(
+    shape, mbs, rows, s, steps, packed=False, lora=0, liger=False, varlen=False, float32=False
+):
     import transformers
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -313,8 +343,10 @@ def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
     cuda, clock, config = torch.cuda.is_available(), Clock(), hf_config(shape)
     data, tokens, squares = dataset(config, s, rows, packed)
     with torch.device("cuda" if cuda else "cpu"):
-        dtype = torch.bfloat16 if cuda else torch.float32
+        dtype = torch.bfloat16 if cuda and not float32 else torch.float32
         more = {"experts_implementation": "grouped_mm"} if hasattr(config, "num_experts") else {}
+        if varlen:
+            more["attn_implementation"] = bench_varlen.register()
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **more)
     fill(model.named_parameters())
     if lora:
@@ -341,7 +373,7 @@ def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
         def on_step_end(self, *args, **kwargs):
             clock.tick()
 
-    def collate(rows):
+    def stack(rows):
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     args = TrainingArguments(
@@ -357,10 +389,11 @@ def run_theirs(shape, mbs, rows, s, steps, packed=False, lora=0, liger=False):
         save_strategy="no",
         disable_tqdm=True,
         optim="adamw_torch_fused" if cuda else "adamw_torch",
-        use_liger_kernel=liger,
+        use_liger_kernel=liger and cuda,
         report_to=[],
         remove_unused_columns=False,
     )
+    collate = bench_varlen.flatten if varlen else stack
     trainer = Trainer(
         model, args, train_dataset=samples, data_collator=collate, callbacks=[Ticks()]
     )
@@ -373,6 +406,7 @@ def measure(case: str, trainer: str, label: str) -> dict:
     """Train one case and return its line."""
     keys = dict(CASES[case])
     theirs, skip = keys.pop("theirs", {}), keys.pop("skip", 4)
+    keys.pop("rivals", None)
     keys = {"s": 4096, "steps": 8, **keys}
     if TINY:
         keys["s"] = 64
@@ -383,7 +417,8 @@ def measure(case: str, trainer: str, label: str) -> dict:
 
         clock, logs, tokens, squares = run_pairs(**keys, liger=trainer == "liger")
     else:
-        clock, logs, tokens, squares = run_theirs(**{**keys, **theirs}, liger=trainer == "liger")
+        own = {} if "varlen" in trainer else theirs
+        clock, logs, tokens, squares = run_theirs(**{**keys, **own, **RIVALS[trainer]})
     median = sorted(clock.times[skip:])[len(clock.times[skip:]) // 2]
     work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
@@ -444,7 +479,7 @@ def _te_is_installed() -> bool:
 
 def main(names: list[str]) -> int:
     """Names of cases or trainers, or label=NAME for the lines of this project; no case or no
-    trainer means all."""
+    trainer means all: see trainers_of()."""
     label = "".join(name.removeprefix("label=") for name in names if name.startswith("label="))
     unknown = [n for n in names if n not in CASES and n not in TRAINERS and "label=" not in n]
     if unknown:
@@ -457,10 +492,11 @@ def main(names: list[str]) -> int:
     cases = [name for name in CASES if name in names]
     if not cases:
         cases = [name for name in CASES if name not in TE_CASES or _te_is_installed()]
+    asked = [name for name in TRAINERS if name in names] or TRAINERS
     for case in cases:
-        trainers = [name for name in TRAINERS if name in names] or TRAINERS
-        for trainer in ("ours",) if case in TE_CASES else trainers:
-            in_a_child(case, trainer, label if trainer == "ours" else "")
+        for trainer in trainers_of(case):
+            if trainer in asked:
+                in_a_child(case, trainer, label if trainer == "ours" else "")
     return 0
 
 

@@ -9,8 +9,9 @@ case's: `python -m tests.tools.bench_gpu "1.5B short steps" experts ours` on one
 torch's fully_shard over transformers' model with Liger kernels, where they are installed, float32
 master weights and bf16 products.
 
-parity: small models in float32 in layouts of two GPUs, against the torch backend on one. limit=S:
-what has not begun after S seconds is named and not run.
+parity: small models in float32 in layouts of two GPUs, against the torch backend on one, and a run
+that stopped at a checkpoint of many buckets against one that did not. limit=S: what has not begun
+after S seconds is named and not run.
 """
 
 import contextlib
@@ -183,7 +184,12 @@ def parity(folder: str, curves: dict, end: float) -> float:
                 cell = f"{kind}: {name}"
                 compiled = gpu.COMPILED if cell in COMPILED_CELLS else {}
                 cells[cell] = (f"{folder}/{model}", model, {**keys, **own, **compiled})
-    return max(max(pair) for pair in gpu.in_turn(cells, curves, folder, end).values())
+    worst = max(max(pair) for pair in gpu.in_turn(cells, curves, folder, end).values())
+    start, keys = time.time(), dict(layouts.OVERLAP, async_save=True)
+    resumed = gpu.resumed(f"{folder}/dense", f"{folder}/resumed", **keys)
+    if dist.get_rank() == 0:
+        gpu.say("resumed, dp overlap", ranks, *resumed, start)
+    return max(worst, *resumed)
 
 
 def main(names: list[str]) -> int:

@@ -1,8 +1,10 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-    python -m tests.tools.gpu [kernels | parity | plan | te [WORD ...]]
+    python -m tests.tools.gpu [kernels | memory | plan | parity | te [WORD ...]]
 
 kernels: the Triton kernels against their formulas (gpu_kernels.py).
+
+memory: what stays on the GPU of a run that ended, of two in one process.
 
 parity: differences from the torch backend on one GPU there. Each family in every mode that fits one
 GPU; experts and the other families there too; and where there are several GPUs every layout of the
@@ -16,6 +18,7 @@ te: the cases of Transformer Engine (gpu_te.py), of which words choose some.
 """
 
 import contextlib
+import gc
 import io
 import os
 import shutil
@@ -31,7 +34,7 @@ from tests import test_model_families, test_moe
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
-from tests.tools import gpu_kernels, gpu_plan, gpu_te
+from tests.tools import bench_gpu, gpu_kernels, gpu_plan, gpu_te
 
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 CASES = {
@@ -57,6 +60,7 @@ COMPILED_CASES = {
 }
 ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
 TOLERANCE = 1e-5
+LEFT_OVER = 0.3  # GiB: workspaces of libraries; the weights alone are 0.9
 WIDE = dict(global_batch_size=8, count=22)  # two samples on each of four ranks
 
 
@@ -216,6 +220,24 @@ def in_worlds(folder: str) -> list[float]:
     return limits
 
 
+def left_over() -> list[float]:
+    """GiB of this GPU that are in use after each of two runs, whose trainers are gone."""
+    left = []
+    for _ in range(2):
+        bench_gpu.run_ours("0.5B", mbs=1, rows=2, s=64 if bench_gpu.TINY else 1024, steps=2)
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.memory_allocated() / 2**30)
+    return left
+
+
+def memory() -> int:
+    [left] = world.run(left_over, 1, timeout_s=200)
+    words = " and ".join(f"{gib:.2f}" for gib in left)
+    print(f"memory: {words} GiB stay of two runs, expected at most {LEFT_OVER}", flush=True)
+    return int(max(left) > LEFT_OVER)
+
+
 def parity() -> int:
     from mca_lite.model_fused import why_no_kernels, why_no_torch_compile
 
@@ -240,6 +262,7 @@ def main(words: list[str]) -> int:
     code."""
     parts = dict(
         kernels=gpu_kernels.main,
+        memory=memory,
         plan=gpu_plan.main,
         parity=parity,
         te=lambda: gpu_te.main(words[1:]),
