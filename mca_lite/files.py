@@ -212,6 +212,12 @@ def describe_error(error: BaseException) -> str:
     return f"disk full: {text}" if is_full and "disk full" not in text else text
 
 
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Returns text that cannot steer a terminal: control characters are replaced, but for those of
+    `kept`."""
+    return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
+
+
 def show_name(path: str | os.PathLike) -> str:
     """The name of a file as it can be printed, whatever its bytes are."""
     return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
