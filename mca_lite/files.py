@@ -1,11 +1,14 @@
 """Small files that are written whole or not at all; words for folders and files that fail."""
 
+import contextlib
 import difflib
 import errno
 import json
 import os
+import tempfile
 import uuid
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,34 @@ def write_file(path: str | os.PathLike, data: str | bytes) -> None:
 def write_json(path: str | os.PathLike, record: Any, **options) -> None:
     """Write a record as indented JSON, with write_file. options: those of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
+
+
+@contextlib.contextmanager
+def replacing(folder: str | os.PathLike) -> Iterator[Path]:
+    """A folder beside, whose files take the place of those of `folder` at the end, each in one
+    step; links there are replaced, and what they lead to is left alone."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as beside:
+        yield Path(beside)
+        for path in sorted(Path(beside).rglob("*")):
+            target = folder / path.relative_to(beside)
+            if path.is_file():
+                sync(path)
+                os.replace(path, target)
+            elif target.is_symlink() or not target.is_dir():
+                target.unlink(missing_ok=True)
+                target.mkdir()
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a file is there and, whichever links lead to it, in the folder; a snapshot of the
+    hub's cache is links to the blobs beside it."""
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    return real.is_file() and any(real.is_relative_to(place) for place in homes)
 
 
 def checksum(path: str | os.PathLike) -> tuple[int, int]:
