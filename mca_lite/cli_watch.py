@@ -8,6 +8,7 @@ python -m mca_lite watch OUTPUT_DIR... [options]
 import itertools
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -91,7 +92,11 @@ def _card(run: RunFolder, width: int, has_colors: bool) -> list[tuple[str, int]]
         lines.append((colored, len(text)))
 
     add(run.name if len(run.name) <= width else "..." + run.name[3 - width :], 1)
-    add(_progress(run, state), _COLORS.get(state, 2))
+    if run.problems:
+        for line in textwrap.wrap(state, width):
+            add(line, 31)
+    else:
+        add(_progress(run, state), _COLORS.get(state, 2))
     points = [value for _, value in run.points("loss")]
     if not points:
         return lines
@@ -117,7 +122,7 @@ def _progress(run: RunFolder, state: str) -> str:
         words.append(f"eta {format_duration(eta)}")
     elif run.seconds is not None and run.records:
         words.append(f"after {format_duration(run.seconds)}")
-    elif run.summary:
+    elif run.summary.state is not None:
         words.append(f"no line for {format_duration(run.quiet_s())}")
     return "  ".join(words)
 

@@ -58,6 +58,14 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
                 target.mkdir()
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is a file. ValueError for a folder, a pipe or a device in its place: to read it
+    might never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: it is no file, but a folder, a pipe or a device")
+    return path.exists()
+
+
 def lies_in(path: Path, folder: Path) -> bool:
     """Whether a file is there and, whichever links lead to it, in the folder; a snapshot of the
     hub's cache is links to the blobs beside it."""
