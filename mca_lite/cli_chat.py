@@ -132,7 +132,7 @@ class _Speaker:
         try:
             prompt = prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
         except TemplateError as error:
-            print(f"the chat template refuses this conversation: {error}")
+            print(f"the chat template refuses this conversation: {printable(str(error))}")
             return self.begin("")
         opened = self.tokenizer.decode(prompt).rstrip().endswith(_THINK)
         printer = _Printer(self.name, opened)

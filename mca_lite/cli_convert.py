@@ -6,6 +6,8 @@ python -m mca_lite convert SRC DST [options]
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
+    The tokenizer's files and generation_config.json are copied, of a checkpoint from the model that
+    it was trained from where it has none; code (*.py) is not
 """
 
 import os

@@ -155,18 +155,24 @@ def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
     assert "--base" in error
     code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
     assert code == 2 and "neither a model in Hugging Face's format nor an adapter" in error
+    text = json.dumps({"base_model_name_or_path": "./\x1b[2J"})
+    (tmp_path / "adapter_config.json").write_text(text)
+    code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
+    assert code == 2 and "./\ufffd[2J: no such folder" in error and "\x1b" not in error
 
 
 def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):
     path = shutil.copytree(models[0], tmp_path / "model")
     template = path / "chat_template.jinja"
-    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    refuse = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\x1b system') }}{% endif %}"
+    )
     template.write_text(refuse + template.read_text())
     lines = ["/system w7", "w5", "w5"]
     code, out, error = chat(monkeypatch, lines, str(path))
     assert code == 0, error
     assert out == [
-        "the chat template refuses this conversation: no system",
+        "the chat template refuses this conversation: no\ufffd system",
         Plain(models[0]).say("w5"),
     ]
     code, out, _ = chat(monkeypatch, ["w5 w6"], models[0], "--plain")
