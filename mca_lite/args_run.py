@@ -42,7 +42,7 @@ from .args_values import (
     loads_yaml,
     read_config_file,
 )
-from .files import read_model_config
+from .files import read_model_config, write_file
 from .objectives import OBJECTIVES
 
 
@@ -101,7 +101,7 @@ class RunArguments:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.to_yaml_dict(), sort_keys=False, allow_unicode=True, width=120)
-        path.write_text(text, encoding="utf-8")
+        write_file(path, text)
 
 
 GROUPS = (ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments)

@@ -180,7 +180,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
             str(loader.construct_object(key, deep=True)): _node_value(loader, node)
             for key, node in root.value
         }
-    except (yaml.YAMLError, RecursionError) as error:
+    except Exception as error:  # a tag such as !!bool fails in Python's words
         why = "it is nested too deep" if isinstance(error, RecursionError) else _first_line(error)
         reason = f"it is no valid configuration: {why}"
         refuse("config file", str(path), reason, "key: value, each key once")

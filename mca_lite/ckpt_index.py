@@ -154,7 +154,8 @@ def _text(value) -> str:
 
 def _number(value) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"expected a number of at least 0, and it has {value!r:.40}")
+        # not the value: its text may be longer than any memory
+        raise ValueError(f"expected a number of at least 0, and it has a {type(value).__name__}")
     return value
 
 

@@ -149,7 +149,7 @@ def _check_common(folder: Path, with_optimizer: bool) -> None:
         common = torch.load(path, weights_only=True)
         steps = common.get("optimizer_steps", None if with_optimizer else 0)
         if common.keys() - {"optimizer_steps"} or type(steps) is not int or steps < 0:
-            raise ValueError(f"expected optimizer_steps, got {common!r:.80}")
+            raise ValueError("expected a number of optimizer_steps, and nothing else")
         path = folder / "metadata.json"
         if read_json(path).get("sharded_backend") != "torch_dist":
             raise ValueError("expected sharded_backend: torch_dist")

@@ -11,7 +11,7 @@ import contextlib
 import sys
 
 from .cli_errors import at_least, finish, has_colors, parser_of
-from .files import resolve_folder
+from .files import printable, resolve_folder
 
 _THINK, _END_THINK = "<think>", "</think>"
 _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
@@ -23,6 +23,8 @@ def main(words: list[str]) -> int:
     model = "the output_dir of a run, a model in Hugging Face's format, or an adapter's folder"
     parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("--plain", action="store_true", help="go on with what is typed, as text")
+    code = "let MODEL, and --base, bring their own code"
+    parser.add_argument("--trust-remote-code", action="store_true", help=code)
     add_options(parser, temperature=None)
     return finish(_talk, parser.parse_args(words))
 
@@ -44,11 +46,6 @@ def add_options(parser: argparse.ArgumentParser, temperature: float | None) -> N
     add("--seed", "N", int, "of sampling")
 
 
-def printable(text: str) -> str:
-    """What a model says, which must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def decoding_of(options):
     """The Decoding of these options, and torch seeded."""
     import torch
@@ -63,9 +60,11 @@ def decoding_of(options):
 def _talk(options) -> None:
     options.model = str(resolve_folder(options.model))  # before torch is imported
     decoding, is_terminal = decoding_of(options), sys.stdin.isatty()
-    speakers = [_Speaker("trained" if options.before else "", options, decoding)]
-    if options.before:
-        speakers.insert(0, _Speaker("before", options, decoding))
+    from .generation import keys_of_run
+
+    keys = keys_of_run(options.model, "default_system enable_thinking")
+    names = ["before", "trained"] if options.before else [""]
+    speakers = [_Speaker(name, options, decoding, keys) for name in names]
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() has a history with it
@@ -100,12 +99,14 @@ def _next_line(is_terminal: bool) -> str | None:
 class _Speaker:
     """A model with its side of the conversation."""
 
-    def __init__(self, name: str, options, decoding):
-        from .generation import keys_of_run, load_for_generation
+    def __init__(self, name: str, options, decoding, keys):
+        from .generation import load_for_generation
 
-        is_before = name == "before"
-        self.model, self.tokenizer = load_for_generation(options.model, options.base, is_before)
-        self.name, self.decoding, keys = name, decoding, keys_of_run(options.model)
+        trusted = (options.model, options.base) if options.trust_remote_code else ()
+        self.model, self.tokenizer = load_for_generation(
+            options.model, options.base, name == "before", trusted
+        )
+        self.name, self.decoding = name, decoding
         self.system, self.enable_thinking = keys.default_system, keys.enable_thinking
         if options.plain:
             self.tokenizer.chat_template = None
@@ -131,7 +132,7 @@ class _Speaker:
         try:
             prompt = prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
         except TemplateError as error:
-            print(f"the chat template refuses this conversation: {error}")
+            print(f"the chat template refuses this conversation: {printable(str(error))}")
             return self.begin("")
         opened = self.tokenizer.decode(prompt).rstrip().endswith(_THINK)
         printer = _Printer(self.name, opened)

@@ -6,6 +6,8 @@ python -m mca_lite convert SRC DST [options]
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
+    The tokenizer's files and generation_config.json are copied, of a checkpoint from the model that
+    it was trained from where it has none; code (*.py) is not
 """
 
 import os
@@ -14,20 +16,20 @@ from pathlib import Path
 
 from .args_values import refuse
 from .cli_errors import finish, parser_of
-from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .constants import HF_CONFIG_NAME, HF_GENERATION_CONFIG_NAME, MCA_CONFIG_NAME, TOKENIZER_FILES
 from .files import (
     check_can_write,
     is_of_mcore_adapter,
+    lies_in,
+    printable,
     read_json,
     resolve_folder,
     why_mcore_adapters,
+    write_file,
 )
 
 # what belongs to a model beside its weights and config.json
-_SIDE_FILES = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("*.jinja", "*.model", "generation_config.json", "*.py"),
-)
+_SIDE_FILES = (*TOKENIZER_FILES, HF_GENERATION_CONFIG_NAME)
 
 
 def main(words: list[str]) -> int:
@@ -52,20 +54,20 @@ def main(words: list[str]) -> int:
 def _convert(options) -> None:
     dst, size = Path(options.dst), options.max_shard_size
     if options.merge is None:
-        print(convert(options.src, dst, size))
+        print(printable(convert(options.src, dst, size)))
     else:
-        print(merge(options.src, Path(options.merge), dst, size))
+        print(printable(merge(options.src, Path(options.merge), dst, size)))
     if options.verify:
         print(verify(options.src, options.dst, options.merge))
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write `src` in the other format into `dst` -> a line that says what was done.
+    """Write `src` in the other format into `dst` -> lines that say what was done.
 
     ValueError where dst holds something, or src is neither or is damaged."""
     _refuse_full(dst)
     folder = resolve_folder(src)
-    from . import ckpt, ckpt_folder
+    from . import ckpt, ckpt_folder, weights_convert
     from .ckpt_megatron import MegatronSnapshot
 
     if (Path(src) / ckpt_folder.MANIFEST_NAME).is_file():
@@ -74,22 +76,22 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
             raise ValueError(refused)
         _refuse_damage(Path(src))
         models = _load(Path(src))
-        models.save_pretrained(dst, max_shard_size)
-        _copy_side_files([Path(src), Path(models.config.name_or_path or src)], dst)
-        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
+        weights_convert.export_hf(models, dst, max_shard_size, beside=False)
+        lines = _copy_side_files([Path(src), Path(models.config.name_or_path or src)], dst)
+        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format{lines}"
     if other := why_mcore_adapters(folder):
         refuse("SRC", src, *other)
     models = _load(folder)
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
-    _copy_side_files([folder], dst)
-    return f"{src} is now {dst}, a checkpoint that any layout loads"
+    lines = _copy_side_files([folder], dst)
+    return f"{src} is now {dst}, a checkpoint that any layout loads{lines}"
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line that
-    says what was done.
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> lines that
+    say what was done.
 
     W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where
     dst holds something, src is no such model, or the adapter is damaged or of another model."""
@@ -111,8 +113,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
-    _copy_side_files([adapter, base.folder], dst)
-    return f"{src} with the adapter {adapter} in its weights is now {dst}"
+    lines = _copy_side_files([adapter, base.folder], dst)
+    return f"{src} with the adapter {adapter} in its weights is now {dst}{lines}"
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
@@ -219,8 +221,22 @@ def _refuse_damage(folder: Path) -> None:
         raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
 
 
-def _copy_side_files(sources: list[Path], dst: Path) -> None:
-    for folder in sources:
-        for path in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
-            if path.is_file() and not (dst / path.name).exists():
-                shutil.copyfile(path, dst / path.name)
+def _copy_side_files(sources: list[Path], dst: Path) -> str:
+    """Copy the files of these names, of each name the first -> lines that say from which folder,
+    and which files were left there."""
+    lines = []
+    for folder in dict.fromkeys(sources):
+        there = [folder / name for name in _SIDE_FILES if os.path.lexists(folder / name)]
+        own = [path for path in there if lies_in(path, folder)]
+        new = [path for path in own if not (dst / path.name).exists()]
+        for path in new:
+            write_file(dst / path.name, path.read_bytes())
+        said = {
+            "copied": new,
+            "left, since links leave the folder": [path for path in there if path not in own],
+            "left: code is never copied": sorted(folder.glob("*.py")),
+        }
+        for what, paths in said.items():
+            if paths:
+                lines.append(f"{folder}: {', '.join(path.name for path in paths)} {what}")
+    return "".join(f"\n{line}" for line in lines)

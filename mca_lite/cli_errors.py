@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from .files import describe_error
+from .files import describe_error, printable
 from .watchdog import lost_a_rank
 from .world import tell_torchrun
 
@@ -133,7 +133,7 @@ def end(error: Exception, output_dir: str | None) -> int:
         _wait_for_the_first()
         text = f"rank {rank}: {text}"
     if rank == "0" or kind not in _ALIKE:
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from .args_run import parse_args
 from .args_values import refuse
-from .cli_chat import add_options, decoding_of, printable
+from .cli_chat import add_options, decoding_of
 from .cli_errors import at_least, finish, parser_of
 from .constants import GENERATIONS_NAME
-from .files import write_file
+from .files import printable, write_file
 from .objectives import OBJECTIVES
 
 _SHOWN, _MOST_CHARACTERS = 3, 100  # answers, and of each line
@@ -51,13 +51,16 @@ def _generate(words: list[str], options) -> None:
     from .generation import load_for_generation
 
     output_dir, decoding = Path(arguments.training.output_dir), decoding_of(options)
-    model, tokenizer = load_for_generation(output_dir, options.base)
+    trusted: tuple[str | None, ...] = ()
+    if arguments.model.trust_remote_code:
+        trusted = (str(output_dir), options.base, arguments.model.model_name_or_path)
+    model, tokenizer = load_for_generation(output_dir, options.base, trusted=trusted)
     samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
     rows = [{"prompt": tokenizer.decode(sample.prompt)} for sample in samples]
     _answer("answer", model, tokenizer, samples, rows, decoding, options)
     if options.before:
         del model  # there may be no room for two
-        model, _ = load_for_generation(output_dir, options.base, before=True)
+        model, _ = load_for_generation(output_dir, options.base, before=True, trusted=trusted)
         _answer("before", model, tokenizer, samples, rows, decoding, options)
     path = output_dir / GENERATIONS_NAME
     write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

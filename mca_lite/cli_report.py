@@ -5,9 +5,10 @@ python -m mca_lite report OUTPUT_DIR... [options]
     several folders: their curves, numbers, configurations and answers beside each other
 """
 
+import sys
 from pathlib import Path
 
-from .cli_errors import finish, parser_of
+from .cli_errors import USER_ERROR, finish, parser_of
 from .constants import PAGE_NAME, TRAINER_LOG_NAME
 from .files import write_file
 from .log_html import page
@@ -24,17 +25,24 @@ def main(words: list[str]) -> int:
     return finish(_report, parser.parse_args(words))
 
 
-def _report(options) -> None:
+def _report(options) -> int:
     runs = [RunFolder(folder) for folder in options.folders]
-    for run in runs:
-        if not run.records:
-            raise ValueError(
-                f"{run.name}: expected a run's folder with {TRAINER_LOG_NAME}, and it has none, or "
-                "one without lines"
-            )
-    own = runs[0].folder / PAGE_NAME if len(runs) == 1 else "comparison.html"
+    drawn = [run for run in runs if run.records]
+    left = [f"{run.name}: {_why_not(run)}" for run in runs if not run.records]
+    if not drawn:
+        raise ValueError("\n".join(left))
+    own = drawn[0].folder / PAGE_NAME if len(runs) == 1 else "comparison.html"
     path = Path(options.output or own)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, page(runs))
-    compared = f": {', '.join(run.name for run in runs)}" if len(runs) > 1 else ""
+    write_file(path, page(drawn))
+    compared = f": {', '.join(run.name for run in drawn)}" if len(drawn) > 1 else ""
     print(f"{path.absolute()}{compared}")
+    for line in left:
+        print(f"left out: {line}", file=sys.stderr)
+    return USER_ERROR if left else 0
+
+
+def _why_not(run: RunFolder) -> str:
+    if run.problems:
+        return run.state()
+    return f"expected a run's folder with {TRAINER_LOG_NAME}, and it has none, or one without lines"

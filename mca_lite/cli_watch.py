@@ -8,6 +8,7 @@ python -m mca_lite watch OUTPUT_DIR... [options]
 import itertools
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def _watch(options) -> int | None:
                 lines = [f"{line}\033[K" for line in lines[: size.lines - 1]]
                 lines[0], lines[-1] = f"\033[H{lines[0]}", f"{lines[-1]}\033[J"
             print("\n".join(lines), flush=True)
-            if is_last and not any(run.records or run.summary for run in runs):
+            if is_last and not any(run.records or run.summary.state for run in runs):
                 return USER_ERROR
             if is_last or all(run.state() in _ENDED for run in runs):
                 return None
@@ -93,7 +94,11 @@ def _card(run: RunFolder, width: int, has_colors: bool) -> list[tuple[str, int]]
         lines.append((colored, len(text)))
 
     add(run.name if len(run.name) <= width else "..." + run.name[3 - width :], 1)
-    add(_progress(run, state), _COLORS.get(state, 2))
+    if run.problems:
+        for line in textwrap.wrap(state, width):
+            add(line, 31)
+    else:
+        add(_progress(run, state), _COLORS.get(state, 2))
     points = [value for _, value in run.points("loss")]
     if not points:
         return lines
@@ -119,7 +124,7 @@ def _progress(run: RunFolder, state: str) -> str:
         words.append(f"eta {format_duration(eta)}")
     elif run.seconds is not None and run.records:
         words.append(f"after {format_duration(run.seconds)}")
-    elif run.summary:
+    elif run.summary.state is not None:
         words.append(f"no line for {format_duration(run.quiet_s())}")
     return "  ".join(words)
 

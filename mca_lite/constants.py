@@ -9,6 +9,14 @@ HF_GENERATION_CONFIG_NAME = "generation_config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
+# those of a tokenizer: fast ones, WordPiece, BPE, sentencepiece, and what transformers adds
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model"),
+    *("tekken.json", "tiktoken.model"),
+)
+
 # PEFT's
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"

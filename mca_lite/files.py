@@ -1,11 +1,14 @@
 """Small files that are written whole or not at all; words for folders and files that fail."""
 
+import contextlib
 import difflib
 import errno
 import json
 import os
+import tempfile
 import uuid
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,42 @@ def write_file(path: str | os.PathLike, data: str | bytes) -> None:
 def write_json(path: str | os.PathLike, record: Any, **options) -> None:
     """Write a record as indented JSON, with write_file. options: those of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
+
+
+@contextlib.contextmanager
+def replacing(folder: str | os.PathLike) -> Iterator[Path]:
+    """A folder beside, whose files take the place of those of `folder` at the end, each in one
+    step; links there are replaced, and what they lead to is left alone."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as beside:
+        yield Path(beside)
+        for path in sorted(Path(beside).rglob("*")):
+            target = folder / path.relative_to(beside)
+            if path.is_file():
+                sync(path)
+                os.replace(path, target)
+            elif target.is_symlink() or not target.is_dir():
+                target.unlink(missing_ok=True)
+                target.mkdir()
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file. ValueError for a folder, a pipe or a device in its place: to read it
+    might never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: it is no file, but a folder, a pipe or a device")
+    return path.exists()
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a file is there and, whichever links lead to it, in the folder; a snapshot of the
+    hub's cache is links to the blobs beside it."""
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    return real.is_file() and any(real.is_relative_to(place) for place in homes)
 
 
 def checksum(path: str | os.PathLike) -> tuple[int, int]:
@@ -217,6 +256,12 @@ def describe_error(error: BaseException) -> str:
     text = str(error) if plain else f"{type(error).__name__}: {error}"
     is_full = getattr(error, "errno", None) == errno.EDQUOT or "No space left on device" in text
     return f"disk full: {text}" if is_full and "disk full" not in text else text
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Returns text that cannot steer a terminal: control characters are replaced, but for those of
+    `kept`."""
+    return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
 
 
 def show_name(path: str | os.PathLike) -> str:

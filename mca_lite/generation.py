@@ -3,10 +3,11 @@ and a batch of prompts.
 """
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from . import lora_files, model_config
 from .args_run import GROUPS
-from .args_values import Judge, read_config_file, refuse
+from .args_values import ConfigError, Judge, read_config_file, refuse
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .constants import (
@@ -27,10 +28,12 @@ from .constants import (
     RUN_CONFIG_NAME,
 )
 from .data_chat import ChatRenderer
-from .files import read_json, resolve_folder
+from .files import printable, read_json, resolve_folder
 from .model import load_torch_model
 
 MAX_NEW_TOKENS = 512  # where neither the caller nor generation_config.json says how many
+# of a run's config.yaml: which model it began with
+_ORIGIN_KEYS = "model_name_or_path model_revision adapter_name_or_path train_from_scratch seed"
 
 
 class Decoding(NamedTuple):
@@ -55,66 +58,99 @@ def _run_folder(folder: Path) -> Path:
     return folder
 
 
-def keys_of_run(folder: str | Path) -> SimpleNamespace:
-    """The values of all keys of the run that wrote a folder; the defaults where it has no
-    config.yaml."""
+def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
+    """The keys of these names (by spaces) of the run that wrote a folder, the defaults where its
+    config.yaml has none; prints which were there.
+
+    Nobody named that file, so no name may let code run. ConfigError where it cannot be read.
+    """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
-    values = read_config_file(path) if path.is_file() else {}
-    groups = (vars(group.read(values, Judge(None))) for group in GROUPS)
-    return SimpleNamespace(**{key: value for group in groups for key, value in group.items()})
+    found = read_config_file(path) if path.is_file() else {}
+    taken = {name: found[name] for name in names.split() if found.get(name) is not None}
+    judge = Judge(None)
+    values: dict[str, Any] = {}
+    for group in GROUPS:
+        values |= vars(group.read(taken, judge))
+    problems = [problem for problem in judge.problems if problem.key in taken]
+    if problems:
+        raise ConfigError(problems)
+    if taken:
+        shown = ", ".join(f"{name}: {str(value):.200}" for name, value in taken.items())
+        _note(f"{path}: {shown}")
+    return SimpleNamespace(**{name: values[name] for name in names.split()})
 
 
-def load_for_generation(path: str | Path, base: str | None = None, before: bool = False):
+def _note(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def load_for_generation(
+    path: str | Path,
+    base: str | None = None,
+    before: bool = False,
+    trusted: Collection[str | None] = (),
+):
     """(transformers model, tokenizer) of a folder, ready to generate, in the dtype of its files.
 
     path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
     before: the model that training started from instead, with the tokenizer of `path`. base: where
     that model, or the adapter's base, is; None: as the run's config.yaml or the adapter says.
+    trusted: the names, as they are given here or in that file, of models whose code may run.
     ValueError for what is no such folder, or does not belong together.
     """
     disable_progress_bar()
     folder = resolve_folder(str(path))
-    keys, adapter = keys_of_run(folder), None
+    name, origin, adapter = str(path), folder, None
+    keys = SimpleNamespace(train_from_scratch=False, seed=0)
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         adapter = folder
     elif not (folder / HF_CONFIG_NAME).is_file() or (folder / DIST_NAME).is_dir():
         reason = "it holds neither a model in Hugging Face's format nor an adapter"
         remedy = "the output_dir of a run that has ended; python -m mca_lite convert exports "
         refuse("MODEL", str(folder), reason, f"{remedy}a checkpoint")
-    origin = folder
     if adapter or before:
-        origin = _origin(folder, base, keys, adapter)
-    written = (own for own in (folder, _run_folder(folder)) if any(own.glob("tokenizer*")))
-    tokenizer = model_config.load_tokenizer(next(written, origin), keys.trust_remote_code)
+        keys = keys_of_run(folder, _ORIGIN_KEYS)
+        name, origin = _origin(folder, base, keys, adapter)
+        role = "the model before training" if before else f"the base of {folder}"
+        _note(f"{role}: {origin}")
+        if origin == folder or base:
+            keys.train_from_scratch = False
     if before:
         adapter = keys.adapter_name_or_path
-    if origin == folder or base:
-        keys.train_from_scratch = False
-    return _load(origin, adapter, keys, len(tokenizer)), tokenizer
+    written = (own for own in (folder, _run_folder(folder)) if any(own.glob("tokenizer*")))
+    place = next(written, None)
+    tokens_of = name if place is None else str(path)
+    tokenizer = model_config.load_tokenizer(place or origin, tokens_of in trusted)
+    return _load(origin, adapter, keys, len(tokenizer), name in trusted), tokenizer
 
 
-def _origin(folder: Path, base: str | None, keys: SimpleNamespace, adapter: Path | None) -> Path:
-    """The folder of the model that training started from."""
+def _origin(
+    folder: Path, base: str | None, keys: SimpleNamespace, adapter: Path | None
+) -> tuple[str, Path]:
+    """The name and the folder of the model that training started from."""
     name = base or keys.model_name_or_path
     if not name and adapter:
         name = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
     if not name:
         refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
     try:
-        return resolve_folder(name, None if base else keys.model_revision)
+        return name, resolve_folder(name, None if base else keys.model_revision)
     except ValueError as error:
         reason = f"{folder} was trained from it: {error}"
         refuse("--base", base, reason, "--base M, where that model is now")
 
 
-def _load(folder: Path, adapter: str | Path | None, keys: SimpleNamespace, num_tokens: int):
-    """The model of a folder, or freshly drawn weights, with the adapter in its weights."""
-    config = model_config.load_hf_config(str(folder), keys.trust_remote_code)
+def _load(
+    folder: Path, adapter: str | Path | None, keys: SimpleNamespace, num_tokens: int, remote: bool
+):
+    """The model of a folder, or freshly drawn weights, with the adapter in its weights. remote: its
+    code may run."""
+    config = model_config.load_hf_config(str(folder), remote)
     model = load_torch_model(
         str(folder),
         keys.train_from_scratch,
         keys.seed,
-        keys.trust_remote_code,
+        remote,
         # the run had as many rows, and what is drawn depends on it
         max(num_tokens, config.get_text_config().vocab_size),
         config,

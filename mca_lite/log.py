@@ -14,7 +14,7 @@ from .args_values import show_count
 from .constants import LOSS_PLOT_NAME, PAGE_NAME, RUN_SUMMARY_NAME, TRAINER_LOG_NAME
 from .files import describe_error, write_file, write_json
 from .log_html import page
-from .log_read import RunFolder, format_duration, format_rate, read_log, smooth
+from .log_read import LineFile, RunFolder, format_duration, format_rate, log_line, smooth
 from .trainer_callbacks import TrainerCallback
 
 # Pictures are drawn again after so many seconds, and so rarely that they take 1/50 of the time
@@ -178,8 +178,9 @@ class Report(TrainerCallback):
         """Opens the log for appending, with the lines up to `resumed_step` in it: a new run (step
         0) starts empty."""
         kept = []
-        if resumed_step and os.path.exists(self.log_path):
-            kept = [line for line in read_log(self.log_path) if line.get("step", 0) <= resumed_step]
+        if resumed_step:
+            lines = LineFile(self.log_path).read()
+            kept = [line for line in lines if log_line(line) and line["step"] <= resumed_step]
         write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(self.log_path, "a", encoding="utf-8")  # until on_train_end
 

@@ -5,7 +5,6 @@ Curves are stretched SVGs with texts of HTML round them, so that they can be rea
 """
 
 import html
-import json
 import math
 import operator
 import os
@@ -107,6 +106,8 @@ def page(runs: Sequence[RunFolder]) -> str:
     """The page of one run, or of several beside each other, as HTML that is XML too."""
     named, title = _labels(runs), " and ".join(run.name for run in runs)
     several = len(named) > 1
+    configs = {name: run.config() for name, run in named.items()}
+    answers = _samples(named)  # before the figures, which say what could not be read
     if len(runs) > 2:
         title = f"{len(runs)} runs"
     drawn = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -120,14 +121,13 @@ def page(runs: Sequence[RunFolder]) -> str:
     for name, run in named.items():
         of = f": {name}" if several else ""
         parts.append(_section(f"Load of experts{of}", _loads(run)))
-    parts.append(_section("Answers before and after", _samples(named)))
-    facts = {name: run.summary.get("sections", {}) for name, run in named.items()}
+    parts.append(_section("Answers before and after", answers))
+    facts = {name: run.summary.sections or {} for name, run in named.items()}
     tables = []
     for part in dict.fromkeys(part for sections in facts.values() for part in sections):
         if table := _beside({name: found.get(part, {}) for name, found in facts.items()}):
             tables.append(f"<h3>{esc(part.capitalize())}</h3>{table}")
     parts.append(_cards("The run as it began", tables))
-    configs = {name: run.config() for name, run in named.items()}
     heading = "Keys that differ" if several else "Configuration"
     parts.append(_section(heading, _beside(configs, only_differing=several)))
     again = ""
@@ -213,19 +213,16 @@ def _cards(title: str, bodies: list[str]) -> str:
     return f"<h2>{esc(title)}</h2><div class='charts'>{cards}</div>" if bodies else ""
 
 
-def _beside(columns: dict[str, dict[str, Any]], only_differing: bool = False) -> str:
+def _beside(columns: dict[str, dict[str, str]], only_differing: bool = False) -> str:
     """A table with a row for each name and a column for each run; what differs is bold."""
-    known = (item for column in columns.values() for item in column.items())
     rows = []
-    for name in dict.fromkeys(name for name, value in known if value is not None):
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
         values = [column.get(name, "") for column in columns.values()]
         differs = any(value != values[0] for value in values)
         if only_differing and not differs:
             continue
         tag = "b" if differs else "span"
-        # as JSON, so that true is no text and no digit is lost
-        texts = (v if isinstance(v, str) else json.dumps(v, default=str) for v in values)
-        cells = "".join(f"<td><{tag}>{esc(text)}</{tag}></td>" for text in texts)
+        cells = "".join(f"<td><{tag}>{esc(text)}</{tag}></td>" for text in values)
         rows.append(f"<tr><th>{esc(name)}</th>{cells}</tr>")
     if rows and len(columns) > 1:
         heads = "".join(f"<th>{esc(run)}</th>" for run in columns)
@@ -239,10 +236,9 @@ def _samples(named: dict[str, RunFolder]) -> str:
     after = {name: f"after, {name}" if len(named) > 1 else "after" for name in named}
     for name, run in named.items():
         for sample in run.samples():
-            row = rows.setdefault(str(sample.get("prompt", "")), {})
+            row = rows.setdefault(sample.get("prompt", ""), {})
             keys = {"expected": "expected", "before": "before", after[name]: "answer"}
-            told = {head: sample.get(key) for head, key in keys.items()}
-            row.update((head, str(text)) for head, text in told.items() if text is not None)
+            row.update((head, sample[key]) for head, key in keys.items() if key in sample)
     if not rows:
         return ""
     heads = ["expected", "before", *after.values()]
@@ -261,7 +257,7 @@ def _samples(named: dict[str, RunFolder]) -> str:
 
 def _loads(run: RunFolder) -> str:
     """The last line's expert_load: a row of cells for each layer, even ones without colour."""
-    line = next((line for line in reversed(run.records) if line.get("expert_load")), None)
+    line = next((line for line in reversed(run.records) if "expert_load" in line), None)
     if line is None:
         return ""
     layers, groups = line["expert_load"], []

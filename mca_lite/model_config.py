@@ -28,7 +28,7 @@ from .args_rules_model import check_model
 from .args_rules_training import DERIVED_FIELDS, check_virtual_stages
 from .args_values import Judge, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import describe_error, is_of_mcore_adapter, read_json, read_model_config
+from .files import describe_error, is_of_mcore_adapter, read_json, read_model_config, write_file
 from .model_families import FAMILIES, SAME_AS, get_family
 from .model_rope import rope_frequencies
 
@@ -73,7 +73,7 @@ class PretrainedConfig:
         call it."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MCA_CONFIG_NAME).write_text(self.to_json_string())
+        write_file(folder / MCA_CONFIG_NAME, self.to_json_string())
 
     @classmethod
     def from_json_file(cls, path: str | os.PathLike, args=None) -> "McaModelConfig":

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import json
 import os
 import socket
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from . import parallel
-from .files import write_json
+from .files import is_there, printable, read_json, write_json
 
 LOCK_NAME = ".run.lock"
 OWNER_NAME = ".run.json"  # who has the lock; the lock's own file is emptied by whoever tries it
@@ -82,10 +81,12 @@ def _leave(folder: Path) -> None:
 
 
 def _owner(folder: Path) -> str:
+    path = folder / OWNER_NAME
     try:
-        owner = json.loads((folder / OWNER_NAME).read_text())
-        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        owner = read_json(path) if is_there(path) else {}
+        text = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+        return printable(text, kept="")
+    except (OSError, ValueError, KeyError):
         return "a process that has not said yet who it is"
 
 

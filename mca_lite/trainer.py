@@ -23,6 +23,7 @@ from .backend_torch import TorchBackend
 from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Collator, Limits, make_loader, pad_batch
 from .data_stream import TokenStream
+from .files import replacing
 from .log import Report, run_summary
 from .log_speed import ModelWork, Throughput, model_work
 from .model import VirtualModels
@@ -464,7 +465,8 @@ class McaTrainer:
 
     def _save_tokenizer(self, folder: Path) -> None:
         if self.tokenizer is not None and parallel.is_main():
-            self.tokenizer.save_pretrained(folder)
+            with replacing(folder) as beside:
+                self.tokenizer.save_pretrained(beside)
         parallel.barrier()
 
     # -- a run of the command line: what an objective needs beside model, data and arguments

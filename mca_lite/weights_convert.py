@@ -23,7 +23,7 @@ from .args_values import parse_size
 from .files import describe_error
 from .model_families import rows_of
 from .model_family_rows import PREDICTION_LAYERS, Row, is_of_expert
-from .weights_files import name_shards, remove_shards, write_hf_config, write_shards
+from .weights_files import copy_beside, name_shards, remove_shards, write_hf_config, write_shards
 from .weights_sources import carried_tensors, is_unused, original_of
 
 # Their rows are tokens: tensor parallelism may pad them
@@ -353,6 +353,7 @@ def export_hf(
     save_directory: str | os.PathLike,
     max_shard_size: str | int = "5GB",
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    beside: bool = True,
 ) -> list[str]:
     """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global
     rank 0 ([] elsewhere).
@@ -360,16 +361,16 @@ def export_hf(
     Global rank 0 writes what fits one file; of a larger model every pipeline stage and
     data-parallel rank writes a share, into a folder that all of them share. change: applied to each
     (HF name, tensor); global rank 0 writes alone then. Tensors of the source that the model does
-    not read, and the source's code, are copied. Host memory of a writer: one shard. All ranks must
-    call it. Collectives: those of iter_hf_tensors. OSError, on every rank, if any rank cannot
-    write.
+    not read are copied; beside: generation_config.json and the source's code too. Host memory of a
+    writer: one shard. All ranks must call it. Collectives: those of iter_hf_tensors. OSError, on
+    every rank, if any rank cannot write.
     """
     config, mine = models.config, own_parameters(models)
     located = _locate(mine)
     writers = _writers(config, located, max_shard_size) if change is None else {}
     tensors = _written_here(config, mine, located, writers)
     facts = (config.hf_config, config.name_or_path, config.params_dtype, config.mtp_num_layers)
-    return write_model(tensors, save_directory, max_shard_size, *facts, change=change)
+    return write_model(tensors, save_directory, max_shard_size, *facts, change, beside)
 
 
 def write_model(
@@ -381,6 +382,7 @@ def write_model(
     dtype: torch.dtype,
     num_trained: int | None = 0,
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    beside: bool = True,
 ) -> list[str]:
     """Write the (HF name, CPU tensor) of all ranks, each its own, as export_hf() does -> the file
     names, on global rank 0.
@@ -409,7 +411,8 @@ def write_model(
 
     def finish() -> list[str]:
         names = name_shards(folder, [shard for theirs, _ in answers for shard in theirs])
-        return names + write_hf_config(hf_config, source, folder, dtype)
+        names += write_hf_config(hf_config, source, folder, dtype)
+        return names + (copy_beside(source, folder) if beside else [])
 
     names = parallel.on_main(finish, OSError)
     return names if parallel.is_main() else []

@@ -5,7 +5,6 @@ transformers 5 holds the experts of a layer as one tensor of three dimensions; s
 writes a tensor for each projection of each expert, under names that differ between families.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from .constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
 )
-from .files import write_file, write_json
+from .files import lies_in, read_json, write_file, write_json
 from .model_families import FAMILIES
 
 
@@ -121,14 +120,15 @@ def write_safetensors(
 def write_hf_config(
     hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype
 ) -> list[str]:
-    """Write config.json, and copy generation_config.json and *.py of the source folder -> the file
-    names.
+    """Write config.json -> the file names.
 
-    config.json is the source's own if there is one; only the dtype, the vocabulary size and the
+    It is the source's own if there is one, of a model; only the dtype, the vocabulary size and the
     number of layers for multi-token prediction come from hf_config.
     """
     raw = Path(source or "") / HF_CONFIG_NAME
-    values = json.loads(raw.read_text()) if source and raw.is_file() else dict(hf_config)
+    values = read_json(raw) if source and raw.is_file() else {}
+    if "model_type" not in values:
+        values = dict(hf_config)
     theirs, ours = (v.get("text_config") or v for v in (values, hf_config))
     if "vocab_size" in ours:
         theirs["vocab_size"] = ours["vocab_size"]
@@ -140,11 +140,15 @@ def write_hf_config(
     values["dtype"] = str(dtype).removeprefix("torch.")
     values.pop("_name_or_path", None)
     write_json(folder / HF_CONFIG_NAME, values, sort_keys=True, default=str)
-    written = [HF_CONFIG_NAME]
-    if not source:
-        return written
-    for path in (Path(source) / HF_GENERATION_CONFIG_NAME, *sorted(Path(source).glob("*.py"))):
-        if path.is_file() and path.parent != folder:
+    return [HF_CONFIG_NAME]
+
+
+def copy_beside(source: str | None, folder: Path) -> list[str]:
+    """Copy generation_config.json and the code of a model's folder -> the file names. A link that
+    leaves the source is passed over."""
+    origin, written = Path(source or folder), []
+    for path in (origin / HF_GENERATION_CONFIG_NAME, *sorted(origin.glob("*.py"))):
+        if lies_in(path, origin) and origin != folder:
             write_file(folder / path.name, path.read_bytes())
             written.append(path.name)
     return written

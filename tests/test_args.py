@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -554,6 +555,12 @@ def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
     assert again == run
     assert again.training.gradient_accumulation_steps == 8
     assert "gradient_accumulation_steps" not in yaml.safe_load(path.read_text())
+    for name, link in {"twin": os.link, "linked": os.symlink}.items():  # of another run
+        (tmp_path / name).write_text("old")
+        path.unlink()
+        link(tmp_path / name, path)
+        run.save(path)
+        assert (tmp_path / name).read_text() == "old" and parse_args([str(path)]) == run
 
 
 # ---- the model

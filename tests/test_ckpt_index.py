@@ -38,11 +38,11 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
-def an_index(place="__0_0.distcp", entry=None, **info) -> Metadata:
+def an_index(place="__0_0.distcp", entry=None, offset=0, **info) -> Metadata:
     size = torch.Size([2, 3])
     chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
     entry = entry or TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])
-    where = _StorageInfo(place, 0, 24, **info)
+    where = _StorageInfo(place, offset, 24, **info)
     return Metadata({"weight": entry}, storage_data={MetadataIndex("weight", (0, 0)): where})
 
 
@@ -116,6 +116,14 @@ def test_an_index_that_names_code_is_refused_and_runs_nothing(tmp_path, kind):
     assert Metadata.version is None
 
 
+def nested_tuple():
+    """A tuple of 16^16 leaves, which share their parts."""
+    value = ()
+    for _ in range(16):
+        value = (value,) * 16
+    return value
+
+
 ODD = {
     "bytes": (an_index(entry=BytesStorageMetadata()), "BytesStorageMetadata"),
     "above": (an_index("../__0_0.distcp"), "outside the folder"),
@@ -123,6 +131,7 @@ ODD = {
     "folder": (an_index("."), "outside the folder"),
     "link": (an_index("linked"), "outside the folder"),
     "transformed": (an_index(transform_descriptors=["zstd"]), "transformations"),
+    "nested": (an_index(offset=nested_tuple()), "expected a number of at least 0"),
     "no tensors": (Metadata({"weight": "text"}), "expected a TensorStorageMetadata"),
     "no index": ({"weight": 1}, "expected a Metadata"),
 }

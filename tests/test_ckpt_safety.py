@@ -3,6 +3,7 @@ nothing good is lost.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -601,9 +602,11 @@ def test_random_states_that_are_none_are_named(tmp_path, content):
 
 
 NO_COMMON = [None, [1], {}, "text", {"optimizer_steps": "2"}, {"optimizer_steps": -1}, b"hello"]
+NESTED = {"optimizer_steps": functools.reduce(lambda value, _: (value,) * 16, range(16), ())}
 
 
-@pytest.mark.parametrize("content", [*NO_COMMON, {"optimizer_steps": 2, "model": {}}], ids=str)
+@pytest.mark.parametrize("content", [*NO_COMMON, {"optimizer_steps": 2, "model": {}}, NESTED],
+                         ids=[*map(str, NO_COMMON), "more", "nested"])  # fmt: skip
 def test_what_stands_beside_the_tensors_of_a_checkpoint_is_checked(tmp_path, content):
     from mca_lite.ckpt_megatron import _check_common
 

@@ -2,18 +2,21 @@
 history.
 """
 
+import importlib
 import io
+import json
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from mca_lite import cli_chat, generation
+from mca_lite import cli_chat, cli_generate, generation
 from mca_lite.generation import Decoding
 from tests.shared import tiny
-from tests.shared.commands import ended
+from tests.shared.commands import convert, ended
 from tests.shared.small_runs import save_tokenizer
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
@@ -152,21 +155,121 @@ def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
     assert "--base" in error
     code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
     assert code == 2 and "neither a model in Hugging Face's format nor an adapter" in error
+    text = json.dumps({"base_model_name_or_path": "./\x1b[2J"})
+    (tmp_path / "adapter_config.json").write_text(text)
+    code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
+    assert code == 2 and "./\ufffd[2J: no such folder" in error and "\x1b" not in error
 
 
 def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):
     path = shutil.copytree(models[0], tmp_path / "model")
     template = path / "chat_template.jinja"
-    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    refuse = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\x1b system') }}{% endif %}"
+    )
     template.write_text(refuse + template.read_text())
     lines = ["/system w7", "w5", "w5"]
     code, out, error = chat(monkeypatch, lines, str(path))
     assert code == 0, error
     assert out == [
-        "the chat template refuses this conversation: no system",
+        "the chat template refuses this conversation: no\ufffd system",
         Plain(models[0]).say("w5"),
     ]
     code, out, _ = chat(monkeypatch, ["w5 w6"], models[0], "--plain")
     model, tokenizer = generation.load_for_generation(models[0])
     plain = generation.answers(model, tokenizer, [[9, 10]], Decoding(6, temperature=0.0))
     assert code == 0 and out == plain and tokenizer.encode("w5 w6") == [9, 10]
+
+
+def with_code(source: str, folder: Path, marker: Path) -> Path:
+    """A copy of a model that brings code, which leaves a marker when it is imported."""
+    shutil.copytree(source, folder)
+    (folder / "evil.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class Config(LlamaConfig): pass\n"
+        "class Model(LlamaForCausalLM): config_class = Config\n"
+        "class Tokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    for name, autos in {
+        "config.json": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+        "tokenizer_config.json": {"AutoTokenizer": [None, "evil.Tokenizer"]},
+    }.items():
+        record = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**record, "auto_map": autos}))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["chat", "chat --before", "chat merged", "generate --before"])
+def test_a_config_that_lies_in_a_folder_lets_no_code_run(models, monkeypatch, tmp_path, command):
+    marker = tmp_path / "marker"
+    out = with_code(models[0], tmp_path / "out", marker)
+    base = with_code(models[1], tmp_path / "base", marker)
+    with_code(models[0], out / "merged", marker)
+    (out / "config.yaml").write_text(
+        f"trust_remote_code: true\nmodel_name_or_path: {base}\ndefault_system: w9\n"
+    )
+    name, *words = command.split()
+    if name == "chat":
+        words = [str(out / "merged") if "merged" in words else str(out), *words]
+        code, _, error = chat(monkeypatch, ["w3"], *(w for w in words if w != "merged"))
+        taken = "default_system: w9"
+    else:
+        (tmp_path / "prompts.txt").write_text("w3\n")
+        given = [f"output_dir={out}", "model_name_or_path=configs/tiny/model", "dataset=d.jsonl"]
+        given += ["--file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "2", *words]
+        code, _, error = ended(cli_generate.main, given)
+        taken = f"model_name_or_path: {base}"
+    assert code == 0 and not marker.exists(), error
+    lines = [line for line in error.splitlines() if line.startswith(f"{out}/config.yaml: ")]
+    assert taken in "".join(lines) and "trust_remote_code" not in error
+    assert (f"the model before training: {base}" in error) == ("--before" in words)
+
+
+@pytest.mark.parametrize("command", ["convert", "plan", "inspect", "report", "watch"])
+def test_no_other_command_lets_a_folders_code_run(models, tmp_path, command):
+    marker = tmp_path / "marker"
+    out = with_code(models[0], tmp_path / "out", marker)
+    (tmp_path / "run").mkdir()
+    for folder in (out, tmp_path / "run"):
+        (folder / "config.yaml").write_text(f"trust_remote_code: true\nmodel_name_or_path: {out}\n")
+    (out / "trainer_log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "data.jsonl").write_text('{"text": "w3 w4"}\n')
+    words = [str(out)]
+    if command == "convert":
+        words += [str(tmp_path / "dst")]
+        code, _, error = convert(*words)
+    else:
+        if command in ("plan", "inspect"):
+            keys = {"model_name_or_path": out, "output_dir": tmp_path / "run", "stage": "pt"}
+            keys |= {"dataset": tmp_path / "data.jsonl", "cache_dir": tmp_path / "cache"}
+            words = [f"{key}={value}" for key, value in keys.items()]
+        main = importlib.import_module(f"mca_lite.cli_{command}").main
+        code, _, error = ended(main, words)
+    assert code == 0 and not marker.exists(), error
+
+
+@pytest.mark.parametrize("place", ["model", "base", "the run's own base"])
+def test_the_command_line_lets_code_of_the_folders_that_it_names_run(
+    models, monkeypatch, tmp_path, place
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    marker = tmp_path / "marker"
+    folder = with_code(models[1], tmp_path / "model", marker)
+    words = [str(folder), "--trust-remote-code"]
+    if place != "model":
+        words = [shutil.copytree(models[0], tmp_path / "out"), "--trust-remote-code", "--before"]
+    if place == "base":
+        words += ["--base", str(folder)]
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "config.yaml").write_text(f"model_name_or_path: {folder}\n")
+    code, _, error = chat(monkeypatch, ["w3"], *map(str, words))
+    assert code == 0 and marker.exists() == (place != "the run's own base"), error
+
+
+def test_odd_keys_of_a_runs_config_are_refused_in_words(models, monkeypatch, tmp_path):
+    path = shutil.copytree(models[0], tmp_path / "model")
+    for text in ("enable_thinking: perhaps\n", "default_system: [1, {2: 3}]\n", "a: " + "[" * 9999):
+        (path / "config.yaml").write_text(text)
+        code, _, error = chat(monkeypatch, ["w3"], str(path))
+        assert code == 2 and "defect" not in error, error

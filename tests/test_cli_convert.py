@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError
+from mca_lite.files import lies_in
 from mca_lite.model_config import AutoConfig
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import convert
@@ -40,8 +41,48 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path, family, dtype):
     ).is_file()
     assert world.run(command, 1, [str(tmp_path / "mca"), str(tmp_path / "back"), "--verify"]) == [0]
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
-    for name in ("modeling_own.py", "tokenizer.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    assert not list(tmp_path.glob("mca/*.py")) and not list(tmp_path.glob("back/*.py"))
+
+
+def test_files_beside_a_model_are_copied_by_name_and_from_within_its_folder(tmp_path):
+    source = tiny.save_model(tmp_path / "hf", "llama")
+    assert world.run(command, 1, [source, str(tmp_path / "mca")]) == [0]
+    named = tmp_path / "hf"  # the checkpoint names it, whatever lies there later
+    secret = tmp_path / "secret"
+    secret.write_text('{"auths": "secret"}')
+    for name in ("config.json", "tokenizer.json", "tokenizer_secret.json", "vocabulary", "a.model"):
+        (named / name).write_text(secret.read_text())
+    (named / "credentials.py").write_text("token = 'secret'")
+    (named / "vocab.json").symlink_to(secret)
+    for folder in (named, tmp_path / "mca"):
+        (folder / "generation_config.json").unlink()
+    (named / "generation_config.json").symlink_to(secret)
+    (named / "merges.txt").symlink_to("vocabulary")
+    (tmp_path / "mca" / "vocab.txt").symlink_to("/dev/null")
+    code, out, error = convert(tmp_path / "mca", tmp_path / "dst")
+    assert code == 0, error
+    names = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"}
+    assert {path.name for path in (tmp_path / "dst").iterdir()} == names
+    assert "secret" not in (tmp_path / "dst" / "config.json").read_text()
+    assert out.splitlines()[1:] == [
+        f"{tmp_path}/mca: vocab.txt left, since links leave the folder",
+        f"{named}: tokenizer.json, merges.txt copied",
+        f"{named}: vocab.json, generation_config.json left, since links leave the folder",
+        f"{named}: credentials.py left: code is never copied",
+    ]
+
+
+def test_the_links_of_the_hubs_cache_lie_in_its_snapshot(tmp_path):
+    snapshot = tmp_path / "models--a" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--a" / "blobs").mkdir()
+    (tmp_path / "models--a" / "blobs" / "abc").touch()
+    (tmp_path / "other").touch()
+    links = {"blob": "../../blobs/abc", "out": "../../../other", "loop": "loop", "gone": "nothing"}
+    for name, target in links.items():
+        (snapshot / name).symlink_to(target)
+    assert [name for name in links if lies_in(snapshot / name, snapshot)] == ["blob"]
 
 
 def test_a_type_that_transformers_does_not_know_is_verified_too(tmp_path):

@@ -193,7 +193,7 @@ def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, 
         make(folder)
         link(folder)
 
-    if file == "config.yaml":
+    if "config.yaml" in file:
         link(Path(out))
     else:
         ckpt._make_empty = make_empty
@@ -202,10 +202,14 @@ def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, 
     words += f" max_samples=20 output_dir={out} cache_dir={cache} use_mca={use_mca}"
     with contextlib.redirect_stderr(said):
         code = cli.main(words.split())
-    return code, said.getvalue(), sorted(os.listdir(out))
+    return code, said.getvalue(), [path.name for path in Path(out).glob("*")]
 
 
-FILES = [("config.yaml", "false"), ("dist/__0_0.distcp", "true"), (".rng-0.pt.0.tmp", "false")]
+FILES = [
+    (".config.yaml.0.tmp", "false"),
+    ("dist/__0_0.distcp", "true"),
+    (".rng-0.pt.0.tmp", "false"),
+]
 
 
 @pytest.mark.parametrize("file, use_mca", FILES)

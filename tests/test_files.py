@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from mca_lite.files import checksum, write_file, write_json
+from mca_lite.files import checksum, replacing, write_file, write_json
 
 
 def test_a_written_file_replaces_the_old_one(tmp_path):
@@ -34,3 +34,34 @@ def test_a_checksum_is_of_the_whole_file(tmp_path):
     content = os.urandom(2_500_000)  # it is read a MiB at a time
     (tmp_path / "weights").write_bytes(content)
     assert checksum(tmp_path / "weights") == (len(content), zlib.crc32(content))
+
+
+def test_files_of_others_are_replaced_and_neither_a_link_nor_its_target_is_written(tmp_path):
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for place in (folder, other / "templates"):
+        place.mkdir(parents=True)
+    for name in ("linked", "twin"):
+        (other / name).write_text("old")
+    (folder / "kept").write_text("kept")
+    (folder / "linked").symlink_to(other / "linked")
+    os.link(other / "twin", folder / "twin")
+    (folder / "templates").symlink_to(other / "templates")
+    with replacing(folder) as beside:
+        (beside / "templates").mkdir()
+        for name in ("linked", "twin", "templates/a"):
+            (beside / name).write_text("new")
+        assert (folder / "twin").read_text() == "old"
+    assert {p.name for p in folder.iterdir()} == {"kept", "linked", "twin", "templates"}
+    assert [(folder / name).read_text() for name in ("linked", "twin", "templates/a")] == [
+        "new"
+    ] * 3
+    assert [(other / name).read_text() for name in ("linked", "twin")] == ["old"] * 2
+    assert os.listdir(other / "templates") == []
+
+
+def test_files_of_others_that_fail_leave_the_folder_as_it_was(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError, match="disk is full"), replacing(tmp_path) as beside:
+        (beside / "a").write_text("new")
+        raise OSError("the disk is full")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"

@@ -159,7 +159,8 @@ def test_a_run_says_what_was_before_it(run):
         assert same(weights(run / folder, before=True), start)
     assert same(weights(run / "out"), weights(run / "out" / "merged"))
     assert not same(weights(run / "out"), start)
-    assert generation.keys_of_run(run / "out" / "merged").default_system == " w9 "
+    keys = generation.keys_of_run(run / "out" / "merged", "default_system enable_thinking")
+    assert vars(keys) == {"default_system": " w9 ", "enable_thinking": None}
 
 
 def test_a_base_that_has_moved_is_asked_for(run, tmp_path):

@@ -2,6 +2,7 @@
 that share none, exports that a signal meets, and paths that lead nowhere.
 """
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -125,6 +126,16 @@ def test_a_folder_belongs_to_one_run_until_its_process_is_gone(tmp_path):
     with output_folder.hold(out):
         (out / "checkpoint-1").mkdir()
     assert (out / "checkpoint-1").exists() and not (out / output_folder.OWNER_NAME).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": ' + "[" * 99_999, None])
+def test_a_folder_whose_owner_cannot_be_read_has_one(tmp_path, content):
+    path = tmp_path / output_folder.OWNER_NAME
+    path.write_text(json.dumps({"pid": 7, "host": "\x1b[2J", "since": "now"}))
+    assert output_folder._owner(tmp_path) == "process 7 on \ufffd[2J, since now"
+    path.unlink()
+    os.mkfifo(path) if content is None else path.write_text(content)
+    assert output_folder._owner(tmp_path) == "a process that has not said yet who it is"
 
 
 def test_the_command_line_says_who_has_the_folder(tmp_path):

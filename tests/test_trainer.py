@@ -5,6 +5,8 @@ from Python.
 import functools
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,7 +309,14 @@ def use_as_the_seed_shows(path: str, out: str, backend: str) -> dict:
         train_dataset=dataset,
     )
     first = trainer.train()
-    trainer.save_model(out + "/final")
+    final, elsewhere = Path(out, "final"), Path(out, "elsewhere")
+    final.mkdir()
+    elsewhere.write_text("another run's")
+    os.link(elsewhere, final / "tokenizer.json")
+    (final / "tokenizer_config.json").symlink_to(elsewhere)
+    trainer.save_model(str(final))
+    assert elsewhere.read_text() == "another run's"
+    assert json.loads((final / "tokenizer_config.json").read_text())["tokenizer_class"]
     args.overwrite_output_dir = True
     again = trainer.train()
     return dict(

@@ -111,7 +111,7 @@ def test_a_run_of_slow_lines_may_be_silent_for_five_of_them(tmp_path):
 
 def test_a_folder_without_a_summary_or_without_anything(tmp_path):
     run = make_run(tmp_path / "run", [2.0])
-    (run / "run_summary.json").write_text('{"state": "run')
+    (run / "run_summary.json").unlink()
     assert RunFolder(run).state() == "unknown" and RunFolder(run).eta_s() is None
     assert RunFolder(tmp_path / "nothing").state() == "no run yet"
 
@@ -355,6 +355,113 @@ def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     assert "a: loss" in (tmp_path / "comparison.html").read_text()
     assert cli_report.main([str(tmp_path / "nothing")]) == 2
     assert "expected a run's folder with trainer_log.jsonl" in capsys.readouterr().err
+
+
+# somebody else's folder
+
+DEEP = "[" * 99_999
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{name}: &{name} [{','.join(10 * [f'*{before}'])}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+TAGS = "!!bool x", "!!int x", "!!int ''", "!!timestamp x", "9" * 5000
+VALUES = {
+    "null": None, "text": "x\x1b]0;owned\x07\x1b[2J", "negative": -1, "huge": 10**400,
+    "large": 1e308, "lower": -1e308, "tiny": 5e-324, "nan": float("nan"), "true": True,
+    "list": [[]], "mapping": {"a": {"b\x1b": [None]}},
+}  # fmt: skip
+KEYS = {  # of which file, and which of the values is one that fits
+    "state": ("run_summary.json", "text"),
+    "max_steps": ("run_summary.json", ""),
+    "first_step": ("run_summary.json", ""),
+    "started": ("run_summary.json", ""),
+    "host": ("run_summary.json", "text"),
+    "pid": ("run_summary.json", ""),
+    "sections": ("run_summary.json", "mapping"),
+    **dict.fromkeys(("step", "loss", "eval_loss", "step_time_s", "consumed_tokens", "expert_load"),
+                    ("trainer_log.jsonl", "")),
+    **dict.fromkeys(("prompt", "answer"), ("generations.jsonl", "")),
+}  # fmt: skip
+
+
+def watched_and_reported(folder: Path, capsys, monkeypatch) -> str:
+    """What `watch` shows of the folder's run beside a good one, after `report` drew both."""
+    monkeypatch.chdir(folder)
+    make_run(folder / "good", [3.0, 1.2345], **HERE, pid=os.getpid())
+    assert cli_report.main(["odd", "good"]) in (0, 2), capsys.readouterr().err
+    page_of_both = (folder / "comparison.html").read_text()
+    assert "1.234" in page_of_both
+    parse(page_of_both)
+    capsys.readouterr()
+    assert cli_watch.main(["odd", "good"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "1.2345" in out and "\x1b" not in out and "\x07" not in out
+    return out
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", VALUES)
+def test_an_odd_value_in_one_folder_leaves_the_others_shown(
+    tmp_path, capsys, monkeypatch, key, value
+):
+    name, fits = KEYS[key]
+    run, line = (
+        make_run(tmp_path / "odd", [2.0, 1.0], **HERE, pid=os.getpid()),
+        {key: VALUES[value]},
+    )
+    if name == "run_summary.json":
+        line = {**json.loads((run / name).read_text()), **line}
+        (run / name).write_text(json.dumps(line))
+    else:
+        with open(run / name, "a") as file:
+            file.write(json.dumps({"step": 30, **line}) + "\n")
+    out = watched_and_reported(tmp_path, capsys, monkeypatch)
+    is_bad = name == "run_summary.json" and value not in (fits, "null")
+    assert ("cannot be read" in out) == is_bad
+
+
+FILES = {  # name: (file, what it holds; None: a pipe, the words of `report` on this folder alone)
+    "a summary cut short": ("run_summary.json", '{"state": "run', "expected JSON"),
+    "a summary nested deep": ("run_summary.json", '{"state": ' + DEEP, "nested too deep"),
+    "a summary of bytes": ("run_summary.json", b"\xff\xfe\x00", "expected JSON"),
+    "a summary that is a list": ("run_summary.json", "[]", "expected a JSON object"),
+    "a summary that is a pipe": ("run_summary.json", None, "no file"),
+    "a log that is a pipe": ("trainer_log.jsonl", None, "no file"),
+    "a log nested deep": ("trainer_log.jsonl", f'{{"step": 1, "loss": {DEEP}\n', ""),
+    "answers nested deep": ("generations.jsonl", f'{{"prompt": {DEEP}\n', ""),
+    "answers that are a pipe": ("generations.jsonl", None, "no file"),
+    "a config of names of names": ("config.yaml", BOMB, "more than 100,000 values"),
+    "a config nested deep": ("config.yaml", f"a: {DEEP}", "nested too deep"),
+    "a config of bytes": ("config.yaml", b"\xff\xfe\x00", "cannot be read"),
+    "a config that is a pipe": ("config.yaml", None, "no file"),
+    "a config with bytes as key": ("config.yaml", "a: [{!!binary aGk=: 1}]", ""),
+    **{f"a config with {tag:.12}": ("config.yaml", f"a: [{tag}]", "no valid") for tag in TAGS},
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_an_odd_file_in_one_folder_leaves_the_others_shown(tmp_path, capsys, monkeypatch, kind):
+    name, content, words = FILES[kind]
+    run = make_run(tmp_path / "odd", [2.0, 1.0])
+    (run / name).unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(run / name)
+    else:
+        (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    out = watched_and_reported(tmp_path, capsys, monkeypatch)
+    seen_by_watch = name in ("run_summary.json", "trainer_log.jsonl") and words != ""
+    assert ("cannot be read" in out) == seen_by_watch
+    page_of_both = (tmp_path / "comparison.html").read_text()
+    code = cli_report.main(["odd"])
+    told = capsys.readouterr().err + page_of_both
+    assert code == (2 if name == "trainer_log.jsonl" else 0)
+    assert words in told and ("cannot be read" in told) == bool(words)
+
+
+def test_names_of_folders_do_not_steer_the_terminal(tmp_path, capsys):
+    make_run(tmp_path / "a\x1b[2J\nb", [1.0])
+    assert cli_watch.main([str(tmp_path / "a\x1b[2J\nb")]) == 0
+    assert "a\ufffd[2J\ufffdb" in capsys.readouterr().out
 
 
 # what a run draws of itself
