@@ -164,6 +164,7 @@ def test_micro_batches_are_progress_and_a_suspended_process_has_not_waited(capsy
         ranks.wait(8)
         for rank in ranks.all:
             rank.ticks += 1
+    ranks.wait(2)
     ranks.clock.now += 3600  # Ctrl-Z, fg
     ranks.wait(5)
     assert not capsys.readouterr().err and not ranks.codes
