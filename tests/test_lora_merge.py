@@ -180,12 +180,7 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
         (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
         (tied, "out7", tmp_path / "parted", "lacks 1, such as lm_head.weight"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
-        (
-            path,
-            "out5",
-            tmp_path / "cut",
-            f"lacks {gone}",
-        ),
+        (path, "out5", tmp_path / "cut", f"lacks {gone}"),
         (path, "full", adapter, "is not empty"),
     ]
     for source, out, which, words in cases:

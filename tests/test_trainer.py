@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.shared import tiny, world
 from tests.shared.files import tensors
-from tests.shared.layouts import CP2, PP2, SP, TP2, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, PP2, SP, TP2, VPP2
 from tests.shared.training import BRIEF, COUNT, GLOBAL_BATCH, assert_same_curve, read_log, train
 
 
@@ -194,9 +194,7 @@ def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
         assert_same_curve(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "ranks, keys", [(1, {}), (2, TP2), (2, dict(use_distributed_optimizer=True)), (2, PP2), (2, CP2)]
-)
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, TP2), (2, DIST_OPT), (2, PP2), (2, CP2)])
 def test_bf16_follows_the_torch_backend_in_bf16(model_path, on_torch, tmp_path, ranks, keys):
     """bf16 rounds to 3 digits, and megatron keeps residuals in bf16 where autocast keeps them in
     float32: 2 % of the loss.
