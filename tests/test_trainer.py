@@ -186,7 +186,10 @@ def test_mean_of_micro_batches_agrees_with_the_torch_backend(
         assert_same_curve(got, wanted)
 
 
-@pytest.mark.parametrize("keys", [dict(optim="sgd", learning_rate=0.05), dict(max_grad_norm=0.0)])
+@pytest.mark.parametrize(
+    "keys",
+    [dict(optim="sgd", learning_rate=0.05), dict(max_grad_norm=0.0), dict(max_grad_norm=50.0)],
+)
 def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
     keys = {"lr_scheduler_kwargs": {}, "steps": 3, "warmup_steps": 0, **keys}
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **keys)
