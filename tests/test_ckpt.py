@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.shared import tiny, world
-from tests.shared.layouts import DIST_OPT, PP2, SAVE, SP, TP2, TWO_ROWS, VPP2
+from tests.shared.layouts import DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, TWO_ROWS, VPP2
 from tests.shared.training import assert_same_curve, read_log, train
 
 
@@ -20,7 +20,7 @@ def model_path(tmp_path_factory):
 LAYOUTS = {
     "one": (1, TWO_ROWS),
     "dp2": (2, {}),
-    "dp2_dist_opt": (2, DIST_OPT),
+    "dp2_overlap": (2, OVERLAP),  # of many buckets
     "tp2_sp": (2, {**TP2, **SP, **TWO_ROWS}),
     "pp2_vpp2_dist_opt": (2, {**PP2, **VPP2, **DIST_OPT, **TWO_ROWS}),
     "cp2_packed": (
@@ -59,24 +59,28 @@ def test_resume_in_the_same_layout_is_bit_for_bit(model_path, stopped_once, tmp_
     keys = dict(keys, **DROPOUT)
     folder, whole = stopped_once(layout, DROPOUT)
     shutil.copytree(folder, tmp_path / "parts")
-    parts = world.run(
-        train,
-        ranks,
-        model_path,
-        str(tmp_path / "parts"),
-        steps=WHOLE,
-        resume_from_checkpoint="auto",
-        **{**SAVE, **keys},
-    )[0]
-    assert parts == whole
+    keys = {**SAVE, **keys, "steps": WHOLE}
+    [parts, *_] = world.run(resumed_twice, ranks, model_path, str(tmp_path / "parts"), **keys)
+    assert parts == [whole, whole]
     steps = [line["step"] for line in read_log(tmp_path / "parts")]
     assert steps == [1, 2, 3, 4]
 
 
+def resumed_twice(path: str, out: str, **keys) -> list:
+    """The curve of a run that goes on from its step 2, and that of the same run, which died then
+    after step 3 and goes on from what it saved there."""
+    from mca_lite import parallel
+
+    keys |= dict(resume_from_checkpoint="auto", save_steps=1)
+    once = train(path, out, **keys)
+    parallel.on_main(lambda: shutil.rmtree(f"{out}/checkpoint-{WHOLE}"))
+    return [once, train(path, out, **keys)]
+
+
 def test_saving_changes_no_number(model_path, stopped_once, tmp_path):
-    keys = dict(DIST_OPT, **DROPOUT)
+    keys = dict(OVERLAP, **DROPOUT)
     [plain, _] = world.run(train, 2, model_path, str(tmp_path / "plain"), steps=WHOLE, **keys)
-    assert stopped_once("dp2_dist_opt", DROPOUT)[1] == plain
+    assert stopped_once("dp2_overlap", DROPOUT)[1] == plain
 
 
 def stopped(model_path, folder, ranks, keys) -> list:
@@ -92,7 +96,7 @@ def stopped(model_path, folder, ranks, keys) -> list:
 
 
 @pytest.mark.parametrize(
-    "before, after", [("one", "pp2_vpp2_dist_opt"), ("dp2_dist_opt", "tp2_sp"), ("tp2_sp", "one")]
+    "before, after", [("one", "pp2_vpp2_dist_opt"), ("dp2_overlap", "tp2_sp"), ("tp2_sp", "one")]
 )
 def test_resume_in_another_layout(model_path, stopped_once, tmp_path, before, after):
     _, whole = stopped_once("one", {})
@@ -186,7 +190,7 @@ def test_random_numbers_of_python_and_numpy_go_on_where_they_stopped(model_path,
 
 
 def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
-    keys = dict(bf16=True, **DIST_OPT)
+    keys = dict(bf16=True, **OVERLAP)
     whole = stopped(model_path, tmp_path / "parts", 2, keys)
     keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole

@@ -140,9 +140,12 @@ def test_a_checkpoint_of_another_folder_tells_its_settings(told):
 
 def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(folder, tmp_path):
     out, path = str(tmp_path / "run"), str(folder / "model")
-    keys = dict(SAVE, backend="torch", eval_strategy="steps", eval_steps=1)
+    keys = dict(SAVE, save_steps=1, backend="torch", eval_strategy="steps", eval_steps=1)
     world.run(attempt, 1, path, out, steps=2, metric_for_best_model="eval_loss", **keys)
-    best = json.loads(Path(out, "trainer_state.json").read_text())["best_global_step"]
+    ended = json.loads(Path(out, "trainer_state.json").read_text())
+    best, checkpoint = ended["best_global_step"], ended["best_model_checkpoint"]
+    kept = json.loads(Path(checkpoint, "trainer_state.json").read_text())
+    assert kept["best_model_checkpoint"] == checkpoint == f"{out}/checkpoint-{best}"
     keys |= dict(steps=3, resume_from_checkpoint="auto")
     shutil.copytree(out, f"{out}-same")
     [(_, said, _)] = world.run(attempt, 1, path, f"{out}-same", greater_is_better=False, **keys)

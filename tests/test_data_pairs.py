@@ -6,12 +6,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from mca_lite import objectives
 from mca_lite.args import DataArguments
 from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
-from mca_lite.data_batches import BatchPlan
+from mca_lite.data_batches import BatchPlan, split_documents
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import DatasetSpec
 from mca_lite.data_records import conversations, detect_format
@@ -461,3 +462,15 @@ def test_pairs_of_llama_factorys_v1_are_read_by_their_columns(tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     [(_, chosen, rejected)] = shown(load(tmp_path, "v1", dataset_dir=str(tmp_path)).train)
     assert "chosen" in chosen and "rejected" in rejected
+
+
+def test_documents_of_a_row_that_fills_the_batch_are_no_tokens():
+    batch = {
+        "input_ids": torch.tensor([[11, 12, 13, 14, 15, 0], [21, 22, 23, 24, 25, 26]]),
+        "labels": torch.tensor([[-100, 13, -100, 15, 16, -100], [-100] * 6]),
+        "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 0], [0] * 6]),  # a pair; a filler
+    }
+    split = split_documents(batch, 2, pad_token_id=9)
+    assert split["input_ids"].tolist() == [[11, 12, 9], [13, 14, 15], [21, 9, 9], [22, 9, 9]]
+    assert split["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
+    assert split["labels"].tolist() == [[-100, 13, -100], [-100, 15, 16], [-100] * 3, [-100] * 3]

@@ -59,14 +59,16 @@ JOINED = dict(stage="pt", cutoff_len=30)
 @pytest.mark.parametrize("name, keys", [("rows", {}), ("packed", PACKED), ("joined", JOINED)])
 def test_a_run_that_stops_goes_on_bit_for_bit(folder, name, keys):
     """As if it had died at step 4, after the checkpoint of step 3; and past its max_steps, with a
-    process that reads ahead.
+    process that reads ahead, and once more from what this one saved.
     """
     keys = {**keys, "use_mca": name != "rows"}
     world.run(train, 1, keys_of(folder, f"{name}-whole", **{**keys, "save_strategy": "no"}))
     keys = keys_of(folder, name, **keys)
     world.run(train, 1, {**keys, "max_steps": 4, "save_steps": 3})
     shutil.rmtree(folder / name / "checkpoint-4")
-    world.run(train, 1, {**keys, "resume_from_checkpoint": "auto", "dataloader_num_workers": 3})
+    keys |= dict(resume_from_checkpoint="auto", dataloader_num_workers=3)
+    world.run(train, 1, {**keys, "max_steps": 5})
+    world.run(train, 1, keys)
     whole, parts = (
         [curve([line]) for line in read_log(f"{folder}/{out}")] for out in (f"{name}-whole", name)
     )

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.shared import tiny, world
+from tests.shared import small_runs, tiny, world
 from tests.shared.dpo_tools import (
     OBJECTIVES,
     STEPS,
@@ -337,6 +337,24 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp
     keys["resume_from_checkpoint"] = "auto"
     found, _ = world.run(said_by, 1, other, str(tmp_path / "a"), **keys, **SAVE)[0]
     assert "trained against another reference model" in found
+
+
+def train_each(runs: list[dict]) -> None:
+    for keys in runs:
+        small_runs.train(keys)
+
+
+def test_drawn_models_of_two_seeds_and_two_precisions_have_folders_of_their_own(start, tmp_path):
+    path = shutil.copytree(start[0], tmp_path / "model")
+    small_runs.save_tokenizer(path)
+    small_runs.write_data(tmp_path)
+    keys = dict(model_name_or_path=str(path), train_from_scratch=True, use_mca=False, stage="dpo")
+    keys |= dict(dataset=f"{tmp_path}/pairs.jsonl", cache_dir=f"{tmp_path}/cache", cutoff_len=40)
+    keys |= dict(max_steps=1, save_strategy="no", save_hf_model=False, disable_tqdm=True)
+    others = [{}, dict(seed=7, data_seed=42), dict(bf16=True)]
+    runs = [dict(keys, output_dir=f"{tmp_path}/{i}", **other) for i, other in enumerate(others)]
+    world.run(train_each, 1, runs)
+    assert len(list((tmp_path / "cache/reference").iterdir())) == 3
 
 
 def refusals(path, adapter, out) -> list[str]:

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoConfig
 
 from mca_lite.log_speed import ModelWork, Throughput, model_sizes, peak_flops, peak_memory_gib
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.layouts import EP2
 from tests.shared.training import GLOBAL_BATCH, Clock, read_log, train
 
 
@@ -145,6 +146,24 @@ def test_the_log_counts_real_tokens_documents_and_what_is_trained(tmp_path, case
     got = world.run(flops_of_one_step, ranks, path, str(tmp_path / "out"), **keys)[0]
     squares = sum(length**2 for length in lengths)
     assert got == pytest.approx(per_token * sum(lengths) + 6 * CORE * squares, rel=1e-9)
+
+
+def adapted_experts(model):
+    return adapted(model, targets=("gate_proj", "down_proj"))
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, EP2)])
+def test_the_log_counts_the_experts_that_a_token_goes_to_once(tmp_path, ranks, keys):
+    """Two of four experts with 16 channels, whose gate and down have adapters of rank 4."""
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    layer = LAYER - 3 * 32 * 48 + 4 * 32 + 2 * 3 * 32 * 16  # the router, and two experts
+    adapters = 2 * 2 * 2 * 4 * (32 + 16)
+    per_token = 4 * (2 * layer + 32 * 61) + 6 * adapters
+    lengths = [len(sample["input_ids"]) for sample in tiny.samples(GLOBAL_BATCH)]
+    keys = dict(keys, adapt=adapted_experts)
+    got = world.run(flops_of_one_step, ranks, path, str(tmp_path / "out"), **keys)[0]
+    core = 6 * CORE / 2 * sum(length**2 for length in lengths)
+    assert got == pytest.approx(per_token * sum(lengths) + core, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,16 @@ def test_adapters_that_cannot_be_are_refused(base, tmp_path, spec, words, backen
     assert isinstance(error, str) and all(word in error for word in words), error
 
 
+def test_adapters_on_some_experts_of_a_layer_are_refused(tmp_path):
+    from mca_lite import AutoConfig, TrainingArguments, lora
+
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
+    config = AutoConfig.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    with pytest.raises(ValueError, match="(?s)experts.0.gate_proj and not .*all experts"):
+        lora.plan(config, lora.LoraSpec(targets=("experts.0.gate_proj",)))
+    assert lora.plan(config, lora.LoraSpec(targets=("gate_proj",))).modules
+
+
 def test_half_of_a_fused_matrix_cannot_be_saved_whole(base, tmp_path):
     [error] = world.run(
         specified, 1, base[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",)
@@ -138,12 +148,26 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ra
         (dict(init_lora_weights="pissa"), ('init_lora_weights is "pissa"',)),
         (dict(alora_invocation_tokens=[5, 6]), ("alora_invocation_tokens is [5, 6]",)),
         (dict(peft_type="IA3"), ('peft_type is "IA3"', '"LORA"')),
+        (dict(bias="all"), ('bias is "all"', '"none"')),
+        (dict(use_qalora=True), ("use_qalora is true",)),
+        (dict(lora_bias=True), ("lora_bias is true",)),
+        (dict(alpha_pattern={"q_proj": 64}), ('alpha_pattern is {"q_proj": 64}',)),
+        (dict(fan_in_fan_out=True), ("fan_in_fan_out is true",)),
+        (dict(target_parameters=["experts.down_proj"]), ("target_parameters is",)),
+        (dict(trainable_token_indices=[3]), ("trainable_token_indices is [3]",)),
+        (dict(layer_replication=[[0, 2], [1, 4]]), ("layer_replication is",)),
+        (dict(arrow_config={"top_k": 2}), ("arrow_config is",)),
+        (dict(kasa_config={"beta": 1}), ("kasa_config is",)),
+        (dict(monteclora_config={"n": 4}), ("monteclora_config is",)),
+        (dict(use_bdlora={"nblocks": 2}), ("use_bdlora is",)),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(base, tmp_path, values, words):
-    adapter = changed(base[1], tmp_path / "changed", **values)
-    [error] = world.run(loaded, 1, base[0], str(tmp_path), adapter)
-    assert all(word in error for word in words), error
+    from mca_lite.lora_files import read_adapter
+
+    with pytest.raises(ValueError) as refused:
+        read_adapter(changed(base[1], tmp_path / "changed", **values))
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_a_damaged_adapter_is_refused(base, tmp_path):
@@ -191,6 +215,9 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     peft_model(path, r=2 * RANK).save_pretrained(tmp_path / "other")
     [error] = world.run(refusal, 1, path, str(tmp_path / "lora"), str(tmp_path / "other"), **keys)
     assert f"saved with r {RANK} of its adapters, and this run has {2 * RANK}" in error
+    scaled = changed(adapter, tmp_path / "scaled", use_rslora=True)
+    [error] = world.run(refusal, 1, path, str(tmp_path / "lora"), scaled, **keys)
+    assert "saved with use_rslora False of its adapters, and this run has True" in error
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ alone.
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mca_lite.args_run import parse_args
 from mca_lite.args_values import ConfigError
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import convert
-from tests.shared.files import flip_bit, tensors
+from tests.shared.files import changed, flip_bit, tensors
 from tests.shared.layouts import DIST_OPT, SAVE, TP2
 from tests.shared.lora_tools import (
     EVERYTHING,
@@ -141,6 +142,13 @@ def test_adapters_alone_are_no_model(base, tmp_path):
             parse_args([f"model_name_or_path={folder}", "dataset=x.jsonl", "output_dir=out"])
 
 
+def change(adapter: Path, how) -> None:
+    """Change the tensors of an adapter's file."""
+    found = load_file(adapter / "adapter_model.safetensors")
+    how(found)
+    save_file(found, adapter / "adapter_model.safetensors")
+
+
 def test_what_cannot_be_merged_is_refused(base, tmp_path):
     path, adapter = base
     wider = tiny.save_model(tmp_path / "wider", "llama", intermediate_size=64)
@@ -152,10 +160,12 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
     config = json.loads((by_default / "config.json").read_text())
     assert config.pop("tie_word_embeddings"), "what gemma2 is without the key"
     (by_default / "config.json").write_text(json.dumps(config))
+    parted = peft_model(tied, modules_to_save=["embed_tokens", "lm_head"])
+    parted.save_pretrained(tmp_path / "parted")
+    change(tmp_path / "parted", lambda found: found["base_model.model.lm_head.weight"].add_(1))
     shutil.copytree(adapter, tmp_path / "cut")
-    tensors = load_file(tmp_path / "cut" / "adapter_model.safetensors")
-    del tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
-    save_file(tensors, tmp_path / "cut" / "adapter_model.safetensors")
+    gone = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    change(tmp_path / "cut", lambda found: found.pop(gone))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     cases = [
@@ -168,13 +178,9 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
         ),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
         (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
+        (tied, "out7", tmp_path / "parted", "lacks 1, such as lm_head.weight"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
-        (
-            path,
-            "out5",
-            tmp_path / "cut",
-            "lacks base_model.model.model.layers.1.mlp.up_proj.lora_B.weight",
-        ),
+        (path, "out5", tmp_path / "cut", f"lacks {gone}"),
         (path, "full", adapter, "is not empty"),
     ]
     for source, out, which, words in cases:
@@ -188,6 +194,10 @@ def test_a_merge_that_went_wrong_is_found_out(base, tmp_path):
     assert convert(path, tmp_path / "out", "--merge", adapter)[0] == 0
     [error] = world.run(verified, 1, path, path, adapter)  # the base, as if it were merged
     assert "differ by" in error and "do not use" in error
+    spoiled = changed(
+        str(tmp_path / "out"), tmp_path / "nan", lambda of: of["model.norm.weight"].fill_(math.nan)
+    )
+    assert "differ by nan" in world.run(verified, 1, path, spoiled, adapter)[0]
     assert world.run(verified, 1, path, str(tmp_path / "out"), adapter)[0].startswith("verified")
 
 

@@ -2,6 +2,8 @@
 layout; what a function of the logits gets, and the gradients of all of it, on one rank and on two.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,13 +108,13 @@ def test_log_probabilities_are_the_models_whatever_it_minimises(oracles, tmp_pat
 VOCAB = 61  # no multiple of 2 or 4
 
 
-def everything(logits):
+def everything(logits, vocab):
     """[n, 2]: cross entropy smoothed over the vocabulary; and a norm of the hidden states with the
     logits of halved hidden states, whose products with the head are the function's own."""
     halved = logits.spread(logits.hidden / 2) @ logits.weight.t()
     parts = torch.stack([logits.values.sum(1), halved.tanh().sum(1)])
     total, rest = logits.sum(parts.t()).unbind(1)  # of a view whose rows do not follow each other
-    smoothed = 0.9 * logits.cross_entropy() + 0.1 * (logits.logsumexp() - total / VOCAB)
+    smoothed = 0.9 * logits.cross_entropy() + 0.1 * (logits.logsumexp() - total / vocab)
     return torch.stack([smoothed, logits.hidden.square().sum(1) + rest], 1)
 
 
@@ -123,43 +125,49 @@ def on_whole(hidden, weight, labels):
     return torch.stack([smoothed, rest], 1)
 
 
-def problem():
+def problem(vocab=VOCAB):
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(26, 24, generator=generator)
-    weight = torch.randn(VOCAB, 24, generator=generator) / 5
-    labels = torch.randint(0, VOCAB, (26,), generator=generator)
+    weight = torch.randn(vocab, 24, generator=generator) / 5
+    labels = torch.randint(0, vocab, (26,), generator=generator)
     labels[::4] = -100
     return hidden, weight, labels, torch.randn(26, 2, generator=generator)
 
 
-def sharded(chunk_size: int) -> list:
-    """Losses, d hidden and d weight of all ranks together."""
+def sharded(chunk_size: int, vocab: int, rows: int) -> list:
+    """Losses, d hidden and d weight of all ranks together, of which each has `rows` of the head."""
     import torch.distributed as dist
 
     from mca_lite.loss_tokens import token_losses
 
-    hidden, weight, labels, grad = problem()
+    hidden, weight, labels, grad = problem(vocab)
     size, rank = dist.get_world_size(), dist.get_rank()
-    mine = F.pad(weight, (0, 0, 0, -VOCAB % size)).chunk(size)[rank].clone().requires_grad_()
+    padded = F.pad(weight, (0, 0, 0, rows * size - vocab))
+    mine = padded.chunk(size)[rank].clone().requires_grad_()
     hidden.requires_grad_()
     group = dist.group.WORLD
-    losses = token_losses(hidden, mine, labels, group, VOCAB, chunk_size, of_logits=everything)
+    of_logits = functools.partial(everything, vocab=vocab)
+    losses = token_losses(hidden, mine, labels, group, vocab, chunk_size, of_logits=of_logits)
     losses.backward(grad)
     dist.all_reduce(hidden.grad)  # what megatron's mapping before the head does
     parts = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(parts, mine.grad)
-    return [losses.tolist(), hidden.grad.tolist(), torch.cat(parts)[:VOCAB].tolist()]
+    return [losses.tolist(), hidden.grad.tolist(), torch.cat(parts)[:vocab].tolist()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_function_of_the_logits_has_its_gradients_in_every_layout(ranks):
-    hidden, weight, labels, grad = problem()
+@pytest.mark.parametrize(
+    "ranks, vocab, rows",
+    [(1, VOCAB, 61), (2, VOCAB, 31), (4, VOCAB, 16), (4, 29, 16)],
+    ids=["1", "2", "4", "4, two of which have padding alone"],
+)
+def test_a_function_of_the_logits_has_its_gradients_in_every_layout(ranks, vocab, rows):
+    hidden, weight, labels, grad = problem(vocab)
     hidden.requires_grad_(), weight.requires_grad_()
     kept = labels != -100
     losses = on_whole(hidden[kept], weight, labels[kept])
     losses.backward(grad[kept])
     wanted = torch.zeros(26, 2).index_put((kept,), losses.detach())
-    for got in world.run(sharded, ranks, 7):
+    for got in world.run(sharded, ranks, 7, vocab, rows):
         for ours, theirs in zip(got, (wanted, hidden.grad, weight.grad), strict=True):
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-5)
 

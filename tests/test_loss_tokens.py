@@ -261,6 +261,18 @@ def test_a_token_that_is_nearly_certain_has_a_gradient_in_bf16():
     torch.testing.assert_close(h.grad[0, 0].float(), expected, rtol=1e-2, atol=0)
 
 
+def test_small_gradients_in_fp16_are_kept_by_the_loss_scale():
+    """Of a rare token: 2e-9, which is nothing in fp16, and 1e-4 once it is scaled."""
+    w = torch.zeros(40, 4, dtype=torch.float16)
+    w[8:, 0] = -18.0
+    w.requires_grad_()
+    h = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float16, requires_grad=True)
+    (token_losses(h, w, torch.tensor([3])) * 2.0**16).sum().backward()
+    probability = torch.tensor(-18.0).exp() / (8 + 32 * torch.tensor(-18.0).exp())
+    wanted = torch.full((32,), 2.0**16 * float(probability))
+    torch.testing.assert_close(w.grad[8:, 0].float(), wanted, rtol=1e-2, atol=0)
+
+
 def test_gradients_taken_ahead_are_gone_after_the_backward_pass(monkeypatch):
     """Whoever keeps the losses, as a schedule does until the next micro-batch's are there, does not
     keep a float32 gradient of the head with them."""

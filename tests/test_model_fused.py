@@ -61,7 +61,13 @@ def test_swiglu_is_silu_of_the_first_half_times_the_second():
     torch.testing.assert_close(model_fused.swiglu(both), F.silu(gate) * up)
     expected = F.silu(gate) * up * weights[:, None]
     torch.testing.assert_close(model_fused.weighted_swiglu(both, weights), expected)
-    assert model_fused.weighted_swiglu(both.bfloat16(), weights).dtype == torch.bfloat16
+
+
+def test_the_weights_of_experts_are_float32_and_their_product_is_rounded_once():
+    both, weights = rows(64, 32, dtype=torch.bfloat16), torch.rand(64)
+    product = model_fused.swiglu(both).float() * weights[:, None]
+    got = model_fused.weighted_swiglu(both, weights)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, product.bfloat16())
 
 
 def test_torch_compile_true_warns_where_there_is_no_gpu(tmp_path, monkeypatch):

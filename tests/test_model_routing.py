@@ -74,6 +74,11 @@ def their_router(name: str, **changes):
             dict(num_experts_per_tok=2),
             dict(topk=2, scaling=1.7, num_groups=4, group_topk=2),
         ),
+        (  # groups of four, of which the two best count
+            "glm4_moe",
+            dict(n_routed_experts=16),
+            dict(topk=3, scaling=1.7, num_groups=4, group_topk=2),
+        ),
         (
             "glm4_moe",
             dict(norm_topk_prob=False, n_group=1, topk_group=1),
@@ -87,6 +92,13 @@ def their_router(name: str, **changes):
                 topk=3, scaling=1.5, normalise=False, num_groups=4, group_topk=2, group_score="max"
             ),
         ),
+        (
+            "deepseek_v2",
+            dict(topk_method="group_limited_greedy", n_routed_experts=16, num_experts=16),
+            dict(
+                topk=3, scaling=1.5, normalise=False, num_groups=4, group_topk=2, group_score="max"
+            ),
+        ),
     ],
 )
 def test_choices_and_weights_are_those_of_transformers(name, changes, keys):
@@ -94,9 +106,9 @@ def test_choices_and_weights_are_those_of_transformers(name, changes, keys):
     if name == "glm4_moe":
         keys = dict(keys, score_function="sigmoid", bias=router.e_score_correction_bias)
     ours, chosen = choose_experts(logits, **keys)
-    wanted = torch.zeros(T, E).scatter(1, experts, weights)
+    wanted = torch.zeros_like(logits).scatter(1, experts, weights)
     torch.testing.assert_close(
-        torch.zeros(T, E).scatter(1, chosen, ours), wanted, rtol=0, atol=1e-6
+        torch.zeros_like(logits).scatter(1, chosen, ours), wanted, rtol=0, atol=1e-6
     )
 
 

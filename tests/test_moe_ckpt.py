@@ -100,6 +100,33 @@ def test_a_run_goes_on_in_the_same_layout_or_another(path, saved, tmp_path, befo
         )
 
 
+def main_pieces(path: str, **keys) -> list[tuple]:
+    """(name, place) of each piece of the weights of which this rank says that it is the main
+    replica."""
+    from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+
+    from mca_lite import TrainingArguments
+    from mca_lite.ckpt_megatron import nested_values
+    from mca_lite.model import AutoModel
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys))
+    state = models.sharded_state_dict()
+    apply_factories(state)
+    pieces = nested_values(extract_sharded_tensors(state)[0])
+    return [(p.key, p.global_offset) for p in pieces if is_main_replica(p.replica_id)]
+
+
+@pytest.mark.parametrize("layout", ["dp2_dist_opt", "tp2", "ep2"])
+def test_each_piece_of_the_weights_has_one_main_replica(path, layout):
+    ranks, keys = LAYOUTS[layout]
+    [alone] = world.run(main_pieces, 1, path)
+    experts = [name for name, _ in alone if "experts" in name]
+    found = [piece for rank in world.run(main_pieces, ranks, path, **keys) for piece in rank]
+    assert len(found) == len(set(found)) and len(experts) > 2
+    assert {name for name, _ in found} == {name for name, _ in alone}
+
+
 def test_a_line_of_the_log_has_the_routers_of_all_its_steps_after_a_restart(path, tmp_path):
     """Of four steps a line, of which the run that is resumed makes the last two."""
     keys = dict(SHARED, **SAVE, logging_steps=4)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -393,6 +394,27 @@ def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
     guard.start_step()
     assert plan.steps_per_epoch == 3 and guard.step == 3
     assert [guard._samples(number) for number in (0, 1, 2)] == [*map(list, plan.step(1, 0)), []]
+
+
+def test_samples_of_packs_are_those_of_the_data():
+    from types import SimpleNamespace as Record
+
+    from mca_lite.data_batches import BatchPlan
+    from mca_lite.data_packs import Packs
+    from mca_lite.trainer_callbacks import TrainerState
+    from mca_lite.trainer_nonfinite import FiniteGuard
+
+    lengths = np.array([[6], [2], [5], [3], [9], [4]])  # in rows of 9: 4; 0 and 3; 2 and 5; 1
+    data = Record(document_lengths=lengths, num_tokens=29, num_trained_tokens=29, fingerprint="")
+    plan = BatchPlan(4, 2, 2, 0, 1, seed=1, shuffle=False)
+    trainer = Record(
+        args=Record(check_for_nan_in_loss_and_grad=False),
+        state=TrainerState(),
+        train_dataset=Packs(data, 9),
+    )
+    guard = FiniteGuard(trainer, plan)
+    guard.start_step()
+    assert [guard._samples(number) for number in (0, 1)] == [[4, 0, 3], [2, 5, 1]]
 
 
 def test_a_spike_is_named_once():

@@ -201,14 +201,19 @@ def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:
 
 
 def curves(path: str, out: str) -> dict:
-    """{name: (curve, curve of the run that was resumed)}"""
+    """{name: (curve, curve of the run that was resumed)}, and the curves below two limits of the
+    norm."""
     cases = {
         "split": ({}, {}),
         "bf16 moments": (BF16_MOMENTS, BF16_MOMENTS),
         "to distributed": ({}, DIST_OPT),
         "from distributed": (DIST_OPT, {}),
     }
-    return {name: resumed(path, f"{out}/{name}", *keys) for name, keys in cases.items()}
+    found = {name: resumed(path, f"{out}/{name}", *keys) for name, keys in cases.items()}
+    for name, keys in {"below": {}, "below, distributed": DIST_OPT}.items():
+        limits = (dict(keys, max_grad_norm=limit) for limit in (50.0, 5000.0))
+        found[name] = [train(path, f"{out}/{name}", **BF16, **limit) for limit in limits]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +226,12 @@ def runs(model_path, tmp_path_factory):
 def test_a_run_in_bf16_resumes_bit_for_bit(runs, name):
     whole, parts = runs[name]
     assert parts == whole
+
+
+@pytest.mark.parametrize("name", ["below", "below, distributed"])
+def test_gradients_below_the_limit_of_their_norm_are_left_as_they_are(runs, name):
+    near, far = runs[name]
+    assert near == far and all(1.0 < norm < 50.0 for _, norm in near)
 
 
 def test_split_masters_train_as_the_distributed_optimizers(runs):

@@ -28,6 +28,7 @@ LAYOUTS = {
     "one_bf16": (1, {**TWO, **BF16}),
     "tp2_sp_bf16": (2, {**TP2_SP, **BF16}),
     "pp2": (2, {**PP2, **MORE}),
+    "pp2_one": (2, {**PP2, "gradient_accumulation_steps": 1}),  # fewer in flight than stages
     "pp2_vpp2": (2, {**PP2, **VPP2, "gradient_accumulation_steps": 4}),
     "dp2_dist_opt_bf16": (2, {**DIST_OPT, **BF16}),
     "cp2": (2, CP2),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tests.shared import tiny, world
 from tests.shared.files import tensors
-from tests.shared.layouts import PP2, SP, TP2, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, PP2, SP, TP2, VPP2
 from tests.shared.training import BRIEF, COUNT, GLOBAL_BATCH, assert_same_curve, read_log, train
 
 
@@ -188,7 +188,10 @@ def test_mean_of_micro_batches_agrees_with_the_torch_backend(
         assert_same_curve(got, wanted)
 
 
-@pytest.mark.parametrize("keys", [dict(optim="sgd", learning_rate=0.05), dict(max_grad_norm=0.0)])
+@pytest.mark.parametrize(
+    "keys",
+    [dict(optim="sgd", learning_rate=0.05), dict(max_grad_norm=0.0), dict(max_grad_norm=50.0)],
+)
 def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
     keys = {"lr_scheduler_kwargs": {}, "steps": 3, "warmup_steps": 0, **keys}
     [wanted] = world.run(train, 1, model_path, str(tmp_path / "torch"), backend="torch", **keys)
@@ -196,9 +199,7 @@ def test_other_optimizer_settings_agree(model_path, tmp_path, keys):
         assert_same_curve(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "ranks, keys", [(1, {}), (2, TP2), (2, dict(use_distributed_optimizer=True)), (2, PP2)]
-)
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (2, TP2), (2, DIST_OPT), (2, PP2), (2, CP2)])
 def test_bf16_follows_the_torch_backend_in_bf16(model_path, on_torch, tmp_path, ranks, keys):
     """bf16 rounds to 3 digits, and megatron keeps residuals in bf16 where autocast keeps them in
     float32: 2 % of the loss.

@@ -144,6 +144,12 @@ def test_the_last_answer_is_asked_for():
     assert last_turn(turns) == ([5, 6, 7], [8, 9, 10])
     assert last_turn({**turns, "labels": [-100, -100, 8, -100, -100]}) == ([5, 6, 7], [8])
     assert last_turn({**turns, "labels": [-100] * 5}) is None
+    # of four answers, with a shorter and a longer turn between
+    many = {"input_ids": [*range(10, 21)], "labels": [11, *[-100] * 2, 14, 15, *[-100] * 3, 19]}
+    many["labels"] += [-100, 21]
+    assert last_turn(many) == ([*range(10, 21)], [21])
+    three = {"input_ids": many["input_ids"], "labels": [*many["labels"][:9], 20, 21]}
+    assert last_turn(three) == ([*range(10, 19)], [19, 20, 21])
 
 
 def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):

@@ -33,7 +33,7 @@ def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
 
     def chat(i: int) -> list:
         first = [turn("user", i, i + 1), turn("assistant", *range(i, i + 2 + i % 5))]
-        return first + [turn("user", 2 * i), turn("assistant", 3 * i, 5, 4 * i)] * (i % 2)
+        return first + [turn("user", 2 * i), turn("assistant", 3 * i, 5, 4 * i)] * (i % 3)
 
     for name, start in (("chat", 0), ("other", 30)):
         text = " ".join(f"w{n}" for n in range(30))

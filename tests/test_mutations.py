@@ -1,0 +1,39 @@
+"""`make mutations`: what is said of a wrong change that a test notices, and of others."""
+
+import pytest
+
+from tests.tools.mutations import ROWS, verdict
+
+TEST = """
+from mca_lite.sums import doubled
+
+def test_twice_two_is_four():
+    assert doubled(2) == 4
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("2 * x", "3 * x", "noticed"),
+        ("2 * x", "x * x", "SURVIVES"),
+        ("2 * x", "2 * ", "STALE: pytest ends with 4"),
+        ("4 * x", "x", "STALE: its text is there 0 times"),
+        ("x", "y", "STALE: its text is there 2 times"),
+    ],
+)
+def test_a_row_is_noticed_survives_or_is_stale(tmp_path, old, new, said):
+    module = tmp_path / "mca_lite" / "sums.py"
+    for file, text in {
+        module: "def doubled(x):\n    return 2 * x\n",
+        tmp_path / "tests" / "test_sums.py": TEST,
+    }.items():
+        file.parent.mkdir()
+        file.write_text(text)
+    assert verdict(tmp_path, old, new, "test_sums.py::test_twice_two_is_four") == said
+    assert "return 2 * x" in module.read_text()
+
+
+def test_rows_have_names_of_their_own_and_change_something():
+    assert len({what for what, *_ in ROWS}) == len(ROWS)
+    assert all(old != new and tests for _, old, new, tests in ROWS)

@@ -1,0 +1,229 @@
+"""Wrong changes of the package, each tried alone in a copy of the tree: a test must notice it.
+
+python -m tests.tools.mutations [words of a row's name]
+
+A row survives if its tests pass with the change. It is stale if its text is not in the package
+exactly once; modules may be renamed and merged, so a row names none.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = "mca_lite tests configs train.py setup.cfg pyproject.toml README.md CHANGELOG.md".split()
+
+DRAWN = (
+    "test_dpo_reference.py"
+    "::test_drawn_models_of_two_seeds_and_two_precisions_have_folders_of_their_own"
+)
+# (what is wrong, text of the package, the text in its place, tests that fail then)
+ROWS: list[tuple[str, str, str, str]] = [
+    (
+        "a stream that is resumed inside a chunk counts its samples from 0",
+        "enumerate(samples[done:], done)",
+        "enumerate(samples[done:])",
+        "test_data_stream.py::test_a_run_goes_on_at_every_position",
+    ),
+    (
+        "split masters scale gradients up to the limit of their norm",
+        "/ (grad_norm + 1e-6)).clamp(max=1)",
+        "/ (grad_norm + 1e-6))",
+        "test_optim_adam.py::test_gradients_below_the_limit_of_their_norm_are_left_as_they_are",
+    ),
+    (
+        "tokens are not summed over context parallel ranks",
+        "num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True)",
+        "num_tokens, group=mpu.get_data_parallel_group()",
+        "test_trainer.py::test_bf16_follows_the_torch_backend_in_bf16",
+    ),
+    (
+        "adapters are resumed with another use_rslora",
+        '"lora_alpha", "use_rslora", "target_modules"',
+        '"lora_alpha", "target_modules"',
+        "test_lora_errors.py::test_a_checkpoint_with_other_adapters_is_not_resumed_from",
+    ),
+    (
+        "the head of an adapter that cut a tie is dropped",
+        "and head and torch.equal(source.read(embedding), source.read(head)):",
+        "and head:",
+        "test_lora_merge.py::test_what_cannot_be_merged_is_refused",
+    ),
+    (
+        "the best checkpoint does not name itself",
+        "if state.best_global_step == state.global_step:",
+        "if False:",
+        "test_ckpt_settings.py::test_the_best_evaluation_is_forgotten_when_another_way_tells_it",
+    ),
+    (
+        "pieces of later gradient buckets are at the wrong place",
+        "bucket.offset + rank * share - start",
+        "rank * share - start",
+        "test_ckpt.py::test_resume_in_the_same_layout_is_bit_for_bit",
+    ),
+    (
+        "the count of updates is the main rank's",
+        "parallel.largest(max(counts, default=0))[0]",
+        "max(counts, default=0)",
+        "test_lora_files.py::test_a_run_goes_on_where_a_rank_has_nothing_trained_to_write",
+    ),
+    (
+        "a group of experts counts by its three best",
+        "grouped.topk(2, -1).values.sum(-1)",
+        "grouped.topk(min(3, grouped.shape[-1]), -1).values.sum(-1)",
+        "test_model_routing.py::test_choices_and_weights_are_those_of_transformers",
+    ),
+    (
+        "an adapter's alpha_pattern is ignored",
+        '    "alpha_pattern": ({}, None),\n',
+        "",
+        "test_lora_errors.py::test_an_adapter_of_another_kind_is_refused",
+    ),
+    (
+        "convert verifies logits that are NaN",
+        "if not difference <= tolerance * max(largest, 1.0):",
+        "if difference > tolerance * max(largest, 1.0):",
+        "test_lora_merge.py::test_a_merge_that_went_wrong_is_found_out",
+    ),
+    (
+        "rows of packs are named as samples",
+        "if not isinstance(dataset, Packs):",
+        "if True:",
+        "test_nonfinite.py::test_samples_of_packs_are_those_of_the_data",
+    ),
+    (
+        "a process that was suspended has waited",
+        "min(now - self._looked, 2 * self.poll_s), now",
+        "now - self._looked, now",
+        "test_watchdog.py::test_micro_batches_are_progress_and_a_suspended_process_has_not_waited",
+    ),
+    (
+        "pairs that fill a batch are real tokens",
+        "torch.full_like(own_ids, int(not is_filler))",
+        "torch.ones_like(own_ids)",
+        "test_data_pairs.py::test_documents_of_a_row_that_fills_the_batch_are_no_tokens",
+    ),
+    (
+        "gradients in fp16 are made before the loss scale",
+        "ahead = ahead and all(t.dtype != torch.float16 for t in factors)",
+        "ahead = bool(ahead)",
+        "test_loss_tokens.py::test_small_gradients_in_fp16_are_kept_by_the_loss_scale",
+    ),
+    (
+        "a rank of padding alone has columns of the vocabulary",
+        "min(max(vocab_size - rows * rank, 0), rows)",
+        "min(vocab_size - rows * rank, rows)",
+        "test_loss_logits.py::test_a_function_of_the_logits_has_its_gradients_in_every_layout",
+    ),
+    (
+        "the weights of experts are rounded before the product",
+        "F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)",
+        "F.silu(gate) * up * weights.unsqueeze(-1).to(both.dtype))",
+        "test_model_fused.py"
+        "::test_the_weights_of_experts_are_float32_and_their_product_is_rounded_once",
+    ),
+    (
+        "of many answers the second is asked for",
+        "trained[gaps[-1] + 1]",
+        "trained[gaps[0] + 1]",
+        "test_trainer_generate.py::test_the_last_answer_is_asked_for",
+    ),
+    (
+        "adapters on some experts of a layer pass",
+        "if meant and meant != modules:",
+        "if False:",
+        "test_lora_errors.py::test_adapters_on_some_experts_of_a_layer_are_refused",
+    ),
+    (
+        "drawn models of two seeds share a cached reference",
+        '"model": [name, config.model_source, ',
+        '"model": [name, ',
+        DRAWN,
+    ),
+    (
+        "two precisions share a cached reference",
+        '        "precision": backend.precision,\n',
+        "",
+        DRAWN,
+    ),
+    (
+        "every replica of experts is the main one",
+        "replica_id=(0, 0, self.dp_group.rank()),",
+        "replica_id=(0, 0, 0),",
+        "test_moe_ckpt.py::test_each_piece_of_the_weights_has_one_main_replica",
+    ),
+    (
+        "plan counts more micro-batches in flight than a step has",
+        "min(micro_batches, pp - stage)",
+        "pp - stage",
+        "test_plan.py::test_ranks_of_a_tiny_model_hold_what_is_planned",
+    ),
+    (
+        "the work of experts' adapters is that of one rank",
+        "expert_share * expert_parallel if piece.is_expert",
+        "expert_share if piece.is_expert",
+        "test_log_speed.py::test_the_log_counts_the_experts_that_a_token_goes_to_once",
+    ),
+    (
+        "the lock of a folder that is in use is removed",
+        "if [path.name for path in folder.iterdir()] == [LOCK_NAME]:",
+        "if True:",
+        "test_launch.py::test_a_folder_belongs_to_one_run_until_its_process_is_gone",
+    ),
+]
+
+
+def copy_tree(folder: Path) -> None:
+    skipped = shutil.ignore_patterns("__pycache__", ".*")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=skipped)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, tests: list[str]) -> subprocess.CompletedProcess:
+    """pytest on the copy; its exit code is 0 if all pass and 1 if one fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in tests]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(folder)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change may leave a file's size and second
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def verdict(folder: Path, old: str, new: str, tests: str) -> str:
+    """ "noticed", "SURVIVES", or why the row shows nothing; the copy is as before then."""
+    modules = {path: path.read_text() for path in (folder / "mca_lite").glob("**/*.py")}
+    count = sum(text.count(old) for text in modules.values())
+    if count != 1:
+        return f"STALE: its text is there {count} times"
+    [(path, text)] = [item for item in modules.items() if old in item[1]]
+    path.write_text(text.replace(old, new))
+    code = run_tests(folder, tests.split()).returncode
+    path.write_text(text)
+    return {0: "SURVIVES", 1: "noticed"}.get(code, f"STALE: pytest ends with {code}")
+
+
+def main(words: list[str]) -> int:
+    rows = [row for row in ROWS if not words or any(word in row[0] for word in words)]
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_tree(folder)
+        unchanged = run_tests(folder, sorted({test for row in rows for test in row[3].split()}))
+        if unchanged.returncode:
+            print(unchanged.stdout, "the tests do not pass without a change", sep="\n")
+            return 2
+        for what, *row in rows:
+            found = verdict(folder, *row)
+            failed += found != "noticed"
+            print(f"{found:10} {what}", flush=True)
+    print(f"{len(rows) - failed} of {len(rows)} wrong changes noticed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
