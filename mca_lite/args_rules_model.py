@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .args_values import Judge
-from .model_families import FAMILIES, Family
+from .model_families import FAMILIES, Family, check_type
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -270,6 +270,7 @@ def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
     """Every rule between a config.json, as it was read, and the arguments -> lines about losses
     that it asks for, and that this run does not have."""
     numbers = numbers_of(values)
+    check_type(values, judge, a.use_mca)
     check_model(numbers, a, judge)
     check_gate(numbers, a, judge)
     return _unheard_wishes(values, a)

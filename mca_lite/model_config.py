@@ -29,7 +29,7 @@ from .args_rules_training import DERIVED_FIELDS, check_virtual_stages
 from .args_values import Judge, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import describe_error, is_of_mcore_adapter, read_json, read_model_config
-from .model_families import FAMILIES, SAME_AS, get_family
+from .model_families import FAMILIES, SAME_AS, check_type, get_family
 from .model_rope import rope_frequencies
 
 ACTIVATIONS = {
@@ -370,7 +370,10 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
-    family, origin = get_family(hf.model_type), name_or_path or hf.model_type
+    judge, origin = Judge(None), name_or_path or hf.model_type
+    check_type(hf.to_dict(), judge)
+    judge.close()
+    family = get_family(hf.model_type)
     family.check(hf, origin)
     known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=hf.to_dict())
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig

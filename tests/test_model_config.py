@@ -15,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from mca_lite.args import TrainingArguments
-from mca_lite.args_values import ConfigError
+from mca_lite.args_values import ConfigError, Judge
 from mca_lite.model_config import (
     AutoConfig,
     McaModelConfig,
@@ -24,6 +24,7 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
+from mca_lite.model_families import check_type
 from mca_lite.model_rope import rope_frequencies, rotary_tables
 from mca_lite.packed_rows import row_layout
 from tests.shared import tiny
@@ -579,3 +580,66 @@ def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monke
     args = TrainingArguments(output_dir=str(tmp_path), transformer_impl="local", **keys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert model_config._from_arguments(args)["bias_dropout_fusion"] is fused
+
+
+# ---- models that are not trained here
+
+PICTURES = dict(vision_config={}, text_config={})
+NO_MEDIA, PLAIN = "images, audio or video are not trained here yet", "use_mca: false"
+
+
+@pytest.mark.parametrize(
+    "values, backend, reason, remedy",
+    [
+        (dict(PICTURES, model_type="qwen2_vl"), "use_mca=true", NO_MEDIA, "a model of text"),
+        (dict(PICTURES, model_type="qwen2_5_vl"), "use_mca=false", NO_MEDIA, "a model of text"),
+        (dict(PICTURES, model_type="qwen3_vl"), "use_mca=true", NO_MEDIA, "a model of text"),
+        (
+            dict(audio_config={}, model_type="qwen2_audio"),
+            "use_mca=false",
+            NO_MEDIA,
+            "a model of text",
+        ),
+        # transformers has a causal model of its text
+        (dict(PICTURES, model_type="gemma3"), "use_mca=true", NO_MEDIA, f"{PLAIN}, to train its"),
+        (dict(model_type="gpt2"), "use_mca=true", "one of deepseek_v2", f"{PLAIN}, to train it as"),
+        (dict(model_type="t5"), "use_mca=true", "one of deepseek_v2", "a model of text"),
+        (dict(model_type="t5"), "use_mca=false", "no causal model", "a model of text"),
+    ],
+)
+def test_a_model_that_no_backend_trains_is_refused_with_a_true_remedy(
+    values, backend, reason, remedy, tmp_path
+):
+    from mca_lite.args_run import parse_args
+
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    words = [f"model_name_or_path={tmp_path}", "dataset=none.jsonl", "output_dir=out", backend]
+    with pytest.raises(ConfigError) as caught:
+        parse_args(words)
+    [problem] = caught.value.problems
+    assert problem.key == "model_type in config.json" and problem.value == values["model_type"]
+    assert reason in problem.reason and problem.suggestion.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(PICTURES, model_type="gemma3"),
+        dict(model_type="gpt2"),
+        dict(model_type="of_its_own", auto_map={"AutoModelForCausalLM": "modeling.Model"}),
+    ],
+)
+def test_a_causal_model_of_transformers_passes_on_plain_torch(values):
+    judge = Judge(None)
+    check_type(values, judge, use_mca=False)
+    assert judge.problems == []
+    check_type(values, judge)
+    assert "use_mca: false" in judge.problems[0].suggestion
+
+
+def test_auto_config_says_that_images_are_not_trained(tmp_path):
+    from transformers import Qwen2_5_VLConfig
+
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="images, audio or video are not trained here yet"):
+        AutoConfig.from_pretrained(str(tmp_path))
