@@ -16,6 +16,11 @@ ALIASES = {
     "optimizer": "optim",
 }
 
+# Switches of other trainers -> the key that each one sets where it is true, and its value.
+SWITCHES = dict.fromkeys(
+    ("gradient_checkpointing", "activation_checkpointing"), ("recompute_granularity", "full")
+)
+
 # Keys that are known and not in this version: (what they would need, the nearest way; "" for the
 # key left out) -> the keys. A key takes None, and the value behind its =, which is its default
 # elsewhere; without one it takes false, 0 and nothing. A name that ends in * stands for all keys
@@ -123,10 +128,8 @@ _IGNORED_BY_REASON = {
     "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
     "liger_kernel_config cross_entropy_loss_fusion",
-    "set recompute_granularity: full": "gradient_checkpointing gradient_checkpointing_kwargs "
-    "activation_checkpointing activation_checkpointing_kwargs",
-    "recompute_granularity decides it": "disable_gradient_checkpointing use_unsloth_gc "
-    "use_reentrant_gc",
+    "recompute_granularity decides it": "gradient_checkpointing_kwargs use_unsloth_gc "
+    "activation_checkpointing_kwargs disable_gradient_checkpointing use_reentrant_gc",
     "torchrun starts the ranks": "ray_* placement_strategy resources_per_worker master_addr "
     "master_port",
     "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank "

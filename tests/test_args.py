@@ -708,6 +708,31 @@ def test_the_default_of_a_refused_key_is_taken(base, word):
     assert parse_args([*base, word])
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_of_activations_is_full_recomputation(base, name):
+    run = parse_args([*base, f"{name}=true"])
+    assert run.training.recompute_granularity == "full"
+    assert run.warnings == [f"{name} is recompute_granularity: full here"]
+    run = parse_args([*base, f"--{name}", "--recompute_granularity=selective"])
+    assert run.training.recompute_granularity == "selective" and run.warnings == []
+    for off in ("false", "null"):
+        run = parse_args([*base, f"{name}={off}"])
+        assert run.training.recompute_granularity is None and run.warnings == []
+    problem = keys_of(parse_args, [*base, f"{name}=abc"])[name]
+    assert problem.reason == "expected true or false"
+    run = parse_args([*base, f"{name}=true", f"{name}_kwargs={{use_reentrant: false}}"])
+    assert run.warnings[1].startswith(f"these keys have no effect: {name}_kwargs")
+
+
+def test_plain_torch_says_that_it_recomputes_nothing(base):
+    run = parse_args([*base, "gradient_checkpointing=true", "use_mca=false"])
+    assert run.training.recompute_granularity is None
+    assert run.warnings == [
+        "gradient_checkpointing is recompute_granularity: full here",
+        "use_mca is false: plain torch DDP does without recompute_granularity",
+    ]
+
+
 def test_megatrons_spellings_of_the_stable_schedule_are_taken():
     kwargs = {"wsd_decay_steps": 10, "lr_wsd_decay_style": "exponential", "max_lr": "5e-5"}
     args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
