@@ -52,13 +52,11 @@ _REFUSED_BY_REASON = {
     ("weights kept in 8 bits: a checkpoint would hold rounded ones", "fp8: hybrid"): "fp8_param",
     ("attention in 8 bits", "fp8: hybrid"): "fp8_dot_product_attention fp8_multi_head_attention",
     ("4-bit products", "fp8: hybrid"): "fp4*",
-    ("a count of layers that are none", "pipeline_model_parallel_layout, such as Ett|tttL"): (
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+    ("another split of the layers", "pipeline_model_parallel_layout, such as Ett|tttL"): (
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
     ),
-    (
-        "CUDA graphs as a key",
-        "additional_configs, untried",
-    ): "cuda_graph_impl=none cuda_graph_scope",
+    ("CUDA graphs", ""): "cuda_graph_impl=none cuda_graph_* enable_cuda_graph external_cuda_graph",
     ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
     ("rope scaling other than that of the model's config.json", "config.json"): "rope_scaling",
     ("label smoothing", "dpo_label_smoothing with stage: dpo"): "label_smoothing_factor",
@@ -93,11 +91,6 @@ _REFUSED_BY_REASON = {
     ),
     ("debugging aids of transformers", ""): "debug",
 }
-# Fields of megatron's config among them: additional_configs takes them as they are.
-FIELDS_OF_MEGATRON = (
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "cuda_graph_impl cuda_graph_scope"
-).split()
 
 
 class Refused(NamedTuple):

@@ -6,33 +6,34 @@ arguments `a`; where it also fills in what follows from other keys, it says so.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib.util
 import math
 import os
 import re
 from typing import Any, Literal, NamedTuple
 
-from .args_keys import FIELDS_OF_MEGATRON, unsupported
+from .args_keys import IGNORED_KEYS, UNSUPPORTED, lookup
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_defect, layout_stages
 from .args_values import Judge, cast
+from .model_families import config_keys
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 REPORTERS = ("tensorboard", "wandb")  # that report_to may name: packages, and our extras too
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 _OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
-# fields of megatron's config that additional_configs cannot set: they follow from other keys ...
+# fields of megatron's config that additional_configs may set, and their types: they change how a
+# step is computed, never what
+ADDITIONAL_FIELDS: dict[str, Any] = {
+    "attention_backend": Literal["auto", "flash", "fused", "unfused", "local"],
+    "batch_p2p_sync": bool,
+    "clone_scatter_output_in_embedding": bool,
+    "deallocate_pipeline_outputs": bool,
+    "disable_bf16_reduced_precision_matmul": bool,
+}
+# fields that follow from other keys
 DERIVED_FIELDS = (
     "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
     "use_te_activation_func gradient_accumulation_fusion"
-)
-# ... or from config.json, whose weights have these sizes
-MODEL_FIELDS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func "
-    "window_size window_attn_skip_freq"
 )
 
 
@@ -48,7 +49,7 @@ def check_training(a: Any, judge: Judge) -> None:
     _check_cadence(a, judge)
     _check_memory(a, judge)
     _check_precision(a, judge)
-    _check_additional_configs(a, judge)
+    check_additional_configs(a, judge)
     check_schedule(a, judge)
 
 
@@ -289,35 +290,38 @@ def _check_precision(a: Any, judge: Judge) -> None:
         judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")
 
 
-def _check_additional_configs(a: Any, judge: Judge) -> None:
-    """additional_configs sets fields of megatron's config that nothing else decides."""
-    if not a.additional_configs or "additional_configs" in judge.bad:
-        return
-    from . import cpu
-
-    # before megatron-core, which takes seconds to import: only where its fields are named
-    cpu.apply()
-    from megatron.core.transformer import MLATransformerConfig
-
-    known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
-    own = {item.name for item in dataclasses.fields(a)}
-    for name, value in a.additional_configs.items():
-        near = difflib.get_close_matches(name, known, 1)
-        refused = None if name in FIELDS_OF_MEGATRON else unsupported(name, value)
-        if name in own:
-            reason, remedy = "it has a key of its own", f"{name}: {value}"
-        elif refused:
-            reason, remedy = refused
-        elif name in DERIVED_FIELDS.split():
-            reason, remedy = "it follows from other keys", f"{name} left out"
-        elif name in MODEL_FIELDS.split():
-            reason, remedy = "the model's config.json decides it", f"{name} left out"
-        elif name not in known:
-            reason = "it is no field of megatron's TransformerConfig"
-            remedy = near[0] if near else f"{name} left out"
+def check_additional_configs(a: Any, judge: Judge) -> None:
+    """additional_configs sets ADDITIONAL_FIELDS alone; casts its values in place."""
+    key = "additional_configs"
+    for name, value in list(a.additional_configs.items()):
+        if name in ADDITIONAL_FIELDS:
+            try:
+                given = getattr(value, "name", value)  # AttnBackend.flash
+                a.additional_configs[name] = cast(given, ADDITIONAL_FIELDS[name])
+                continue
+            except ValueError as error:
+                reason, remedy = str(error), f"{name} left out"
         else:
-            continue
-        judge.refuse("additional_configs", reason, remedy, value, f"additional_configs.{name}")
+            reason, remedy = _what_decides(name, value, a)
+        judge.refuse(key, reason, remedy, value, f"{key}.{name}")
+
+
+def _what_decides(name: str, value: Any, a: Any) -> tuple[str, str]:
+    """Why additional_configs sets no field of this name, and what to set."""
+    left_out, of_model = f"{name} left out", config_keys()
+    if name in a.__dataclass_fields__:
+        return "it has a key of its own", f"{name}: {value}"
+    if row := lookup(UNSUPPORTED, name):
+        return f"not in this version: {row.reason}", row.remedy or left_out
+    if name in of_model:
+        theirs = of_model[name]
+        remedy = f"{theirs} in the model's config.json" if theirs else left_out
+        return "the model's config.json decides it", remedy
+    if reason := lookup(IGNORED_KEYS, name):
+        return reason, left_out
+    if name in DERIVED_FIELDS.split():
+        return "it follows from other keys", left_out
+    return "it would change what the model computes, or has no effect here", left_out
 
 
 # ---- the schedule of the learning rate

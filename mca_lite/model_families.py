@@ -397,6 +397,20 @@ _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
+# keys of a config.json -> the fields of megatron's config that they decide, beside the rows above
+_MORE_FIELDS = {
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_percent",
+    "rope_scaling": "rope_type rotary_scaling_factor mscale mscale_all_dim beta_fast beta_slow "
+    "original_max_position_embeddings mrope_section",
+    "hidden_act": "activation_func",
+    "attention_bias": "add_qkv_bias",
+    "sliding_window": "window_size",
+    "q_lora_rank": "q_lora_rank",
+    "": "softmax_scale window_attn_skip_freq",
+}
+
+
 def get_family(model_type: str) -> Family:
     """The family of a config.json's model_type. ConfigError names those that there are."""
     judge = Judge(None)
@@ -425,6 +439,19 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
         reason = "models with images, audio or video are not trained here yet"
         remedy = remedy.replace("train it", "train its text")
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
+
+
+@functools.cache
+def config_keys() -> dict[str, str]:
+    """Fields of megatron's config that a config.json decides -> its key for them, "" where the
+    model_type, or several keys, do."""
+    found: dict[str, str] = {}
+    for family in FAMILIES.values():
+        found |= dict.fromkeys(_CONSTANTS | family.constants, "")
+        found |= {ours: theirs for theirs, ours in (DENSE_CONFIG | family.config).items()}
+    for theirs, fields in _MORE_FIELDS.items():
+        found |= dict.fromkeys(fields.split(), theirs)
+    return found
 
 
 def values_of(hf) -> dict[str, Any]:

@@ -124,11 +124,13 @@ def test_json_files_and_json_values_are_read(tmp_path, base):
         '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": '
         '"{\\"min_lr_rate\\": 0.1}"\n}'
     )
-    args = parse_args([str(path), *base, 'additional_configs={"layernorm_epsilon": 1e-6}']).training
+    args = parse_args(
+        [str(path), *base, 'additional_configs={"attention_backend": "fused"}']
+    ).training
     assert args.max_steps == 3
     assert args.report_to == []
     assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
-    assert args.additional_configs == {"layernorm_epsilon": 1e-6}
+    assert args.additional_configs == {"attention_backend": "fused"}
 
 
 @pytest.mark.parametrize(
@@ -370,7 +372,7 @@ def test_hugging_face_names_of_the_stable_schedule_are_taken():
 
 
 def test_additional_configs_cannot_pass_by_the_keys_and_limits():
-    extra = {"sequence_parallel": True, "num_moe_experts": 8, "layernorm_epsilon": 1e-6}
+    extra = {"sequence_parallel": True, "num_moe_experts": 8, "attention_backend": "fused"}
     problems = keys_of(training, additional_configs=extra)
     assert set(problems) == {
         "additional_configs.sequence_parallel",
@@ -758,17 +760,12 @@ def test_what_a_schedule_cannot_take_of_megatrons_says_what_to_write(kind, kwarg
 
 def test_additional_configs_may_be_a_file(tmp_path):
     path = tmp_path / "more.json"
-    path.write_text('{"layernorm_epsilon": 1e-6}')
-    assert training(additional_configs=str(path)).additional_configs == {"layernorm_epsilon": 1e-6}
+    path.write_text('{"attention_backend": "fused"}')
+    assert training(additional_configs=str(path)).additional_configs == {
+        "attention_backend": "fused"
+    }
     problem = keys_of(training, additional_configs=f"{tmp_path}/absent.json")["additional_configs"]
     assert "absent.json" in problem.reason
-
-
-def test_fields_of_megatron_that_are_no_keys_pass_through_additional_configs():
-    extra = {"cuda_graph_impl": "local"}
-    assert training(additional_configs=extra).additional_configs == extra
-    problem = keys_of(training, additional_configs={"fp8": "hybrid"})["additional_configs.fp8"]
-    assert problem.suggestion == "fp8: hybrid"
 
 
 def test_arguments_know_which_process_they_are_of(monkeypatch):
