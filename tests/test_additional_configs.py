@@ -116,6 +116,8 @@ def test_values_are_read_by_their_types():
         ({"attention_backend": "flesh"}, "expected one of auto, flash"),
         ({"batch_p2p_sync": 5}, "expected true or false"),
         ({"batch_p2p_sync": None}, "expected true or false"),
+        ({"clone_scatter_output_in_embedding": False}, "since sequence_parallel is false"),
+        ({"disable_bf16_reduced_precision_matmul": True}, "since bf16 is false"),
     ],
 )
 def test_a_value_that_cannot_be_or_has_no_effect_is_refused(given, reason):

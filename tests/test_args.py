@@ -735,6 +735,12 @@ def test_plain_torch_says_that_it_recomputes_nothing(base):
     ]
 
 
+def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(base):
+    assert parse_args([*base, "run_name=a"]).warnings == [
+        "run_name: no effect, since report_to is not set"
+    ]
+
+
 def test_megatrons_spellings_of_the_stable_schedule_are_taken():
     kwargs = {"wsd_decay_steps": 10, "lr_wsd_decay_style": "exponential", "max_lr": "5e-5"}
     args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
