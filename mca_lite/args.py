@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from .args_rules import check_data, check_finetuning
-from .args_rules_training import check_training, parse_steps
+from .args_rules_training import ADDITIONAL_FIELDS, check_training, parse_steps
 from .args_values import ArgumentGroup, arg, parse_size
 from .chat_templates import TEMPLATES, check_template
 from .loss_preference import LOSSES
@@ -413,7 +413,9 @@ class TrainingArguments(ArgumentGroup):
     )
     moe_shared_expert_overlap: bool = mca(False, "run shared experts beside dispatch", model=True)
     moe_permute_fusion: bool = mca(False, "Transformer Engine's dispatch", model=True)
-    additional_configs: dict[str, Any] = mca({}, "further fields of megatron's TransformerConfig")
+    additional_configs: dict[str, Any] = mca(
+        {}, f"fields of megatron's TransformerConfig: {', '.join(ADDITIONAL_FIELDS)}"
+    )
 
     check = check_training
 

@@ -17,6 +17,11 @@ ALIASES = {
     "optimizer": "optim",
 }
 
+# Switches of other trainers -> the key that each one sets where it is true, and its value.
+SWITCHES = dict.fromkeys(
+    ("gradient_checkpointing", "activation_checkpointing"), ("recompute_granularity", "full")
+)
+
 # Keys that are known and not in this version: (what they would need, the nearest way; "" for the
 # key left out) -> the keys. A key takes None, and the value behind its =, which is its default
 # elsewhere; without one it takes false, 0 and nothing. A name that ends in * stands for all keys
@@ -48,13 +53,11 @@ _REFUSED_BY_REASON = {
     ("weights kept in 8 bits: a checkpoint would hold rounded ones", "fp8: hybrid"): "fp8_param",
     ("attention in 8 bits", "fp8: hybrid"): "fp8_dot_product_attention fp8_multi_head_attention",
     ("4-bit products", "fp8: hybrid"): "fp4*",
-    ("a count of layers that are none", "pipeline_model_parallel_layout, such as Ett|tttL"): (
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+    ("another split of the layers", "pipeline_model_parallel_layout, such as Ett|tttL"): (
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
     ),
-    (
-        "CUDA graphs as a key",
-        "additional_configs, untried",
-    ): "cuda_graph_impl=none cuda_graph_scope",
+    ("CUDA graphs", ""): "cuda_graph_impl=none cuda_graph_* enable_cuda_graph external_cuda_graph",
     ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
     ("rope scaling other than that of the model's config.json", "config.json"): "rope_scaling",
     (
@@ -120,11 +123,6 @@ _REFUSED_BY_REASON = {
     ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
     ("debugging aids of transformers", ""): "debug",
 }
-# Fields of megatron's config among them: additional_configs takes them as they are.
-FIELDS_OF_MEGATRON = (
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "cuda_graph_impl cuda_graph_scope"
-).split()
 # Keys of files that train nothing: what training needs is not asked of these.
 NOT_OF_TRAINING = ("export_dir",)
 
@@ -157,10 +155,8 @@ _IGNORED_BY_REASON = {
     "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
     "liger_kernel_config cross_entropy_loss_fusion",
-    "set recompute_granularity: full": "gradient_checkpointing gradient_checkpointing_kwargs "
-    "activation_checkpointing activation_checkpointing_kwargs",
-    "recompute_granularity decides it": "disable_gradient_checkpointing use_unsloth_gc "
-    "use_reentrant_gc",
+    "recompute_granularity decides it": "gradient_checkpointing_kwargs use_unsloth_gc "
+    "activation_checkpointing_kwargs disable_gradient_checkpointing use_reentrant_gc",
     "torchrun starts the ranks": "ray_* placement_strategy resources_per_worker master_addr "
     "master_port",
     "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank "

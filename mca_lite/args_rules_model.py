@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .args_values import Judge
-from .model_families import FAMILIES, Family
+from .model_families import FAMILIES, Family, check_type
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -36,6 +36,21 @@ _IN_CONFIG_JSON = {
     "moe_router_enable_expert_bias": "",
     "tie_embeddings_and_output_weights": "tie_word_embeddings",
     "qk_norm_over_heads": "",
+}
+
+
+# keys that count for experts alone -> their values without effect
+_OF_EXPERTS: dict[str, tuple] = {
+    "expert_model_parallel_size": (1,),
+    "moe_aux_loss_coeff": (0, None),
+    "moe_z_loss_coeff": (0, None),
+    "moe_router_bias_update_rate": (0,),
+    "moe_router_load_balancing_type": ("aux_loss", "none"),
+    "moe_router_dtype": ("fp32", None),
+    "moe_grouped_gemm": (True,),
+    "moe_token_dispatcher_type": ("alltoall",),
+    "moe_shared_expert_overlap": (False,),
+    "moe_permute_fusion": (False,),
 }
 
 
@@ -65,8 +80,8 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
         _check_experts(m, a, judge)
     else:
         _check_no_experts(a, judge)
-    if a.mtp_num_layers:
-        _check_prediction_layers(m, judge)
+    if a.mtp_num_layers or a.mtp_loss_scaling_factor != 0.1:
+        _check_prediction_layers(m, a, judge)
     if a.fp8:
         _check_fp8(m, a, judge)
     if m.num_layers:
@@ -108,6 +123,10 @@ def _check_experts(m: Any, a: Any, judge: Judge) -> None:
     if columns and columns % etp:
         key, reason = "expert_tensor_parallel_size", f"an expert has {columns} columns"
         judge.refuse(key, f"{reason}: no multiple of {etp}", f"{key}: 1", etp)
+    family, key = _family_of(m), "moe_shared_expert_overlap"
+    shares = family is None or any("shared_experts" in row.mca for row in family.rows)
+    if a.moe_shared_expert_overlap and not shares:
+        judge.refuse(key, f"{m.hf_model_type} has no shared experts", f"{key} left out")
     if m.moe_router_enable_expert_bias is False and a.moe_router_bias_update_rate:
         key = "moe_router_bias_update_rate"
         reason = "the routers of this model have no bias to update"
@@ -115,21 +134,22 @@ def _check_experts(m: Any, a: Any, judge: Judge) -> None:
 
 
 def _check_no_experts(a: Any, judge: Judge) -> None:
-    keys = "moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate".split()
-    given = [key for key in keys if getattr(a, key)]
-    if a.expert_model_parallel_size > 1:
-        given.append("expert_model_parallel_size")
-    for key in given:
-        judge.refuse(key, "the model has no experts", f"{key} left out")
+    for key, plain in _OF_EXPERTS.items():
+        if getattr(a, key) not in plain:
+            judge.refuse(key, "the model has no experts", f"{key} left out")
 
 
-def _check_prediction_layers(m: Any, judge: Judge) -> None:
+def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
     key, none = "mtp_num_layers", "mtp_num_layers: 0"
     family = _family_of(m)
     if family is not None and not family.prediction_layers:
         having = ", ".join(name for name, family in FAMILIES.items() if family.prediction_layers)
         reason = f"{m.hf_model_type} has no layers for multi-token prediction ({having} have)"
+        if not a.mtp_num_layers:
+            key, none = "mtp_loss_scaling_factor", "mtp_loss_scaling_factor left out"
         judge.refuse(key, reason, none)
+    elif not a.mtp_num_layers:
+        return
     elif m.tie_embeddings_and_output_weights:
         judge.refuse(key, "it is not built for a model whose embedding is its head", none)
 
@@ -270,6 +290,7 @@ def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
     """Every rule between a config.json, as it was read, and the arguments -> lines about losses
     that it asks for, and that this run does not have."""
     numbers = numbers_of(values)
+    check_type(values, judge, a.use_mca)
     check_model(numbers, a, judge)
     check_gate(numbers, a, judge)
     return _unheard_wishes(values, a)

@@ -6,33 +6,111 @@ arguments `a`; where it also fills in what follows from other keys, it says so.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib.util
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from .args_keys import FIELDS_OF_MEGATRON, unsupported
+from .args_keys import IGNORED_KEYS, UNSUPPORTED, lookup
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_defect, layout_stages
 from .args_values import Judge, cast, show_count
+from .model_families import config_keys
 from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
 
 REPORTERS = ("tensorboard", "wandb")  # that report_to may name: packages, and our extras too
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
-_OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
-# fields of megatron's config that additional_configs cannot set: they follow from other keys ...
+# fields of megatron's config that additional_configs may set, and their types: they change how a
+# step is computed, never what
+ADDITIONAL_FIELDS: dict[str, Any] = {
+    "attention_backend": Literal["auto", "flash", "fused", "unfused", "local"],
+    "batch_p2p_sync": bool,
+    "clone_scatter_output_in_embedding": bool,
+    "deallocate_pipeline_outputs": bool,
+    "disable_bf16_reduced_precision_matmul": bool,
+}
+# fields that follow from other keys
 DERIVED_FIELDS = (
     "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
     "use_te_activation_func gradient_accumulation_fusion"
 )
-# ... or from config.json, whose weights have these sizes
-MODEL_FIELDS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization activation_func "
-    "window_size window_attn_skip_freq"
+
+
+class _Beside(NamedTuple):
+    """Keys, or fields of additional_configs, that count only where another key has some value."""
+
+    keys: str
+    count: Callable[[Any], Any]
+    setting: str  # with which they do
+    is_harmless: bool = False  # without it: no result would be missed, and a note is enough
+
+
+_BESIDE = (
+    _Beside("nan_skip_limit", lambda a: a.nan_policy == "skip", "nan_policy: skip"),
+    _Beside(
+        "nan_policy",
+        lambda a: a.check_for_nan_in_loss_and_grad,
+        "check_for_nan_in_loss_and_grad: true",
+    ),
+    _Beside(
+        "early_stopping_threshold",
+        lambda a: a.early_stopping_patience,
+        "early_stopping_patience: 3",
+    ),
+    _Beside(
+        "early_stopping_patience greater_is_better",
+        lambda a: a.eval_strategy != "no",
+        "eval_strategy: steps",
+    ),
+    _Beside(
+        "max_new_tokens generation_num_samples",
+        lambda a: a.predict_with_generate,
+        "predict_with_generate: true",
+    ),
+    _Beside("run_name", lambda a: "wandb" in a.report_to, "report_to: wandb", True),
+    # a registered optimizer may read any of them
+    _Beside("sgd_momentum", lambda a: a.optim != "adam", "optim: sgd", True),
+    _Beside("adam_beta1 adam_beta2 adam_epsilon", lambda a: a.optim != "sgd", "optim: adam", True),
+    _Beside(
+        "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        lambda a: a.fp16,
+        "fp16: true",
+        True,
+    ),
+    _Beside(
+        "optimizer_offload_fraction",
+        lambda a: a.optimizer_cpu_offload or a.optimizer_offload_fraction == 0,
+        "optimizer_cpu_offload: true",
+    ),
+    _Beside("disable_bf16_reduced_precision_matmul", lambda a: a.bf16, "bf16: true"),
+    _Beside("fp8_recipe first_last_layers_bf16", lambda a: a.fp8, "fp8: hybrid"),
+    _Beside(
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        lambda a: a.first_last_layers_bf16,
+        "first_last_layers_bf16: true",
+    ),
+    _Beside(
+        "recompute_modules",
+        lambda a: a.recompute_granularity == "selective",
+        "recompute_granularity: selective",
+    ),
+    _Beside(
+        "recompute_method recompute_num_layers distribute_saved_activations",
+        lambda a: a.recompute_granularity == "full",
+        "recompute_granularity: full",
+    ),
+    _Beside("mtp_loss_scaling_factor", lambda a: a.mtp_num_layers != 0, "mtp_num_layers: 1", True),
+    _Beside(
+        "batch_p2p_sync deallocate_pipeline_outputs",
+        lambda a: a.pipeline_model_parallel_size > 1,
+        f"{PP}: 2",
+    ),
+    _Beside(
+        "clone_scatter_output_in_embedding",
+        lambda a: a.sequence_parallel,
+        "sequence_parallel: true",
+    ),
 )
 
 
@@ -48,7 +126,8 @@ def check_training(a: Any, judge: Judge) -> None:
     _check_cadence(a, judge)
     _check_memory(a, judge)
     _check_precision(a, judge)
-    _check_additional_configs(a, judge)
+    check_additional_configs(a, judge)
+    _check_beside(a, judge)
     check_schedule(a, judge)
 
 
@@ -218,10 +297,6 @@ def _check_cadence(a: Any, judge: Judge) -> None:
         judge.refuse("profile_steps", f"the run has {show_count(a.max_steps, 'step')}", remedy)
     if a.load_best_model_at_end:
         _check_best_model(a, judge)
-    if a.early_stopping_patience is not None and a.eval_strategy == "no":
-        reason = "it counts evaluations, and eval_strategy is no"
-        remedy = "eval_strategy: steps, or early_stopping_patience left out"
-        judge.refuse("early_stopping_patience eval_strategy", reason, remedy)
     for name in a.report_to:
         _check_installed("report_to", name, name, judge, name)
     if a.plot_loss:
@@ -249,13 +324,6 @@ def _check_installed(key: str, package: str, extra: str, judge: Judge, value: An
 
 
 def _check_memory(a: Any, judge: Judge) -> None:
-    kinds = {"recompute_modules": "selective", **dict.fromkeys(_OF_FULL, "full")}
-    for key, kind in kinds.items():
-        if getattr(a, key) not in (None, False) and a.recompute_granularity != kind:
-            reason = f"it belongs to {kind} recomputation, and recompute_granularity is "
-            reason += str(a.recompute_granularity)
-            remedy = f"recompute_granularity: {kind}, or {key} left out"
-            judge.refuse(f"{key} recompute_granularity", reason, remedy)
     if not set(a.recompute_modules or ()) <= set(RECOMPUTE_MODULES):
         remedy = f"recompute_modules: any of {', '.join(RECOMPUTE_MODULES)}"
         judge.refuse("recompute_modules", "expected parts of a layer", remedy)
@@ -271,53 +339,67 @@ def _check_precision(a: Any, judge: Judge) -> None:
     if a.fp8 and not a.bf16:
         reason = "Transformer Engine rounds bf16 tensors to 8 bits, and bf16 is false"
         judge.refuse("fp8 bf16", reason, "bf16: true")
-    for key in ("fp8_recipe", "first_last_layers_bf16"):
-        if getattr(a, key) and not a.fp8:
-            remedy = f"fp8: hybrid, or {key} left out"
-            judge.refuse(f"{key} fp8", "fp8 is not set, and nothing is in 8 bits", remedy)
     if a.first_last_layers_bf16 and a.fp8_recipe == "delayed":
         reason = "the scales of fp8_recipe: delayed are kept for all layers together"
         judge.refuse("first_last_layers_bf16 fp8_recipe", reason, "fp8_recipe: tensorwise")
     if a.fp8_recipe == "delayed" and "layernorm" in (a.recompute_modules or ()):
         reason = "fp8_recipe: delayed knows no norms that are computed again"
         judge.refuse("recompute_modules fp8_recipe", reason, "fp8_recipe: tensorwise")
-    if a.nan_policy == "skip" and not a.check_for_nan_in_loss_and_grad:
-        key, reason = "check_for_nan_in_loss_and_grad", "no update is checked, and none left out"
-        judge.refuse(f"nan_policy {key}", reason, f"{key}: true, or nan_policy: stop")
     if a.min_loss_scale > a.initial_loss_scale:
         reason = f"it is above initial_loss_scale, {a.initial_loss_scale}"
         judge.refuse("min_loss_scale initial_loss_scale", reason, "min_loss_scale: 1.0")
 
 
-def _check_additional_configs(a: Any, judge: Judge) -> None:
-    """additional_configs sets fields of megatron's config that nothing else decides."""
-    if not a.additional_configs or "additional_configs" in judge.bad:
-        return
-    from . import cpu
+def _check_beside(a: Any, judge: Judge) -> None:
+    """Keys without effect, since the one that they need is off."""
+    for row in _BESIDE:
+        switch = row.setting.partition(":")[0]
+        for key in () if row.count(a) else row.keys.split():
+            value = getattr(a, switch)
+            state = "not set" if value in (None, []) else str(value).lower()
+            reason = f"no effect, since {switch} is {state}"
+            remedy = f"{row.setting}, or {key} left out"
+            if key in a.additional_configs:
+                name, value = f"additional_configs.{key}", a.additional_configs[key]
+                judge.refuse(f"additional_configs {switch}", reason, remedy, value, name)
+            elif key in a.changed and row.is_harmless:
+                a.notes.append(f"{key}: {reason}")
+            elif key in a.changed:
+                judge.refuse(f"{key} {switch}", reason, remedy)
 
-    # before megatron-core, which takes seconds to import: only where its fields are named
-    cpu.apply()
-    from megatron.core.transformer import MLATransformerConfig
 
-    known = {item.name for item in dataclasses.fields(MLATransformerConfig)}
-    own = {item.name for item in dataclasses.fields(a)}
-    for name, value in a.additional_configs.items():
-        near = difflib.get_close_matches(name, known, 1)
-        refused = None if name in FIELDS_OF_MEGATRON else unsupported(name, value)
-        if name in own:
-            reason, remedy = "it has a key of its own", f"{name}: {value}"
-        elif refused:
-            reason, remedy = refused
-        elif name in DERIVED_FIELDS.split():
-            reason, remedy = "it follows from other keys", f"{name} left out"
-        elif name in MODEL_FIELDS.split():
-            reason, remedy = "the model's config.json decides it", f"{name} left out"
-        elif name not in known:
-            reason = "it is no field of megatron's TransformerConfig"
-            remedy = near[0] if near else f"{name} left out"
+def check_additional_configs(a: Any, judge: Judge) -> None:
+    """additional_configs sets ADDITIONAL_FIELDS alone; casts its values in place."""
+    key = "additional_configs"
+    for name, value in list(a.additional_configs.items()):
+        if name in ADDITIONAL_FIELDS:
+            try:
+                given = getattr(value, "name", value)  # AttnBackend.flash
+                a.additional_configs[name] = cast(given, ADDITIONAL_FIELDS[name])
+                continue
+            except ValueError as error:
+                reason, remedy = str(error), f"{name} left out"
         else:
-            continue
-        judge.refuse("additional_configs", reason, remedy, value, f"additional_configs.{name}")
+            reason, remedy = _what_decides(name, value, a)
+        judge.refuse(key, reason, remedy, value, f"{key}.{name}")
+
+
+def _what_decides(name: str, value: Any, a: Any) -> tuple[str, str]:
+    """Why additional_configs sets no field of this name, and what to set."""
+    left_out, of_model = f"{name} left out", config_keys()
+    if name in a.__dataclass_fields__:
+        return "it has a key of its own", f"{name}: {value}"
+    if row := lookup(UNSUPPORTED, name):
+        return f"not in this version: {row.reason}", row.remedy or left_out
+    if name in of_model:
+        theirs = of_model[name]
+        remedy = f"{theirs} in the model's config.json" if theirs else left_out
+        return "the model's config.json decides it", remedy
+    if reason := lookup(IGNORED_KEYS, name):
+        return reason, left_out
+    if name in DERIVED_FIELDS.split():
+        return "it follows from other keys", left_out
+    return "it would change what the model computes, or has no effect here", left_out
 
 
 # ---- the schedule of the learning rate

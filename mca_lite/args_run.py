@@ -26,6 +26,7 @@ from .args_keys import (
     HINTS,
     IGNORED_KEYS,
     NOT_OF_TRAINING,
+    SWITCHES,
     UNSUPPORTED,
     lookup,
     unsupported,
@@ -38,6 +39,7 @@ from .args_values import (
     ConfigError,
     Judge,
     Problem,
+    cast,
     default_of,
     loads_yaml,
     read_config_file,
@@ -214,7 +216,8 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _is_known(key: str) -> bool:
-    return any(lookup(table, key) for table in (FIELDS, ALIASES, IGNORED_KEYS, UNSUPPORTED))
+    tables = (FIELDS, ALIASES, SWITCHES, IGNORED_KEYS, UNSUPPORTED)
+    return any(lookup(table, key) for table in tables)
 
 
 def _is_value(option: str, word: str) -> bool:
@@ -246,6 +249,8 @@ def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str,
                 reason = f"{key} is given too, and means the same"
                 problems.append(Problem(name, value, reason, f"only {key}"))
             own[key] = value
+        elif name in SWITCHES:
+            continue  # its key may come later
         elif lookup(IGNORED_KEYS, name):
             ignored.append(f"{name} ({lookup(IGNORED_KEYS, name)})")
         elif lookup(UNSUPPORTED, name):
@@ -258,7 +263,24 @@ def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str,
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             remedy = near[0] if near else "one of the keys that --help lists"
             problems.append(Problem(name, value, "no such key", HINTS.get(name, remedy)))
-    return own, ["these keys have no effect: " + ", ".join(ignored)] if ignored else []
+    lines = _turn_switches(values, own, problems)
+    return own, [*lines, "these keys have no effect: " + ", ".join(ignored)] if ignored else lines
+
+
+def _turn_switches(values: dict[str, Any], own: dict[str, Any], problems: list) -> list[str]:
+    """Set the keys that SWITCHES stand for where they have no value -> a line about each."""
+    lines = []
+    for name in filter(values.__contains__, SWITCHES):
+        key, setting = SWITCHES[name]
+        try:
+            is_on = cast(values[name], bool | None)
+        except ValueError as error:
+            problems.append(Problem(name, values[name], str(error), f"{key}: {setting}"))
+            continue
+        if is_on and own.get(key) is None:
+            own[key] = setting
+            lines.append(f"{name} is {key}: {setting} here")
+    return lines
 
 
 def format_help() -> str:

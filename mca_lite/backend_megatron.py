@@ -31,7 +31,7 @@ from .loss_tokens import TrainedPlaces
 from .model import VirtualModels
 from .model_moe import Experts, routers_of
 from .model_routing import BalancingLosses, RouterStatistics
-from .model_te import accumulate_in_place
+from .model_te import accumulate_in_place, without_effect
 from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
 from .packed_rows import Targets, row_layout
 
@@ -61,6 +61,7 @@ class MegatronBackend(Backend):
         check_gate(self.config, args, judge)
         judge.close()
         super().__init__(models, args, BalancingLosses.of(self.config))
+        args.notes += without_effect(self.config, args)
         self.config.calculate_per_token_loss = args.calculate_per_token_loss
         self.config.rows_are_packed = args.sequence_packing
         self.config.loss_weights_differ = False  # until the objective says so

@@ -25,7 +25,14 @@ _HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps betwee
 _MAX_SHOWN = 8
 _LONG = 8192  # tokens of a row, from which on context parallelism is tried
 _NONE_FITS = "\nno layout fits: more GPUs, a lower cutoff_len or finetuning_type=lora may"
-_LOCAL = ("transformer_impl=local", "fp8=null", "fp8_recipe=null", "first_last_layers_bf16=false")
+_OF_FP8 = (
+    "fp8",
+    "fp8_recipe",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)
+_LOCAL = ("transformer_impl=local", *(f"{key}=null" for key in _OF_FP8))
 
 
 def main(words: list[str]) -> int:

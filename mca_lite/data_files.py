@@ -103,6 +103,8 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
                 what = "the whole file"
                 spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
             spec.notes.append(f"of a .txt file {what} is a document (sample_by: {by})")
+        elif data_args.sample_by != "line":
+            spec.notes.append("sample_by: no effect, since it has no .txt file")
     return specs
 
 

@@ -34,6 +34,7 @@ from .model_family_rows import TE_ALIASES
 from .model_layers import block_spec, needs_grad, prediction_spec
 from .model_moe import routers_of, use_own_dispatcher
 from .model_rope import rope_frequencies
+from .model_te import own_switches
 from .packed_rows import Targets
 from .weights_files import file_tensors
 from .weights_sources import GrownSource, InitSource, SafetensorsSource, check_loaded, grow_torch
@@ -103,20 +104,21 @@ class McaGPTModel(GPTModel):
     loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
-        super().__init__(
-            config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
-            vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.max_sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=config.tie_embeddings_and_output_weights,
-            position_embedding_type=config.position_embedding_type,
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
-            mtp_block_spec=prediction_spec(config, vp_stage),
-            vp_stage=vp_stage,
-        )
+        with own_switches(config):
+            super().__init__(
+                config=config,
+                transformer_layer_spec=block_spec(config, vp_stage),
+                vocab_size=config.padded_vocab_size,
+                max_sequence_length=config.max_sequence_length,
+                pre_process=pre_process,
+                post_process=post_process,
+                share_embeddings_and_output_weights=config.tie_embeddings_and_output_weights,
+                position_embedding_type=config.position_embedding_type,
+                rotary_percent=config.rotary_percent,
+                rotary_base=config.rotary_base,
+                mtp_block_spec=prediction_spec(config, vp_stage),
+                vp_stage=vp_stage,
+            )
         if config.transformer_impl == "local":
             # our core attention rotates by cached tables: megatron's own way waits for the device
             # twice a layer

@@ -25,11 +25,16 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from . import model_te
 from .args import TrainingArguments
 from .args_rules_model import check_model
-from .args_rules_training import DERIVED_FIELDS, check_virtual_stages
+from .args_rules_training import (
+    ADDITIONAL_FIELDS,
+    DERIVED_FIELDS,
+    check_additional_configs,
+    check_virtual_stages,
+)
 from .args_values import Judge, refuse
 from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
 from .files import describe_error, is_of_mcore_adapter, read_json, read_model_config, write_file
-from .model_families import FAMILIES, SAME_AS, get_family
+from .model_families import FAMILIES, SAME_AS, check_type, get_family
 from .model_rope import rope_frequencies
 
 ACTIVATIONS = {
@@ -370,7 +375,10 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
-    family, origin = get_family(hf.model_type), name_or_path or hf.model_type
+    judge, origin = Judge(None), name_or_path or hf.model_type
+    check_type(hf.to_dict(), judge)
+    judge.close()
+    family = get_family(hf.model_type)
     family.check(hf, origin)
     known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=hf.to_dict())
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
@@ -393,7 +401,13 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_activation_fusion", False)  # SwiGLU is a kernel of our own
     if args.mtp_num_layers is not None:  # else a checkpoint's own
         out["mtp_num_layers"] = args.mtp_num_layers or None
-    return {**out, **(args.additional_configs or {})}
+    judge = Judge(args)
+    check_additional_configs(args, judge)  # which may have changed since the constructor
+    judge.close()
+    # those of a checkpoint are the run's that saved it
+    out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}
+    out["attention_backend"] = model_te.backend_of_environment()
+    return out | args.additional_configs
 
 
 def _to_json(value):

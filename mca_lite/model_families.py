@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .args_values import Judge, refuse
+from .args_values import Judge
 from .model_family_rows import (
     GEMMA_NORMS,
     GLM4_NORMS,
@@ -390,19 +390,68 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# keys of a config.json that describe what of a model reads images, audio or video
+_MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
+
 # model types that transformers does not know, and those that have the same tensors and keys
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
+# keys of a config.json -> the fields of megatron's config that they decide, beside the rows above
+_MORE_FIELDS = {
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_percent",
+    "rope_scaling": "rope_type rotary_scaling_factor mscale mscale_all_dim beta_fast beta_slow "
+    "original_max_position_embeddings mrope_section",
+    "hidden_act": "activation_func",
+    "attention_bias": "add_qkv_bias",
+    "sliding_window": "window_size",
+    "q_lora_rank": "q_lora_rank",
+    "": "softmax_scale window_attn_skip_freq",
+}
+
+
 def get_family(model_type: str) -> Family:
     """The family of a config.json's model_type. ConfigError names those that there are."""
-    if model_type not in FAMILIES:
-        reason = "it is not one that can be trained on megatron-core here: expected one of "
-        remedy = "use_mca: false, to train it as plain torch"
-        refuse(
-            "model_type in config.json", model_type, reason + ", ".join(sorted(FAMILIES)), remedy
-        )
-    return FAMILIES[model_type]
+    judge = Judge(None)
+    check_type({"model_type": model_type}, judge)
+    judge.close()
+    return FAMILIES[SAME_AS.get(model_type, model_type)]
+
+
+def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
+    """The model of a config.json, as it was read, is one that the backend trains."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
+        return
+    # seconds to import
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    is_causal = kind in CAUSAL or "AutoModelForCausalLM" in str(values.get("auto_map"))
+    if is_causal and not use_mca:
+        return
+    remedy = "use_mca: false, to train it as plain torch" if is_causal else "a model of text"
+    reason = "it is not one that can be trained on megatron-core here: expected one of "
+    reason += ", ".join(sorted(FAMILIES))
+    if not use_mca:
+        reason = "it is no causal model of transformers (AutoModelForCausalLM)"
+    if not values.keys().isdisjoint(_MEDIA_CONFIGS):
+        reason = "models with images, audio or video are not trained here yet"
+        remedy = remedy.replace("train it", "train its text")
+    judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
+
+
+@functools.cache
+def config_keys() -> dict[str, str]:
+    """Fields of megatron's config that a config.json decides -> its key for them, "" where the
+    model_type, or several keys, do."""
+    found: dict[str, str] = {}
+    for family in FAMILIES.values():
+        found |= dict.fromkeys(_CONSTANTS | family.constants, "")
+        found |= {ours: theirs for theirs, ours in (DENSE_CONFIG | family.config).items()}
+    for theirs, fields in _MORE_FIELDS.items():
+        found |= dict.fromkeys(fields.split(), theirs)
+    return found
 
 
 def values_of(hf) -> dict[str, Any]:

@@ -5,9 +5,12 @@ With model_layers.py, which builds the layers, the only file that knows TE. Fact
 measured with TE 2.11 and cuDNN 9.14 on an H200.
 """
 
+import contextlib
 import functools
+import os
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import fields
 
 import torch
@@ -22,6 +25,14 @@ ONLY_LOCAL = (
 ).split()
 # ... and of attention that only megatron's own modules know
 NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+
+
+# variables that TE and mcore_adapter read -> the attention that each one switches on or off
+TE_SWITCHES = {
+    "NVTE_FLASH_ATTN": "flash",
+    "NVTE_FUSED_ATTN": "fused",
+    "NVTE_UNFUSED_ATTN": "unfused",
+}
 
 
 # why TE does not work, where that is no fault
@@ -79,6 +90,8 @@ def needs_local(config) -> list[str]:
         needs.append("heads of more than 128 channels")
     if config.sliding_window is not None and config.context_parallel_size > 1:
         needs.append("a sliding window under context_parallel_size")  # the ring has none
+    if config.attention_backend.name == "local":
+        needs.append("attention_backend: local")
     return needs
 
 
@@ -101,8 +114,44 @@ def check_layers(config, judge: Judge) -> None:
         judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
     for name in _changed(config, NOT_LOCAL) if config.transformer_impl == "local" else ():
         reason = f"{name}: the local layers have no such thing"
-        key = f"additional_configs.{name}"
-        judge.refuse(name, reason, f"{name} left out", getattr(config, name), key)
+        judge.refuse(name, reason, f"{name} left out", getattr(config, name))
+
+
+def backend_of_environment() -> str:
+    """attention_backend as the variables of TE_SWITCHES have it: one that is on while another is
+    off, local where all are off, auto otherwise."""
+    values = {name: os.environ.get(variable) for variable, name in TE_SWITCHES.items()}
+    if set(values.values()) == {"0"}:
+        return "local"
+    on = [name for name, value in values.items() if value == "1"]
+    return on[0] if on and "0" in values.values() else "auto"
+
+
+@contextlib.contextmanager
+def own_switches(config) -> Iterator[None]:
+    """Within it megatron-core finds no variable of TE_SWITCHES, which it compares with
+    attention_backend and sets. With auto TE reads those of the user afterwards."""
+    users = {name: os.environ.pop(name, None) for name in TE_SWITCHES}
+    try:
+        yield
+    finally:
+        if config.transformer_impl == "local" or config.attention_backend.name == "auto":
+            for name, value in users.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def without_effect(config, args) -> list[str]:
+    """A line about settings of TE's layers where a model has local ones."""
+    if config.transformer_impl != "local":
+        return []
+    given = [name for name in TE_SWITCHES if name in os.environ]
+    if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
+        given.append("attention_backend")
+    if args.apply_rope_fusion:
+        given.append("apply_rope_fusion")
+    return [f"{', '.join(given)}: no effect on local layers"] if given else []
 
 
 def suit(config) -> None:

@@ -125,11 +125,13 @@ def test_json_files_and_json_values_are_read(tmp_path, base):
         '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": '
         '"{\\"min_lr_rate\\": 0.1}"\n}'
     )
-    args = parse_args([str(path), *base, 'additional_configs={"layernorm_epsilon": 1e-6}']).training
+    args = parse_args(
+        [str(path), *base, 'additional_configs={"attention_backend": "fused"}']
+    ).training
     assert args.max_steps == 3
     assert args.report_to == []
     assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
-    assert args.additional_configs == {"layernorm_epsilon": 1e-6}
+    assert args.additional_configs == {"attention_backend": "fused"}
 
 
 @pytest.mark.parametrize(
@@ -371,7 +373,7 @@ def test_hugging_face_names_of_the_stable_schedule_are_taken():
 
 
 def test_additional_configs_cannot_pass_by_the_keys_and_limits():
-    extra = {"sequence_parallel": True, "num_moe_experts": 8, "layernorm_epsilon": 1e-6}
+    extra = {"sequence_parallel": True, "num_moe_experts": 8, "attention_backend": "fused"}
     problems = keys_of(training, additional_configs=extra)
     assert set(problems) == {
         "additional_configs.sequence_parallel",
@@ -715,6 +717,37 @@ def test_the_default_of_a_refused_key_is_taken(base, word):
     assert parse_args([*base, word])
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_of_activations_is_full_recomputation(base, name):
+    run = parse_args([*base, f"{name}=true"])
+    assert run.training.recompute_granularity == "full"
+    assert run.warnings == [f"{name} is recompute_granularity: full here"]
+    run = parse_args([*base, f"--{name}", "--recompute_granularity=selective"])
+    assert run.training.recompute_granularity == "selective" and run.warnings == []
+    for off in ("false", "null"):
+        run = parse_args([*base, f"{name}={off}"])
+        assert run.training.recompute_granularity is None and run.warnings == []
+    problem = keys_of(parse_args, [*base, f"{name}=abc"])[name]
+    assert problem.reason == "expected true or false"
+    run = parse_args([*base, f"{name}=true", f"{name}_kwargs={{use_reentrant: false}}"])
+    assert run.warnings[1].startswith(f"these keys have no effect: {name}_kwargs")
+
+
+def test_plain_torch_says_that_it_recomputes_nothing(base):
+    run = parse_args([*base, "gradient_checkpointing=true", "use_mca=false"])
+    assert run.training.recompute_granularity is None
+    assert run.warnings == [
+        "gradient_checkpointing is recompute_granularity: full here",
+        "use_mca is false: plain torch DDP does without recompute_granularity",
+    ]
+
+
+def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(base):
+    assert parse_args([*base, "run_name=a"]).warnings == [
+        "run_name: no effect, since report_to is not set"
+    ]
+
+
 def test_megatrons_spellings_of_the_stable_schedule_are_taken():
     kwargs = {"wsd_decay_steps": 10, "lr_wsd_decay_style": "exponential", "max_lr": "5e-5"}
     args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
@@ -740,17 +773,12 @@ def test_what_a_schedule_cannot_take_of_megatrons_says_what_to_write(kind, kwarg
 
 def test_additional_configs_may_be_a_file(tmp_path):
     path = tmp_path / "more.json"
-    path.write_text('{"layernorm_epsilon": 1e-6}')
-    assert training(additional_configs=str(path)).additional_configs == {"layernorm_epsilon": 1e-6}
+    path.write_text('{"attention_backend": "fused"}')
+    assert training(additional_configs=str(path)).additional_configs == {
+        "attention_backend": "fused"
+    }
     problem = keys_of(training, additional_configs=f"{tmp_path}/absent.json")["additional_configs"]
     assert "absent.json" in problem.reason
-
-
-def test_fields_of_megatron_that_are_no_keys_pass_through_additional_configs():
-    extra = {"cuda_graph_impl": "local"}
-    assert training(additional_configs=extra).additional_configs == extra
-    problem = keys_of(training, additional_configs={"fp8": "hybrid"})["additional_configs.fp8"]
-    assert problem.suggestion == "fp8: hybrid"
 
 
 def test_arguments_know_which_process_they_are_of(monkeypatch):

@@ -17,6 +17,7 @@ from mca_lite.args_keys import (
     FOREIGN_VALUES,
     HINTS,
     IGNORED_KEYS,
+    SWITCHES,
     UNSUPPORTED,
     lookup,
     unsupported,
@@ -46,7 +47,7 @@ REFUSED_WITH_ITS_DEFAULT = "max_length"
 
 
 def fate_of(name: str) -> str:
-    if ALIASES.get(name, name) in FIELDS:
+    if ALIASES.get(name, name) in FIELDS or name in SWITCHES:
         return "in effect"
     if lookup(IGNORED_KEYS, name):
         return "without meaning"
@@ -112,7 +113,7 @@ def test_what_is_refused_says_why_and_what_to_write():
 
 
 def test_no_key_stands_in_two_tables():
-    keys = [*FIELDS, *ALIASES, *IGNORED_KEYS, *UNSUPPORTED]
+    keys = [*FIELDS, *ALIASES, *SWITCHES, *IGNORED_KEYS, *UNSUPPORTED]
     assert sorted(keys) == sorted(set(keys))
     covered = [key for key in UNSUPPORTED if lookup(IGNORED_KEYS, key)]
     assert covered == [], "a pattern of the keys without meaning hides them"

@@ -274,11 +274,6 @@ def test_a_key_is_in_the_models_configuration(key):
         assert getattr(got, key) == value != getattr(from_keys(model, **others), key)
 
 
-def test_further_fields_are_in_the_models_configuration():
-    more = dict(additional_configs={"softmax_scale": 0.5})
-    assert from_keys(tiny.hf_config("llama"), **more).softmax_scale == 0.5
-
-
 def test_transformer_engine_is_used_only_where_it_is_asked_for_or_works():
     from mca_lite.model_te import transformer_engine_works
 

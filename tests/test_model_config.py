@@ -15,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from mca_lite.args import TrainingArguments
-from mca_lite.args_values import ConfigError
+from mca_lite.args_values import ConfigError, Judge
 from mca_lite.model_config import (
     AutoConfig,
     McaModelConfig,
@@ -24,6 +24,7 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
+from mca_lite.model_families import check_type
 from mca_lite.model_rope import rope_frequencies, rotary_tables
 from mca_lite.packed_rows import row_layout
 from tests.shared import tiny
@@ -330,9 +331,8 @@ def test_update_with_args_equals_building_with_them():
         arguments(tensor_model_parallel_size=4, sequence_parallel=True, bf16=True, **pp2),
         arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3L"),
         arguments(fp16=True, recompute_granularity="selective"),
-        arguments(
-            additional_configs={"attention_backend": "flash"}
-        ),  # last: it stays until it is set again
+        arguments(additional_configs={"attention_backend": "flash"}),
+        arguments(),
     ]
     config = from_hf_config(hf("qwen3"), layouts[0])
     for args in layouts[1:]:
@@ -352,10 +352,14 @@ def test_update_with_args_equals_building_with_them():
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"layernorm_epsilom": 1e-3}, "(?s)no field of megatron's.*try: layernorm_epsilon"),
+        ({"layernorm_epsilom": 1e-3}, "(?s)or has no effect here.*try: layernorm_epsilom left out"),
         ({"params_dtype": "torch.bfloat16"}, "follows from other keys"),
-        ({"activation_func": "snake"}, "config.json decides it"),
-        ({"num_layers": 3}, "config.json decides it"),
+        ({"activation_func": "snake"}, "(?s)config.json decides it.*try: hidden_act in"),
+        ({"num_layers": 3}, "(?s)config.json decides it.*try: num_hidden_layers in the model's"),
+        ({"fp8": "hybrid"}, "(?s)a key of its own.*try: fp8: hybrid"),
+        ({"cuda_graph_impl": "local"}, "(?s)CUDA graphs.*try: cuda_graph_impl left out"),
+        ({"num_layers_in_first_pipeline_stage": 1}, "try: pipeline_model_parallel_layout"),
+        ({"cross_entropy_loss_fusion": True}, "loss_chunk_size keeps the logits small"),
     ],
 )
 def test_additional_configs_that_cannot_be_are_refused(more, message):
@@ -369,11 +373,6 @@ def test_additional_configs_that_cannot_be_are_refused(more, message):
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="activation_func: 'snake'"):
         McaModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, activation_func="snake")
-
-
-def test_additional_configs_reach_their_fields():
-    config = from_hf_config(hf(), arguments(additional_configs={"layernorm_epsilon": 1e-3}))
-    assert config.layernorm_epsilon == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -566,7 +565,7 @@ def test_what_was_read_of_a_config_json_is_not_read_again(tmp_path, monkeypatch)
 @pytest.mark.parametrize("field, value", [("no_rope_freq", [1] * 4), ("softmax_type", "learnable")])
 def test_attention_that_the_local_layers_lack_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: the local layers have no such thing"):
-        from_hf_config(hf(), arguments(additional_configs={field: value}))
+        McaModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -579,3 +578,66 @@ def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monke
     args = TrainingArguments(output_dir=str(tmp_path), transformer_impl="local", **keys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert model_config._from_arguments(args)["bias_dropout_fusion"] is fused
+
+
+# ---- models that are not trained here
+
+PICTURES = dict(vision_config={}, text_config={})
+NO_MEDIA, PLAIN = "images, audio or video are not trained here yet", "use_mca: false"
+
+
+@pytest.mark.parametrize(
+    "values, backend, reason, remedy",
+    [
+        (dict(PICTURES, model_type="qwen2_vl"), "use_mca=true", NO_MEDIA, "a model of text"),
+        (dict(PICTURES, model_type="qwen2_5_vl"), "use_mca=false", NO_MEDIA, "a model of text"),
+        (dict(PICTURES, model_type="qwen3_vl"), "use_mca=true", NO_MEDIA, "a model of text"),
+        (
+            dict(audio_config={}, model_type="qwen2_audio"),
+            "use_mca=false",
+            NO_MEDIA,
+            "a model of text",
+        ),
+        # transformers has a causal model of its text
+        (dict(PICTURES, model_type="gemma3"), "use_mca=true", NO_MEDIA, f"{PLAIN}, to train its"),
+        (dict(model_type="gpt2"), "use_mca=true", "one of deepseek_v2", f"{PLAIN}, to train it as"),
+        (dict(model_type="t5"), "use_mca=true", "one of deepseek_v2", "a model of text"),
+        (dict(model_type="t5"), "use_mca=false", "no causal model", "a model of text"),
+    ],
+)
+def test_a_model_that_no_backend_trains_is_refused_with_a_true_remedy(
+    values, backend, reason, remedy, tmp_path
+):
+    from mca_lite.args_run import parse_args
+
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    words = [f"model_name_or_path={tmp_path}", "dataset=none.jsonl", "output_dir=out", backend]
+    with pytest.raises(ConfigError) as caught:
+        parse_args(words)
+    [problem] = caught.value.problems
+    assert problem.key == "model_type in config.json" and problem.value == values["model_type"]
+    assert reason in problem.reason and problem.suggestion.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(PICTURES, model_type="gemma3"),
+        dict(model_type="gpt2"),
+        dict(model_type="of_its_own", auto_map={"AutoModelForCausalLM": "modeling.Model"}),
+    ],
+)
+def test_a_causal_model_of_transformers_passes_on_plain_torch(values):
+    judge = Judge(None)
+    check_type(values, judge, use_mca=False)
+    assert judge.problems == []
+    check_type(values, judge)
+    assert "use_mca: false" in judge.problems[0].suggestion
+
+
+def test_auto_config_says_that_images_are_not_trained(tmp_path):
+    from transformers import Qwen2_5_VLConfig
+
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="images, audio or video are not trained here yet"):
+        AutoConfig.from_pretrained(str(tmp_path))

@@ -163,7 +163,12 @@ def test_transformer_engine_need_not_be_here_to_plan_its_run(tmp_path):
     words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0 bf16=true "
     code, plain = plan(words)
     assert code == 0 and "note" not in plain
-    for more in ("fp8=hybrid fp8_recipe=delayed", "transformer_impl=transformer_engine"):
+    layers = "first_last_layers_bf16=true num_layers_at_start_in_bf16=2"
+    for more in (
+        "fp8=hybrid fp8_recipe=delayed",
+        f"fp8=hybrid {layers} apply_rope_fusion=true",
+        "transformer_impl=transformer_engine",
+    ):
         code, out = plan(words + more)
         assert code == 0, out
         lines = out.splitlines()

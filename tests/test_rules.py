@@ -9,6 +9,7 @@ import pytest
 
 from mca_lite import args_rules_model
 from mca_lite.args import DataArguments, FinetuningArguments, TrainingArguments
+from mca_lite.args_rules_training import _BESIDE, ADDITIONAL_FIELDS
 from mca_lite.args_run import check_together, parse_args
 from mca_lite.args_values import ConfigError, Judge
 from mca_lite.model_config import AutoConfig, load_hf_config
@@ -184,6 +185,75 @@ def test_a_rule_of_a_group_is_the_same_in_a_file_and_in_the_constructor(
     assert set(made) <= set(parsed(models["dense"], tmp_path, values))
 
 
+EVALUATED = dict(eval_strategy="steps")
+FULL, SELECTIVE = dict(recompute_granularity="full"), dict(recompute_granularity="selective")
+# keys that count beside another one alone -> a value, and with which other keys it counts
+BESIDE = {
+    "nan_skip_limit": (3, dict(nan_policy="skip")),
+    "nan_policy": ("skip", {}),
+    "early_stopping_threshold": (0.1, dict(EVALUATED, early_stopping_patience=1)),
+    "early_stopping_patience": (1, EVALUATED),
+    "greater_is_better": (True, EVALUATED),
+    "max_new_tokens": (5, dict(predict_with_generate=True)),
+    "generation_num_samples": (5, dict(predict_with_generate=True)),
+    "optimizer_offload_fraction": (0.5, dict(optimizer_cpu_offload=True)),
+    "fp8_recipe": ("blockwise", FP8),
+    "first_last_layers_bf16": (True, FP8),
+    "num_layers_at_start_in_bf16": (2, dict(FP8, first_last_layers_bf16=True)),
+    "num_layers_at_end_in_bf16": (2, dict(FP8, first_last_layers_bf16=True)),
+    "recompute_modules": (["mlp"], SELECTIVE),
+    "recompute_method": ("block", FULL),
+    "recompute_num_layers": (2, FULL),
+    "distribute_saved_activations": (True, FULL),
+}
+# where that other key counts by default: how it is switched off
+OFF = {"nan_policy": dict(check_for_nan_in_loss_and_grad=False)}
+
+
+def test_each_key_beside_another_is_in_the_table():
+    keys = {key for row in _BESIDE for key in row.keys.split()}
+    assert BESIDE.keys() | NOTED.keys() == keys - ADDITIONAL_FIELDS.keys()
+
+
+@pytest.mark.parametrize("key", BESIDE)
+def test_a_key_without_the_one_that_it_needs_is_refused_with_what_to_set(key):
+    value, others = BESIDE[key]
+    args = TrainingArguments(output_dir="out", **{key: value}, **others)
+    assert getattr(args, key) == value and args.notes == []
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments(output_dir="out", **{key: value}, **OFF.get(key, {}))
+    [problem] = caught.value.problems
+    assert problem.key == key and problem.reason.startswith("no effect, since ")
+    switch = next(row.setting for row in _BESIDE if key in row.keys.split())
+    assert problem.suggestion == f"{switch}, or {key} left out"
+
+
+# the same, where no result would be missed -> a value, keys with which it has no effect, and has
+SGD, FP16 = dict(optim="sgd"), dict(fp16=True)
+NOTED = {
+    "sgd_momentum": (0.5, {}, SGD, "optim is adam"),
+    "adam_beta1": (0.5, SGD, {}, "optim is sgd"),
+    "adam_beta2": (0.5, SGD, {}, "optim is sgd"),
+    "adam_epsilon": (0.5, SGD, {}, "optim is sgd"),
+    "loss_scale": (2.0, {}, FP16, "fp16 is false"),
+    "initial_loss_scale": (2.0, {}, FP16, "fp16 is false"),
+    "min_loss_scale": (2.0, {}, FP16, "fp16 is false"),
+    "loss_scale_window": (2, {}, FP16, "fp16 is false"),
+    "hysteresis": (3, {}, FP16, "fp16 is false"),
+    "mtp_loss_scaling_factor": (0.5, dict(mtp_num_layers=0), {}, "mtp_num_layers is 0"),
+    "run_name": ("a", {}, dict(report_to="wandb"), "report_to is not set"),
+}
+
+
+@pytest.mark.parametrize("key", NOTED)
+def test_a_harmless_key_without_the_one_that_it_needs_is_named(key, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # wandb
+    value, without, others, reason = NOTED[key]
+    args = TrainingArguments(output_dir="out", **{key: value}, **without)
+    assert args.notes == [f"{key}: no effect, since {reason}"]
+    assert TrainingArguments(output_dir="out", **{key: value}, **others).notes == []
+
+
 # the model, keys, the key that is refused
 OF_MODELS = [
     ("dense", dict(tensor_model_parallel_size=3), "tensor_model_parallel_size"),
@@ -208,6 +278,20 @@ OF_MODELS = [
     ("dense", dict(expert_model_parallel_size=2), "expert_model_parallel_size"),
     ("dense", dict(FP8, transformer_impl="local"), "fp8"),
     ("dense", dict(moe_z_loss_coeff=0.1), "moe_z_loss_coeff"),
+    ("dense", dict(moe_aux_loss_coeff=0.1), "moe_aux_loss_coeff"),
+    ("dense", dict(moe_router_bias_update_rate=0.1), "moe_router_bias_update_rate"),
+    (
+        "dense",
+        dict(moe_router_load_balancing_type="seq_aux_loss"),
+        "moe_router_load_balancing_type",
+    ),
+    ("dense", dict(moe_router_dtype="fp64"), "moe_router_dtype"),
+    ("dense", dict(moe_grouped_gemm=False), "moe_grouped_gemm"),
+    ("dense", dict(moe_token_dispatcher_type="allgather"), "moe_token_dispatcher_type"),
+    ("dense", dict(moe_shared_expert_overlap=True), "moe_shared_expert_overlap"),
+    ("dense", dict(moe_permute_fusion=True), "moe_permute_fusion"),
+    ("dense", dict(mtp_loss_scaling_factor=0.5), "mtp_loss_scaling_factor"),
+    ("experts", dict(moe_shared_expert_overlap=True), "moe_shared_expert_overlap"),
     ("experts", dict(expert_model_parallel_size=3), "expert_model_parallel_size"),
     ("experts", dict(tensor_model_parallel_size=2), "sequence_parallel"),
     ("experts", dict(expert_tensor_parallel_size=3), "expert_tensor_parallel_size"),

@@ -1,0 +1,286 @@
+"""additional_configs changes how a step is computed, never what: the list of what it may set, and
+what decides the rest.
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from mca_lite.args import TrainingArguments
+from mca_lite.args_rules_training import ADDITIONAL_FIELDS
+from mca_lite.args_values import ConfigError
+from mca_lite.model_config import AutoConfig, McaModelConfig
+from mca_lite.model_te import TE_SWITCHES
+from tests.shared import te_standins, tiny, world
+from tests.shared.commands import keys_of
+from tests.shared.training import attempt, train
+
+ONE_RANK, TP2 = {}, dict(tensor_model_parallel_size=2, sequence_parallel=True)
+ONE_STEP = dict(steps=1, count=4, warmup_steps=0)
+PP2 = dict(pipeline_model_parallel_size=2)
+# value, layout and other keys
+ALLOWED = {
+    "attention_backend": ("flash", ONE_RANK),
+    "batch_p2p_sync": (False, PP2),
+    "clone_scatter_output_in_embedding": (False, TP2),
+    "deallocate_pipeline_outputs": (True, PP2),
+    "disable_bf16_reduced_precision_matmul": (True, dict(bf16=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return tiny.save_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch):
+    """Neither the user's, nor what megatron-core leaves behind."""
+    for name in TE_SWITCHES:
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def arguments(**keys) -> TrainingArguments:
+    return TrainingArguments(output_dir="unused", **keys)
+
+
+def evaluate(model, out: str, **keys) -> float:
+    from mca_lite.trainer import McaTrainer
+
+    args = TrainingArguments(output_dir=out, overwrite_output_dir=True, disable_tqdm=True, **keys)
+    data = tiny.samples(9, seed=2)  # as train() has
+    return McaTrainer(model=model, args=args, eval_dataset=data).evaluate()["eval_loss"]
+
+
+def train_and_evaluate(path: str, out: str, **keys) -> tuple[list, float, list[dict]]:
+    """(curve of two steps with an evaluation, the export's loss on plain torch, the fields of
+    additional_configs as megatron's layers have them)."""
+    from mca_lite.model import load_torch_model
+
+    seen = []
+
+    def look(model):
+        for module in (module for chunk in model for module in chunk.modules()):
+            config = getattr(module, "config", None)
+            if isinstance(config, McaModelConfig):
+                seen.append({name: getattr(config, name) for name in ADDITIONAL_FIELDS})
+        return model
+
+    brief = dict(steps=2, count=8, export=True, save_strategy="no", do_eval=True)
+    evals = dict(eval_strategy="steps", eval_steps=2)
+    curve = train(path, out, adapt=look, **brief, **evals, **keys)
+    bf16 = dict(bf16=True) if keys.get("bf16") else {}
+    return curve, evaluate(load_torch_model(out), f"{out}/again", **bf16), seen
+
+
+# ---- what is on the list
+
+
+def test_the_list_is_tested_field_by_field():
+    assert ALLOWED.keys() == ADDITIONAL_FIELDS.keys()
+
+
+@pytest.mark.parametrize("field", ALLOWED)
+def test_an_allowed_field_reaches_the_layers_and_changes_no_number(field, path, tmp_path):
+    value, keys = ALLOWED[field]
+    ranks = 2 if keys in (PP2, TP2) else 1
+    runs = {"plain": {}, "set": dict(additional_configs={field: value})}
+    answers = {
+        name: world.run(train_and_evaluate, ranks, path, str(tmp_path / name), **keys, **more)
+        for name, more in runs.items()
+    }
+    for plain, changed in zip(answers["plain"], answers["set"], strict=True):
+        assert changed[:2] == plain[:2]
+        found = {getattr(config[field], "name", config[field]) for config in changed[2]}
+        assert found == {value} and len(changed[2]) > 5
+        assert value not in {getattr(config[field], "name", config[field]) for config in plain[2]}
+        (_, in_the_run), exported = changed[0][-1], changed[1]
+        assert exported == pytest.approx(in_the_run, rel=1e-2 if keys.get("bf16") else 1e-5)
+
+
+def test_values_are_read_by_their_types():
+    from megatron.core.transformer.enums import AttnBackend
+
+    given = {"attention_backend": AttnBackend.fused, "batch_p2p_sync": "no"}
+    args = arguments(additional_configs=given, **PP2)
+    assert args.additional_configs == {"attention_backend": "fused", "batch_p2p_sync": False}
+    assert given["batch_p2p_sync"] == "no"  # the caller's stays
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"attention_backend": "flesh"}, "expected one of auto, flash"),
+        ({"batch_p2p_sync": 5}, "expected true or false"),
+        ({"batch_p2p_sync": None}, "expected true or false"),
+        ({"clone_scatter_output_in_embedding": False}, "since sequence_parallel is false"),
+        ({"disable_bf16_reduced_precision_matmul": True}, "since bf16 is false"),
+    ],
+)
+def test_a_value_that_cannot_be_or_has_no_effect_is_refused(given, reason):
+    [(key, problem)] = keys_of(arguments, additional_configs=given, **PP2).items()
+    assert key == f"additional_configs.{next(iter(given))}" and reason in problem.reason
+
+
+# ---- what is not
+
+
+def test_a_theta_that_the_export_would_not_know_is_refused():
+    problem = keys_of(arguments, additional_configs={"rotary_base": 2})
+    words = str(problem["additional_configs.rotary_base"])
+    assert "config.json decides it" in words and "try: rope_theta in the model's" in words
+
+
+@pytest.mark.parametrize("value", [True, 5, "abc", None, [1], {"a": 1}])
+def test_every_other_field_of_megatrons_config_is_refused_with_any_value(value):
+    from megatron.core.transformer import MLATransformerConfig
+
+    names = {f.name for c in (McaModelConfig, MLATransformerConfig) for f in dataclasses.fields(c)}
+    names -= ADDITIONAL_FIELDS.keys()
+    problems = keys_of(arguments, additional_configs=dict.fromkeys(names, value))
+    assert problems.keys() == {f"additional_configs.{name}" for name in names}
+
+
+def test_python_cannot_set_another_field_after_the_constructor(path):
+    args, config = arguments(), AutoConfig.from_pretrained(path)
+    args.additional_configs["rotary_base"] = 2
+    for door in (config.update_with_args, lambda args: AutoConfig.from_pretrained(path, args)):
+        with pytest.raises(ConfigError, match="additional_configs.rotary_base"):
+            door(args)
+    assert config.rotary_base == 10000.0
+
+
+def test_a_field_of_the_run_that_saved_a_checkpoint_is_not_the_next_runs(path, tmp_path):
+    first = arguments(additional_configs={"deallocate_pipeline_outputs": True}, **PP2)
+    AutoConfig.from_pretrained(path, first).save_pretrained(tmp_path)
+    saved = str(tmp_path)
+    assert AutoConfig.from_pretrained(saved).deallocate_pipeline_outputs
+    assert not AutoConfig.from_pretrained(saved, arguments(**PP2)).deallocate_pipeline_outputs
+
+
+# ---- attention in the environment: (flash, fused, unfused) -> attention_backend, as mcore_adapter
+
+ENVIRONMENTS = {
+    (None, None, None): "auto",
+    ("1", "1", "1"): "auto",
+    ("1", None, None): "auto",
+    ("0", None, None): "auto",
+    ("1", "0", "0"): "flash",
+    ("1", "0", None): "flash",
+    ("0", "1", "0"): "fused",
+    (None, "1", "0"): "fused",
+    ("0", None, "1"): "unfused",
+    ("0", "0", "1"): "unfused",
+    ("0", "0", "0"): "local",
+}
+
+
+def set_switches(monkeypatch, values) -> None:
+    for name, value in zip(TE_SWITCHES, values, strict=True):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+
+def switches() -> tuple:
+    return tuple(os.environ.get(name) for name in TE_SWITCHES)
+
+
+@pytest.mark.parametrize("values", ENVIRONMENTS)
+def test_the_environment_is_read_as_mcore_adapter_reads_it(values, monkeypatch, path):
+    set_switches(monkeypatch, values)
+    assert (
+        AutoConfig.from_pretrained(path, arguments()).attention_backend.name
+        == (ENVIRONMENTS[values])
+    )
+    chosen = arguments(additional_configs={"attention_backend": "unfused"})
+    assert AutoConfig.from_pretrained(path, chosen).attention_backend.name == "unfused"
+
+
+def put(values) -> None:
+    """Set the variables of this process."""
+    for name, value in zip(TE_SWITCHES, values, strict=True):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def run_in(environments: dict, path: str, out: str) -> dict:
+    """{name: (losses, what was printed, the variables afterwards)} of a step in each."""
+    answers = {}
+    for name, (values, keys) in environments.items():
+        put(values)
+        error, printed, curve = attempt(path, f"{out}/{name}", **ONE_STEP, **keys)
+        answers[name] = curve, f"{error}{printed}", switches()
+    return answers
+
+
+NONE = (None, None, None)
+ON_LOCAL_LAYERS = {
+    "plain": (NONE, {}),
+    "NVTE_FLASH_ATTN": (("0", None, None), {}),
+    "NVTE_FLASH_ATTN, NVTE_FUSED_ATTN": (("0", "1", None), {}),
+    ", ".join(TE_SWITCHES): (("0", "0", "0"), {}),
+    "attention_backend": (NONE, dict(additional_configs={"attention_backend": "flash"})),
+    "apply_rope_fusion": (NONE, dict(apply_rope_fusion=True)),
+}
+
+
+def test_what_transformer_engine_alone_reads_is_said_on_local_layers(path, tmp_path):
+    answers = world.run(run_in, 1, ON_LOCAL_LAYERS, path, str(tmp_path))[0]
+    for name, (curve, printed, left) in answers.items():
+        assert curve == answers["plain"][0] and len(curve) == 1, printed
+        assert (f" {name}: no effect on local layers" in printed) == (name != "plain")
+        assert left == ON_LOCAL_LAYERS[name][0]
+
+
+# the variables, attention_backend of additional_configs, what TE's layers find
+WITH_TE = [
+    (("0", None, None), None, ("0", None, None)),  # TE chooses among the other two
+    (("1", None, "0"), None, ("1", "0", "0")),
+    (("0", "0", "1"), "flash", ("1", "0", "0")),
+]
+
+
+def build_with_te(path: str) -> list[tuple]:
+    """The variables after a model on TE's layers was built in each of the environments."""
+    from mca_lite.model import AutoModel
+
+    answers = []
+    with te_standins.installed():
+        for values, backend, _ in WITH_TE:
+            put(values)
+            more = {"attention_backend": backend} if backend else {}
+            args = arguments(
+                bf16=True, transformer_impl="transformer_engine", additional_configs=more
+            )
+            assert AutoModel.from_pretrained(path, args).config.transformer_impl != "local"
+            answers.append(switches())
+    return answers
+
+
+def test_transformer_engine_finds_what_was_asked_for(path):
+    assert world.run(build_with_te, 1, path)[0] == [left for *_, left in WITH_TE]
+
+
+def test_attention_without_transformer_engine_means_local_layers(monkeypatch, path):
+    set_switches(monkeypatch, ("0", "0", "0"))
+    with te_standins.installed():
+        assert AutoConfig.from_pretrained(path, arguments(bf16=True)).transformer_impl == "local"
+        args = arguments(bf16=True, transformer_impl="transformer_engine")
+        with pytest.raises(ConfigError, match="attention_backend: local"):
+            AutoConfig.from_pretrained(path, args)
+
+
+def test_the_flag_of_bf16_products_is_torchs():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    assert before
+    try:
+        given = {"disable_bf16_reduced_precision_matmul": True}
+        McaModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True, **given)
+        assert not matmul.allow_bf16_reduced_precision_reduction
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
