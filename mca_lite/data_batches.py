@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .constants import IGNORE_INDEX
 from .data_files import SIDES
+from .watchdog import end_with_rank
 
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # at once, as Hugging Face's datasets does
@@ -378,6 +379,7 @@ def make_loader(
         batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
         collate_fn=filled.collate,
         num_workers=num_workers,
+        worker_init_fn=end_with_rank,
         pin_memory=torch.cuda.is_available(),
         # Without one of its own a DataLoader draws from torch's global generator, and dropout would
         # depend on it.

@@ -12,6 +12,7 @@ everything; those that only read a configuration or a model share a process.
 import contextlib
 import importlib
 import itertools
+import multiprocessing
 import os
 import resource
 import shutil
@@ -113,6 +114,7 @@ def _process(part: Case | list[Case], rank: int, folder: Path, out: str) -> None
     descriptor = os.open(out, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    multiprocessing.set_start_method(None, force=True)  # the platform's, as of a command
     if isinstance(part, Case):
         code = end_of(part, folder / part.name.replace("/", "-"), rank)
         _flush()
