@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz clean
+.PHONY: gpu kernels bench-gpu families help install train dpo orpo quick test test-all lint bench chaos fuzz wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -57,6 +57,9 @@ chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kil
 
 fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 300 --seed 7"
 	$(BIN)/python -m tests.tools.fuzz $(ARGS)
+
+wrong-inputs: $(STAMP)  ## wrong keys, files, worlds, limits and calls, each in words: ARGS="config world"
+	$(BIN)/python -m tests.tools.wrong_inputs $(ARGS)
 
 bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger: ARGS="1.5B ours"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

@@ -12,10 +12,8 @@ Under torchrun the words stand last: they go into the file of torchrun's summary
 import argparse
 import contextlib
 import os
-import re
 import select
 import sys
-import sysconfig
 import tempfile
 import time
 import traceback
@@ -23,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from .files import describe_error
+from .files import describe_error, users_place
 from .watchdog import lost_a_rank
 from .world import tell_torchrun
 
@@ -44,12 +42,6 @@ _LIMITS = {  # of the system -> what to set
     "can't start new thread": "raise the limits of threads and processes, ulimit -u and the job's",
     "Resource temporarily unavailable": "raise the limits of threads and processes, ulimit -u",
 }
-# a frame of a traceback, of a data loader's worker too, whose traceback is in its error's text
-_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-_OF_OTHERS = (
-    "<",
-    sysconfig.get_path("stdlib"),
-)  # what a template's or the library's file begins with
 _REQUIRED = ("torch", "megatron", "transformers", "safetensors", "numpy", "yaml", "filelock")
 
 
@@ -178,18 +170,6 @@ def _first_line(error: BaseException) -> str:
     """The type and the first line of an error; of a data loader's worker, those of its error."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     return lines[-1] if "in DataLoader worker" in lines[0] else lines[0]
-
-
-def users_place(error: BaseException) -> str | None:
-    """The function, file and line of the user's own code that raised an error; None where the
-    innermost frame outside of libraries is this package's."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
-    for file, line, function in reversed(_FRAME.findall(text)):
-        if Path(file).is_relative_to(Path(__file__).parent):
-            return None
-        if not (file.startswith(_OF_OTHERS) or f"-packages{os.sep}" in file):
-            return f"{function} ({file}:{line})"
-    return None
 
 
 def _keep_traceback(error: Exception, output_dir: str | None) -> str:

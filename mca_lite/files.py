@@ -4,6 +4,9 @@ import difflib
 import errno
 import json
 import os
+import re
+import sysconfig
+import traceback
 import uuid
 import zlib
 from pathlib import Path
@@ -11,6 +14,9 @@ from typing import Any
 
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 
+# a frame of a traceback, of a data loader's worker too, whose traceback is in its error's text
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+_OF_OTHERS = ("<", sysconfig.get_path("stdlib"))  # how files of templates and of Python begin
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
 
 
@@ -210,6 +216,18 @@ def describe_error(error: BaseException) -> str:
     text = str(error) if plain else f"{type(error).__name__}: {error}"
     is_full = getattr(error, "errno", None) == errno.EDQUOT or "No space left on device" in text
     return f"disk full: {text}" if is_full and "disk full" not in text else text
+
+
+def users_place(error: BaseException) -> str | None:
+    """The function, file and line of the user's own code that raised an error; None where the
+    innermost frame outside of libraries is this package's."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
+    for file, line, function in reversed(_FRAME.findall(text)):
+        if Path(file).is_relative_to(Path(__file__).parent):
+            return None
+        if not (file.startswith(_OF_OTHERS) or f"-packages{os.sep}" in file):
+            return f"{function} ({file}:{line})"
+    return None
 
 
 def show_name(path: str | os.PathLike) -> str:

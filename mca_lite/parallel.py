@@ -17,7 +17,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from . import world
-from .files import describe_error
+from .files import describe_error, users_place
 
 _is_alone = False  # inside alone()
 _MEET_S = 3600.0  # at most, until all ranks are there; ddp_timeout may be years
@@ -243,7 +243,8 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
         try:
             answer[0] = action()
         except Exception as error:
-            answer[1] = describe_error(error)
+            place = users_place(error)
+            answer[1] = f"in your {place}: " * bool(place) + describe_error(error)
     if world_size() > 1:
         dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:

@@ -48,6 +48,7 @@ _LOST = (
     "Timed out waiting",
     "remote process exiting",
     "Connection was likely closed",
+    "wait timeout after",  # of a store that a rank left before it gave its address
 )
 
 

@@ -253,7 +253,7 @@ def a_collator_fails_in_a_worker(folder: Path) -> None:
     _run(folder, "dataloader_num_workers=1", data_collator=_fails)
 
 
-@_call(*_MINE, "_fails", codes=(1,))
+@_call(*_MINE, "_fails", codes=(2,))
 def a_metric_fails(folder: Path) -> None:
     words = "val_size=2", "eval_strategy=steps", "eval_steps=1"
     keep = dict(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1))

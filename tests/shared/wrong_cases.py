@@ -616,6 +616,13 @@ def limits() -> Iterator[Case]:
         world = _world(2, MASTER_PORT=str(29750 + count))
         yield Case(f"limits/files_{count}_2_ranks", (), "train", words, environment=world,
                    limits=of_both, ranks=((0, 1, 2),) * 2)  # fmt: skip
+    for mebibytes in (1200, 1400, 1600):
+        world = _world(2, MASTER_PORT=str(28000 + mebibytes))
+        name, small = f"limits/memory_{mebibytes}", {1: {"RLIMIT_AS": mebibytes << 20}}
+        words = _trained("ddp_timeout=6", "per_device_train_batch_size=2")
+        yield Case(
+            name, (), "train", words, environment=world, limits=small, ranks=((0, 1, 2),) * 2
+        )
     call = "tests.shared.wrong_calls:no_thread"
     yield Case("limits/threads", ("ulimit -u",), "python", call=call)
     call = "tests.shared.wrong_calls:no_memory"
