@@ -7,7 +7,7 @@ from tests.tools import wrong_inputs
 
 
 def test_a_sample_of_wrong_inputs_ends_in_words_that_name_them(tmp_path):
-    assert wrong_inputs.run(sample(12), tmp_path, lanes=1) == {}
+    assert wrong_inputs.run(sample(20), tmp_path, lanes=1) == {}
 
 
 @pytest.mark.full

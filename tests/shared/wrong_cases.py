@@ -616,7 +616,7 @@ def limits() -> Iterator[Case]:
         world = _world(2, MASTER_PORT=str(29750 + count))
         yield Case(f"limits/files_{count}_2_ranks", (), "train", words, environment=world,
                    limits=of_both, ranks=((0, 1, 2),) * 2)  # fmt: skip
-    for mebibytes in (1200, 1400, 1600):
+    for mebibytes in (1400, 1600):
         world = _world(2, MASTER_PORT=str(28000 + mebibytes))
         name, small = f"limits/memory_{mebibytes}", {1: {"RLIMIT_AS": mebibytes << 20}}
         words = _trained("ddp_timeout=6", "per_device_train_batch_size=2")

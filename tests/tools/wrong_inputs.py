@@ -111,6 +111,8 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _process(part: Case | list[Case], rank: int, folder: Path, out: str) -> None:
+    from mca_lite import parallel
+
     descriptor = os.open(out, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -123,6 +125,7 @@ def _process(part: Case | list[Case], rank: int, folder: Path, out: str) -> None
         _flush()
         at = os.fstat(1).st_size
         code = end_of(case, folder / case.name.replace("/", "-"), rank)
+        parallel.shutdown()  # a world of one that a command has started
         _flush()
         said = Path(out).read_bytes()[at:]
         os.truncate(out, at)
