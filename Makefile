@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all lint bench chaos fuzz mutations clean
+.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 3
 
 mutations: $(STAMP)  ## wrong changes, each of which a test must notice, in minutes: ARGS="adapter stream" for some of them
 	$(BIN)/python -m tests.tools.mutations $(ARGS)
+
+wrong-inputs: $(STAMP)  ## wrong keys, files, worlds, limits and calls, each in words: ARGS="config world"
+	$(BIN)/python -m tests.tools.wrong_inputs $(ARGS)
 
 bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and without Liger and float32 weights: ARGS="1.5B ours"
 	$(BIN)/python -m pip install -c constraints.txt -e '.[bench]'

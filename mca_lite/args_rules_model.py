@@ -17,6 +17,26 @@ from typing import Any
 from .args_values import Judge
 from .model_families import FAMILIES, Family, check_type
 
+_ANY = math.inf
+# numbers of a config.json, where it has them -> the least and the most that they can be
+_NUMBERS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys("hidden_size intermediate_size num_attention_heads".split(), (1, _ANY)),
+    **dict.fromkeys("num_key_value_heads head_dim vocab_size".split(), (1, _ANY)),
+    **dict.fromkeys("max_position_embeddings rope_theta factor".split(), (1, _ANY)),
+    "num_hidden_layers": (1, 9999),
+    **dict.fromkeys("num_experts n_routed_experts num_local_experts".split(), (0, _ANY)),
+    **dict.fromkeys("num_experts_per_tok moe_intermediate_size".split(), (0, _ANY)),
+    **dict.fromkeys("decoder_sparse_step first_k_dense_replace".split(), (0, _ANY)),
+    **dict.fromkeys("n_group topk_group n_shared_experts".split(), (0, _ANY)),
+    **dict.fromkeys("kv_lora_rank q_lora_rank qk_rope_head_dim".split(), (0, _ANY)),
+    **dict.fromkeys("qk_nope_head_dim v_head_dim sliding_window".split(), (0, _ANY)),
+    **dict.fromkeys("rms_norm_eps initializer_range".split(), (0, _ANY)),
+    "attention_dropout": (0, 1),
+}
+_REAL = ("rope_theta", "factor")  # which transformers takes as they come
+# the parts of a config.json that hold such numbers too
+_PARTS = "text_config rope_parameters rope_scaling full_attention sliding_attention".split()
+
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 LAYOUT = "pipeline_model_parallel_layout"
@@ -286,11 +306,41 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 # ---- config.json
 
 
+def check_numbers(values: dict[str, Any], judge: Judge) -> None:
+    """The numbers of a config.json, as it was read, can be those of a model. What has another type
+    is left to transformers, which knows of each model what may be a list."""
+    before, key = len(judge.problems), "model_name_or_path"
+
+    def refuse(name: str, expected: str) -> None:
+        reason = f"expected {expected} in config.json"
+        judge.refuse(key, reason, "config.json as the model's authors wrote it", values[name], name)
+
+    if not isinstance(values.get("model_type", ""), str):
+        refuse("model_type", "the name of a kind of models")
+    for name, (least, most) in _NUMBERS.items():
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if name in _REAL and value is not None:
+                refuse(name, "a number")
+        elif not (least <= value <= most and value < math.inf):
+            refuse(name, f"a number of at least {least}" + f" and at most {most}" * (most < _ANY))
+    for part in _PARTS:
+        if isinstance(values.get(part), dict):
+            check_numbers(values[part], judge)
+    numbers = numbers_of(values)
+    heads, groups = numbers.num_attention_heads, numbers.num_query_groups
+    if len(judge.problems) == before and _family_of(numbers) and heads and heads % (groups or 1):
+        refuse("num_attention_heads", f"a multiple of num_key_value_heads, {groups},")
+
+
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
     """Every rule between a config.json, as it was read, and the arguments -> lines about losses
     that it asks for, and that this run does not have."""
-    numbers = numbers_of(values)
     check_type(values, judge, a.use_mca)
+    before, numbers = len(judge.problems), numbers_of(values)
+    check_numbers(values, judge)
+    if len(judge.problems) > before:
+        return []
     check_model(numbers, a, judge)
     check_gate(numbers, a, judge)
     return _unheard_wishes(values, a)

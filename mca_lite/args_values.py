@@ -148,7 +148,10 @@ def check_duplicates(node: yaml.MappingNode) -> None:
 
 def loads_yaml(text: str) -> Any:
     """A YAML text's value. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=ConfigLoader)
+    try:
+        return yaml.load(text, Loader=ConfigLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deep") from None
 
 
 def read_config_file(path: str | os.PathLike) -> dict[str, Any]:

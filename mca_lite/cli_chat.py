@@ -94,6 +94,9 @@ def _next_line(is_terminal: bool) -> str | None:
         except EOFError:
             print(end="\n" if is_terminal else "")
             return None
+        except UnicodeDecodeError as error:
+            remedy = "convert the questions, iconv -f LATIN1 -t UTF-8"
+            raise ValueError(f"a question is no UTF-8 text ({error.reason}): {remedy}") from None
 
 
 class _Speaker:

@@ -2,8 +2,9 @@
 says what to do, and an exit code.
 
 What a user can cause (configuration, data, files, folders, a full disk, too little memory) ends
-with its own words and code 2. Everything else is a defect of this package: its traceback goes into
-a file, to be sent with a report, and the code is 1.
+with its own words and code 2. What the user's own code raises, such as a callback, is named with
+its file and line. Everything else is a defect of this package: its traceback goes into a file, to
+be sent with a report, and the code is 1.
 
 Under torchrun the words stand last: they go into the file of torchrun's summary too.
 """
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from .files import describe_error, printable
+from .files import describe_error, printable, users_place
 from .watchdog import lost_a_rank
 from .world import tell_torchrun
 
@@ -37,6 +38,11 @@ _ALIKE = (
     "RankFailed",
 )  # every rank has them, with the same text
 _MEMORY = ("MemoryError", "OutOfMemoryError")
+_LIMITS = {  # of the system -> what to set
+    "Too many open files": "raise the limit, ulimit -n 65536",
+    "can't start new thread": "raise the limits of threads and processes, ulimit -u and the job's",
+    "Resource temporarily unavailable": "raise the limits of threads and processes, ulimit -u",
+}
 _REQUIRED = (
     "torch megatron transformers huggingface_hub jinja2 numpy packaging safetensors yaml psutil "
     "filelock tqdm"
@@ -118,11 +124,17 @@ def end(error: Exception, output_dir: str | None) -> int:
     kind = type(error).__name__
     is_lost = lost_a_rank(error) or kind == "RankFailed"
     text, code = user_words(error), getattr(error, "exit_code", USER_ERROR)
-    if text is None:
-        kept, code = _keep_traceback(error, output_dir), DEFECT
-        first = f"{kind}: {error}".splitlines()[0]
+    place = None
+    if not is_lost and (text is None or isinstance(error, (ValueError, OSError))):
+        place = users_place(error)
+    if text is None or place:
+        code = DEFECT if text is None else code
+        kept = _keep_traceback(error, output_dir)
+        first = _first_line(error)
         text = f"{first} (a defect of mca_lite; the traceback is in {kept})"
-        if is_lost:
+        if place:
+            text = f"in your {place}: {first} (the traceback is in {kept})"
+        elif is_lost:
             text = f"another rank is gone, and its own words say why: {first} ({kept})"
     if text.startswith("disk full") and output_dir and output_dir not in text:
         text += f" (output_dir is {output_dir})"
@@ -150,6 +162,8 @@ def user_words(error: Exception) -> str | None:
     kind = type(error).__name__
     if kind in _MEMORY or "can't allocate memory" in str(error):
         return f"out of memory: {str(error) or kind}"
+    if limit := next((words for words in _LIMITS if words in str(error)), None):
+        return f"{str(error).splitlines()[0]}: {_LIMITS[limit]}"
     if kind in ("NotFiniteError", "RankFailed"):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in _REQUIRED:
@@ -162,6 +176,12 @@ def user_words(error: Exception) -> str | None:
         # a text that cannot be coded comes without the name of its file
         return None if isinstance(error, UnicodeError) else describe_error(error)
     return None
+
+
+def _first_line(error: BaseException) -> str:
+    """The type and the first line of an error; of a data loader's worker, those of its error."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return lines[-1] if "in DataLoader worker" in lines[0] else lines[0]
 
 
 def _keep_traceback(error: Exception, output_dir: str | None) -> str:

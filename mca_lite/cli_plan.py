@@ -63,7 +63,7 @@ def planned_world(size: int):
 
 def _plan(words: list[str], options) -> int:
     numbers = (options.gpus, options.memory, options.link)
-    if any(number is not None and number <= 0 for number in numbers):
+    if not all(number is None or 0 < number < math.inf for number in numbers):
         raise ValueError("--gpus, --memory and --link: expected numbers above 0")
     with planned_world(options.gpus):
         return _planned(words, options)

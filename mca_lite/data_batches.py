@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .constants import IGNORE_INDEX
 from .data_files import SIDES
+from .watchdog import end_with_rank
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", "reference")  # of a document
 # what tokenizers and data sets, and a stream, bring beside them: nothing that the model is given
@@ -481,6 +482,7 @@ def make_loader(
             batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
             collate_fn=filled.collate,
             num_workers=num_workers,
+            worker_init_fn=end_with_rank,
             pin_memory=torch.cuda.is_available(),
             # Without one of its own a DataLoader draws from torch's global generator, and dropout
             # would depend on it.

@@ -296,14 +296,22 @@ class Encoder:
         # A model that was trained with bos before each document gets it, with the end token. A chat
         # template has written every special token already. Tokenised whole, so that the borders of
         # tokens are those which the model sees when it is used.
-        batch = self.tokenizer(
-            [one.text for one in rendered],
-            add_special_tokens=is_plain,
-            return_offsets_mapping=not self.is_text,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        try:
+            batch = self.tokenizer(
+                [one.text for one in rendered],
+                add_special_tokens=is_plain,
+                return_offsets_mapping=not self.is_text,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which no module exports
+                raise
+            raise ValueError(
+                f"the tokenizer gave up on a text of {max(len(one.text) for one in rendered):,} "
+                f"characters ({error}): its tokenizer.json has an expression that takes too long"
+            ) from None
         if self.is_text:
             texts = zip(batch["input_ids"], rendered, strict=True)
             return [(self._ended(ids if one.text else []), None) for ids, one in texts]

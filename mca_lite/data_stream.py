@@ -27,6 +27,7 @@ from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Turns
 from .data_cache import shifted, tokenizer_identity
 from .data_encode import BEGINNING, Encoder, Place, Reader, Record, Sample, Tally
+from .watchdog import end_with_rank
 
 CHUNK_RECORDS = 100  # tokenised at once
 _FEW_RECORDS = 1000  # of which a tenth may be bad before all are read
@@ -169,6 +170,7 @@ class TokenStream:
             _MicroBatches(self, collate, plan, self._position_of(state)),
             batch_size=None,
             num_workers=min(num_workers, 1),
+            worker_init_fn=end_with_rank,
             collate_fn=_as_it_is,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(plan.seed),

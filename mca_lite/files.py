@@ -5,7 +5,10 @@ import difflib
 import errno
 import json
 import os
+import re
+import sysconfig
 import tempfile
+import traceback
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -14,6 +17,9 @@ from typing import Any
 
 from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
 
+# a frame of a traceback, of a data loader's worker too, whose traceback is in its error's text
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+_OF_OTHERS = ("<", sysconfig.get_path("stdlib"))  # how files of templates and of Python begin
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
 _OF_MODELSCOPE = {"USE_MODELSCOPE", "USE_MODELSCOPE_HUB"}  # variables of others
 
@@ -262,6 +268,18 @@ def printable(text: str, kept: str = "\n\t") -> str:
     """Returns text that cannot steer a terminal: control characters are replaced, but for those of
     `kept`."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
+
+
+def users_place(error: BaseException) -> str | None:
+    """The function, file and line of the user's own code that raised an error; None where the
+    innermost frame outside of libraries is this package's."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
+    for file, line, function in reversed(_FRAME.findall(text)):
+        if Path(file).is_relative_to(Path(__file__).parent):
+            return None
+        if not (file.startswith(_OF_OTHERS) or f"-packages{os.sep}" in file):
+            return f"{function} ({file}:{line})"
+    return None
 
 
 def show_name(path: str | os.PathLike) -> str:

@@ -46,6 +46,13 @@ class Decoding(NamedTuple):
 
 
 GREEDY = Decoding(temperature=0.0)
+_NUMBER = (int, float, type(None))
+_TYPES: dict[str, tuple] = {  # what keys of generation_config.json may hold
+    **dict.fromkeys("temperature top_p top_k repetition_penalty".split(), _NUMBER),
+    "max_new_tokens": (int, type(None)),
+    "do_sample": (bool, type(None)),
+    "eos_token_id": (int, list, type(None)),
+}
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -78,6 +85,18 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
         shown = ", ".join(f"{name}: {str(value):.200}" for name, value in taken.items())
         _note(f"{path}: {shown}")
     return SimpleNamespace(**{name: values[name] for name in names.split()})
+
+
+def check_generation_config(folder: Path) -> None:
+    """ValueError for a generation_config.json that cannot be used."""
+    path = folder / HF_GENERATION_CONFIG_NAME
+    values = read_json(path) if path.is_file() else {}
+    for key, types in _TYPES.items():
+        value = values.get(key)
+        parts = value if isinstance(value, list) and list in types else [value]
+        fits = type(value) in types and all(type(part) in types for part in parts)
+        if not fits or (key == "max_new_tokens" and value is not None and value < 1):
+            raise ValueError(f"{path}: {key} cannot be {value!r:.40}: correct it, or leave it out")
 
 
 def _note(text: str) -> None:
@@ -146,6 +165,7 @@ def _load(
     """The model of a folder, or freshly drawn weights, with the adapter in its weights. remote: its
     code may run."""
     config = model_config.load_hf_config(str(folder), remote)
+    check_generation_config(folder)
     model = load_torch_model(
         str(folder),
         keys.train_from_scratch,
@@ -222,10 +242,12 @@ def continuations(
     ends. streamer: transformers', for one prompt.
     """
     config = _generation_config(model, stop, decoding)
+    limit, positions = config.max_new_tokens, _num_positions(model)
     order, found = sorted(range(len(prompts)), key=lambda n: len(prompts[n])), {}
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         width = len(prompts[numbers[-1]])
+        config.max_new_tokens = max(1, min(limit, positions - width))
         ids = torch.full((len(numbers), width), config.pad_token_id, device=model.device)
         mask = torch.zeros_like(ids)
         for row, number in enumerate(numbers):
@@ -238,6 +260,12 @@ def continuations(
         for number, row in zip(numbers, output[:, width:].tolist(), strict=True):
             found[number] = until_stop(row, stop)
     return [found[number] for number in range(len(prompts))]
+
+
+def _num_positions(model) -> int:
+    """The positions that a transformers model was made for."""
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _generation_config(model, stop: list[int], decoding: Decoding):

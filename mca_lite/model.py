@@ -25,7 +25,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from . import lora, parallel, weights_convert
 from .args_values import refuse
 from .ckpt_megatron import DIST_NAME, load_megatron
-from .constants import ADAPTER_CONFIG_NAME, MCA_CONFIG_NAME
+from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
+from .files import describe_error
 from .loss_logits import LossOfLogits
 from .loss_tokens import token_losses
 from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
@@ -471,7 +472,11 @@ def load_torch_model(
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     else:
         grow(hf, vocab_size or hf.get_text_config().vocab_size)
-        model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
+            raise ValueError(f"{words}: {describe_error(error)}") from error
         source = InitSource(hf.to_dict(), seed)
         with torch.no_grad():
             for name, tensor, index in file_tensors(model):

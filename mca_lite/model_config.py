@@ -24,7 +24,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from . import model_te
 from .args import TrainingArguments
-from .args_rules_model import check_model
+from .args_rules_model import check_model, check_numbers
 from .args_rules_training import (
     ADDITIONAL_FIELDS,
     DERIVED_FIELDS,
@@ -342,6 +342,7 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
     if values is None or (folder.is_dir() and not (folder / HF_CONFIG_NAME).is_file()):
         judge = Judge(None)
         values = read_model_config(model_name_or_path, judge, files=(HF_CONFIG_NAME,))
+        check_numbers(values, judge)
         judge.close()
     kind = str(values.get("model_type"))
     # transformers reads a file itself that it may take for another type's

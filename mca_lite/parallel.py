@@ -17,9 +17,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from . import world
-from .files import describe_error
+from .files import describe_error, users_place
 
 _is_alone = False  # inside alone()
+_MEET_S = 3600.0  # at most, until all ranks are there; ddp_timeout may be years
 
 
 def device() -> torch.device:
@@ -72,7 +73,8 @@ def start_process_group(timeout_s: float = 1800) -> None:
     """Join the world that torchrun's or SLURM's variables describe, or make a world of one.
 
     Does nothing when a process group is there already (a test, or a host program, may have made
-    it). ValueError for variables that describe a world by half.
+    it). ValueError for variables that describe a world by half, and where the ranks do not meet
+    within timeout_s.
     """
     if dist.is_initialized():
         return
@@ -84,15 +86,28 @@ def start_process_group(timeout_s: float = 1800) -> None:
     else:
         world.stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
-    if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        store, rank_, size = next(dist.rendezvous("env://", timeout=timeout))
+    if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        return
+    try:
+        store, rank_, size = next(dist.rendezvous("env://", timeout=_time_to_meet(timeout)))
+        store.set_timeout(timeout)
         if world.is_one_machine():
             # after a restart torchrun's store still holds the addresses of ranks that are dead
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"start-{start}", store)
-    else:
-        store, rank_, size = dist.HashStore(), 0, 1
-    dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank_, world_size=size, timeout=timeout)
+    except dist.DistError as error:
+        raise ValueError(world.why_not_met(error)) from error
+
+
+def _time_to_meet(timeout: datetime.timedelta) -> datetime.timedelta:
+    """How long this rank may try to reach the store of rank 0: torch tries twice, and waits on
+    rank 0 itself once."""
+    limit = min(timeout, datetime.timedelta(seconds=_MEET_S))
+    return limit if os.environ["RANK"] == "0" else limit / 2
 
 
 def own_store(prefix: str):
@@ -243,7 +258,8 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
         try:
             answer[0] = action()
         except Exception as error:
-            answer[1] = describe_error(error)
+            place = users_place(error)
+            answer[1] = f"in your {place}: " * bool(place) + describe_error(error)
     if world_size() > 1:
         dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:

@@ -144,10 +144,10 @@ def _plan_model(
 def _open_source(planned: PlannedModel) -> None:
     """Read the headers of a planned model's weights. ValueError says what does not fit config.json,
     before ranks meet."""
-    if planned.from_scratch or (planned.folder / DIST_NAME).is_dir():
-        return
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
+    if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
+        return
     planned.source = SafetensorsSource(
         str(planned.folder), config.hf_model_type if is_mca else None
     )

@@ -7,8 +7,9 @@ counts on all. A callback that writes files does so on one rank only (state.is_w
 SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGINT (Ctrl-C)
 mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself. It
 passes on SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; without that,
-SIGUSR1 ends torchrun, and its ranks run on. It kills ranks --shutdown-timeout seconds (30 by
-default) after it has passed a signal on: set that above the time of a step and a checkpoint.
+SIGUSR1 ends torchrun, and its ranks save and leave once they miss it. It kills ranks
+--shutdown-timeout seconds (30 by default) after it has passed a signal on: set that above the time
+of a step and a checkpoint.
 """
 
 import math

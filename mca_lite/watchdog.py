@@ -7,11 +7,16 @@ ranks that are behind are printed. Where it stands still for ddp_timeout, all le
 dies of an exception leaves its words in the store for those who then lose their connection to it.
 
 No collective is added, and a run that does not hang asks the store two small things now and then.
+
+A rank whose torchrun has gone stops as at SIGTERM: it saves and leaves. A data loader's worker ends
+with its rank.
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -35,12 +40,15 @@ _FRAMES = 25  # the innermost ones of a stack
 _LEAVE_S = 10.0  # in which a rank ends by itself after another one died
 _ANSWER_S = 3.0  # in which the store answers a rank that has lost another one
 # what is said, by gloo or nccl, of a rank that is gone
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
     "remote process exiting",
+    "Connection was likely closed",
+    "wait timeout after",  # of a store that a rank left before it gave its address
 )
 
 
@@ -55,6 +63,13 @@ class RankFailed(RuntimeError):
 def lost_a_rank(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+
+
+def end_with_rank(worker: int) -> None:
+    """Let the kernel end this process, the `worker`th of a data loader, where its rank ends, in
+    whatever way; Linux alone can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # -- what the loop calls; without a watch, or in a world of one rank, nothing is done
@@ -137,6 +152,7 @@ class Watchdog:
         self._behind: list[int] | None = None  # ... and the ranks that the answers show behind
         self._leave_at: float | None = None  # once there is a verdict
         self._stopped, self._thread = threading.Event(), None
+        self._parent = os.getppid()  # torchrun, under it
         store.set(f"host/{rank}", f"on {socket.gethostname()} (process {os.getpid()})")
 
     def note(self, phase: str, step: int | None = None) -> None:
@@ -156,11 +172,17 @@ class Watchdog:
         self._thread.join(timeout=1.0)  # it may be waiting for a store that is gone
 
     def _run(self) -> None:
+        has_store = True
         while not self._stopped.wait(self.poll_s):
-            try:
-                self.look()
-            except RuntimeError:  # the store is gone: as its owner is, which the loop finds out
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent:
+                _say(f"warning: rank {self.rank} stops: torchrun (process {self._parent}) has gone")
+                os.kill(os.getpid(), signal.SIGTERM)
                 return
+            try:
+                if has_store:
+                    self.look()
+            except RuntimeError:  # the store is gone: as its owner is, which the loop finds out
+                has_store = False
 
     @property
     def limit_s(self) -> float:

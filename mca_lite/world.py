@@ -72,6 +72,8 @@ def _check() -> None:
         raise ValueError(
             f"RANK is {rank} in a world of WORLD_SIZE {size}: expected 0 to {size - 1}; {_HOW}"
         )
+    if "LOCAL_RANK" in os.environ and _number("LOCAL_RANK") < 0:
+        raise ValueError(f"LOCAL_RANK is {os.environ['LOCAL_RANK']}, expected 0 or more: {_HOW}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if size > 1 and missing:
         raise ValueError(
@@ -79,6 +81,41 @@ def _check() -> None:
             f"{'is' if len(missing) == 1 else 'are'} not set, so that the ranks cannot meet: set "
             f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, or {_HOW}"
         )
+    if size > 1 and not 1 <= _number("MASTER_PORT") <= 65535:
+        port = os.environ["MASTER_PORT"]
+        raise ValueError(f"MASTER_PORT is {port}, expected a free port from 1 to 65535: {_HOW}")
+
+
+def why_not_met(error: Exception) -> str:
+    """Words for a meeting of the ranks that failed with torch's `error`: what this rank saw, and
+    what to set."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    came = re.search(r"(\d+)/\d+ clients joined", str(error))
+    why = f"the others do not answer ({str(error).splitlines()[0]})"
+    remedy = "see why one of them ended, or was not started"
+    if "address already in use" in str(error):
+        why = f"MASTER_PORT {port} of this host is in use"
+        remedy = "set it to a free port, and give each process a RANK of its own"
+    elif came:
+        why = f"{came[1]} of {size} ranks came to MASTER_ADDR {host}, MASTER_PORT {port}"
+        remedy = "see why the others ended or were not started, or raise ddp_timeout"
+    elif not _resolves(host):
+        why = f"MASTER_ADDR {host!r} is no host that this machine knows"
+        remedy = "set it to the name or address of the host of rank 0"
+    elif "client socket has timed out" in str(error):
+        why = f"nothing answers at MASTER_ADDR {host}, MASTER_PORT {port}"
+        remedy = "rank 0 has ended, was not started, or runs on another host: see its own words"
+    return (
+        f"rank {rank} of {size} could not meet the others: {why}. {remedy[0].upper()}{remedy[1:]}"
+    )
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def is_one_machine() -> bool:

@@ -29,13 +29,12 @@ def ended(monkeypatch, capsys, tmp_path):
     from mca_lite import run
 
     def end(error: Exception, out: Path = tmp_path, **environment) -> tuple[int, str]:
-        def make_plan(arguments):
-            raise error
-
+        package = {"error": error}  # a function of this package, by its file
+        exec(compile("def make_plan(arguments): raise error", run.__file__, "exec"), package)
         for key, value in environment.items():
             monkeypatch.setenv(key, value)
         monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(run, "make_plan", make_plan)
+        monkeypatch.setattr(run, "make_plan", package["make_plan"])
         code = cli.main([*f"configs/sft.yaml {SHORT}".split(), f"output_dir={out}"])
         return code, capsys.readouterr().err
 

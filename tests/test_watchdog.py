@@ -423,10 +423,59 @@ def test_a_rank_that_is_stopped_is_named_without_a_stack(hang, ended):
 def test_a_rank_that_dies_of_an_exception_has_the_last_word(model_path, tmp_path, backend):
     codes, _ = world.exits(hang, 2, model_path, str(tmp_path), backend, "dies")
     first, last = said_by(tmp_path, 1), said_by(tmp_path, 0)
-    assert codes == [1, 1] and first.startswith("error: rank 1: KeyError: 'what rank 1 died of'")
+    assert codes == [1, 1] and first.startswith("error: rank 1: in your __getitem__ (")
+    assert f"{__file__}:" in first and "): KeyError: 'what rank 1 died of'" in first
     assert re.fullmatch(
         r"error: rank 0: rank 1 on \S+ \(process \d+\) failed: KeyError: 'what rank 1 died of'\n",
         last,
     )
     assert not (tmp_path / "traceback-rank0.txt").exists()
     assert "what rank 1 died of" in (tmp_path / "traceback-rank1.txt").read_text()
+
+
+# -- a rank and its processes
+
+
+def test_a_rank_whose_torchrun_has_gone_stops_as_at_sigterm(monkeypatch, capsys):
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
+    rank = Ranks().all[0]
+    rank.poll_s = 0.01
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    rank.start()
+    time.sleep(0.1)
+    assert not signals, "no torchrun started it"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    rank._thread.join(timeout=5)
+    rank.stop()
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+    assert "torchrun (process" in capsys.readouterr().err
+
+
+def collate_for_ever(samples):
+    with open(samples[0], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+
+
+def leave_with_a_busy_worker(path: str) -> None:
+    from mca_lite.data_batches import BatchPlan, make_loader
+
+    plan = BatchPlan(1, 1, 1, dp_rank=0, dp_size=1, seed=0)
+    batches = make_loader([path], collate_for_ever, plan, num_workers=1)
+    threading.Thread(target=lambda: next(iter(batches)), daemon=True).start()
+    while not (os.path.exists(path) and open(path).read()):  # noqa: SIM115
+        time.sleep(0.02)
+    os._exit(HANG_EXIT_CODE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends it")
+def test_a_worker_of_the_data_loader_ends_with_its_rank(tmp_path):
+    codes, _ = world.exits(leave_with_a_busy_worker, 1, str(tmp_path / "pid"))
+    assert codes == [HANG_EXIT_CODE]
+    worker = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{worker}"):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {worker} is still there")

@@ -82,3 +82,28 @@ def test_a_world_starts_once_and_stops_clean():
         assert answer["twins"] == []  # of gloo, beside the groups that train
         assert "shutdown()" in answer["refused"]
         assert answer["left"] is False and answer["mpu"] is False
+
+
+@pytest.mark.parametrize("host, named", [("127.0.0.1", "nothing answers"), ("no.invalid", "knows")])
+def test_ranks_wait_for_a_rank_0_that_never_comes_no_longer_than_ddp_timeout(
+    monkeypatch, host, named
+):
+    from mca_lite import parallel
+
+    names = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR=host, MASTER_PORT="28311")
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=f"rank 1 of 2 could not meet .*{named}"):
+        parallel.start_process_group(timeout_s=2)
+    assert time.monotonic() - start < 3.5, "torch itself would try for 2 s twice"
+
+
+def test_ranks_wait_an_hour_for_each_other_where_ddp_timeout_is_years(monkeypatch):
+    from datetime import timedelta
+
+    from mca_lite import parallel
+
+    for rank, seconds in (("0", 3600), ("1", 1800)):
+        monkeypatch.setenv("RANK", rank)
+        assert parallel._time_to_meet(timedelta(days=2000)).total_seconds() == seconds

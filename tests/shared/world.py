@@ -27,7 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _context = None
 
 
-def _server():
+def server():
     global _context
     if _context is None:
         import torch
@@ -44,7 +44,7 @@ def _server():
 
 def start_server() -> None:
     """Start the fork server, if worlds fork: it imports while its host goes on."""
-    if _server().get_start_method() == "forkserver":
+    if server().get_start_method() == "forkserver":
         multiprocessing.forkserver.ensure_running()
 
 
@@ -84,7 +84,7 @@ def _rank(function, args, kwargs, rank, ranks, store, answers):
 @contextlib.contextmanager
 def _started(function, ranks: int, args, kwargs):
     """(processes, the queue of their answers) of a world; they are gone afterwards."""
-    context, folder = _server(), tempfile.mkdtemp()
+    context, folder = server(), tempfile.mkdtemp()
     answers = context.Queue()
     processes = [
         context.Process(
