@@ -251,7 +251,7 @@ class TrainingArguments(ArgumentGroup):
     )
 
     # optimizer and schedule
-    learning_rate: float = arg(5e-5, "the highest learning rate", low=0, high=1e4, optimizer="lr")
+    learning_rate: float = arg(5e-5, "the highest learning rate", low=0, high=1e38, optimizer="lr")
     lr_scheduler_type: str = arg(
         "linear", "shape of the learning rate; constant has no warm-up, constant_with_warmup has"
     )
@@ -312,11 +312,9 @@ class TrainingArguments(ArgumentGroup):
     num_layers_at_start_in_bf16: int = mca(1, "first layers that it leaves", low=0, model=True)
     num_layers_at_end_in_bf16: int = mca(1, "last layers that it leaves", low=0, model=True)
     loss_scale: float | None = arg(
-        None, "a constant loss scale (None: it adapts)", above=0, high=2.0**32, optimizer=True
+        None, "a constant loss scale (None: it adapts)", above=0, high=1e38, optimizer=True
     )
-    initial_loss_scale: float = arg(
-        2.0**16, "first loss scale", above=0, high=2.0**32, optimizer=True
-    )
+    initial_loss_scale: float = arg(2.0**16, "first loss scale", above=0, high=1e38, optimizer=True)
     min_loss_scale: float = arg(1.0, "lower bound of the loss scale", above=0, optimizer=True)
     loss_scale_window: int = arg(1000, "steps without overflow to double it", low=1, optimizer=True)
     hysteresis: int = arg(2, "overflows before it halves", low=1, optimizer=True)

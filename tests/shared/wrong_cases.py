@@ -75,7 +75,7 @@ def keys() -> Iterator[Case]:
                 wrong["low"] = str(limit - 1)
             limit = item.metadata.get("high", item.metadata.get("below"))
             if limit is not None:
-                wrong["high"] = str(limit + 1)
+                wrong["high"] = str(2 * limit + 1)
         if typing.get_origin(hints[key]) is typing.Literal or "choices" in item.metadata:
             wrong["text"] = "nothing_known"
         if typing.get_origin(hints[key]) is dict:
