@@ -6,17 +6,20 @@ import difflib
 import sys
 from importlib import import_module
 
-from .cli_errors import USER_ERROR, finish
+from .cli import USER_ERROR, finish
 
-# name -> (module with a main(words) -> exit code, what it does)
+# name -> (module, or module.function, of words -> exit code; what it does)
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
     "parity": ("cli_parity", "the first step in a layout beside plain torch: what differs first"),
     "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
-    "report": ("cli_report", "one or several runs as a page: curves, numbers, configuration"),
+    "report": (
+        "cli_watch.main_report",
+        "one or several runs as a page: curves, numbers, configuration",
+    ),
     "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),
-    "chat": ("cli_chat", "speak to what was trained, in the terminal"),
+    "chat": ("cli_generate.main_chat", "speak to what was trained, in the terminal"),
     "generate": ("cli_generate", "answers of what was trained to the evaluation set"),
     "doctor": ("cli_doctor", "whether this machine is ready to train, with remedies"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
@@ -37,10 +40,12 @@ def main(words: list[str] | None = None) -> int:
         print(f"error: there is no command {name}{reason} see --help", file=sys.stderr)
         return USER_ERROR
     if name not in COMMANDS:
-        name, rest = "train", words
+        name = "train"
+        rest = words
     if not rest and name not in _NEED_NO_WORDS:
         rest = ["--help"]
-    return import_module(f".{COMMANDS[name][0]}", __package__).main(rest)
+    module, _, function = COMMANDS[name][0].partition(".")
+    return getattr(import_module(f".{module}", __package__), function or "main")(rest)
 
 
 def _list_commands() -> None:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .args_values import Judge
-from .chat_templates import TEMPLATES
-from .constants import GENERATION_METRICS
-from .model_family_rows import is_of_expert
-from .objectives import CONVERSATIONS, OBJECTIVES, Objective
+from .errors import Judge
+from .families import is_of_expert
+from .files import GENERATION_METRICS
+from .tables import CONVERSATIONS, OBJECTIVES, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
 
@@ -63,7 +62,8 @@ def check_stream(a: Any, judge: Judge) -> None:
 
 def check_data(a: Any, judge: Judge) -> None:
     """DataArguments: what its keys must agree on; a val_size that counts samples becomes an int."""
-    weights, one_each = a.mix_weights, f"mix_weights: {[1.0] * len(a.dataset)}"
+    weights = a.mix_weights
+    one_each = f"mix_weights: {[1.0] * len(a.dataset)}"
     check_named(a, judge)
     if a.eval_on_each_dataset and not a.eval_dataset:
         remedy = "eval_dataset: <files, or names>, or eval_on_each_dataset: false"
@@ -138,7 +138,8 @@ def check_finetuning(a: Any, judge: Judge) -> None:
 def check_metric(a: Any, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
     """metric_for_best_model against the metrics that an evaluation gives. sets: the names of
     several sets, which stand before those of their metrics."""
-    given, key = list(metrics), "metric_for_best_model"
+    given = list(metrics)
+    key = "metric_for_best_model"
     given += [f"{name}_{metric}" for name in sets for metric in metrics]
     names = {*given, *(f"eval_{name}" for name in given)}
     if a.eval_strategy != "no" and a.metric_for_best_model not in names:
@@ -148,7 +149,8 @@ def check_metric(a: Any, metrics: tuple[str, ...], sets: Iterable[str], judge: J
 
 def check_objective_run(a: Any, judge: Judge) -> None:
     """The keys of all groups against the row of the stage."""
-    objective, metric = OBJECTIVES[a.stage], a.metric_for_best_model.removeprefix("eval_")
+    objective = OBJECTIVES[a.stage]
+    metric = a.metric_for_best_model.removeprefix("eval_")
     metrics = objective.metrics
     if a.mtp_num_layers != 0 and metric.endswith("mtp_loss"):
         metrics += ("mtp_loss",)  # None: the model says, and the trainer asks again
@@ -186,7 +188,8 @@ def check_backend(a: Any, judge: Judge) -> None:
     if a.finetuning_type == "lora":
         check_no_prediction(a.mtp_num_layers, judge)
     if a.moe_router_bias_update_rate and a.finetuning_type == "lora":
-        key, reason = "moe_router_bias_update_rate", "adapters leave the base model as it is, "
+        key = "moe_router_bias_update_rate"
+        reason = "adapters leave the base model as it is, "
         judge.refuse(f"{key} finetuning_type", f"{reason}the routers' bias too", f"{key}: 0")
 
 
@@ -241,7 +244,8 @@ def _idle_keys(a: Any, given: dict[str, Any]) -> list[str]:
 # ---- adapters: `spec` is a LoraSpec (lora_layers.py), `found` the modules that can have an adapter
 # (lora_sites.Candidate)
 
-ALL_LINEAR, ALL_ROUTERS = ("all", "all-linear"), "all-router"
+ALL_LINEAR = ("all", "all-linear")
+ALL_ROUTERS = "all-router"
 EMBEDDING_AND_HEAD = ("embed_tokens", "lm_head")
 ONE_SIDED = (
     "{} has an adapter, and the embedding is the head in this model: merged, both would change"
@@ -304,7 +308,8 @@ def resolve_targets(targets: Iterable[str], found: list, judge: Judge) -> tuple[
     *.layers.[0-3].*.q_proj, or a regular expression that matches a whole name, of Hugging Face or
     megatron. One that means no module is refused.
     """
-    chosen, names = set(), {c.hf for c in found}
+    chosen = set()
+    names = {c.hf for c in found}
     for target in targets:
         meant = {target} if target in names else {c.hf for c in found if _is_meant(target, c)}
         if not meant:
@@ -346,7 +351,8 @@ def check_other_model(folder, spec, found: list, judge: Judge) -> None:
 
 def check_single_experts(spec, found: list, judge: Judge) -> None:
     """Targets mean all experts of a layer, or none."""
-    chosen, projections = set(spec.modules), dict[str, set[str]]()
+    chosen = set(spec.modules)
+    projections = dict[str, set[str]]()
     for candidate in found:
         name = re.sub(r"\.experts\.\d+\.", ".experts.", candidate.hf)
         projections.setdefault(name, set()).add(candidate.hf)
@@ -368,7 +374,8 @@ def is_saved(module: str, spec) -> bool:
 
 def check_saved(spec, weights: Iterable, judge: Judge) -> None:
     """Each of modules_to_save means a weight (lora_sites.Weight) that can be trained by itself."""
-    key, unused = "modules_to_save", set(spec.modules_to_save)
+    key = "modules_to_save"
+    unused = set(spec.modules_to_save)
     for weight in weights if unused else ():
         meant = [module for module in weight.modules if is_saved(module, spec)]
         unused -= {name for name in unused for module in meant if module.endswith(name)}
@@ -395,7 +402,8 @@ def check_saved(spec, weights: Iterable, judge: Judge) -> None:
 
 def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -> None:
     """With adapters, the rows of new tokens are trained through modules_to_save."""
-    saved, key = modules_to_save or (), "modules_to_save"
+    saved = modules_to_save or ()
+    key = "modules_to_save"
     lacking = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in saved)]
     if is_tied:
         reason = f"the rows of {num_new} new tokens are trained through modules_to_save, which "
@@ -426,7 +434,8 @@ def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
 
 def check_on_megatron(spec, config, rows, found: list, judge: Judge) -> None:
     """config: McaModelConfig; rows: those of its family."""
-    chosen, target = set(spec.modules), "lora_target"
+    chosen = set(spec.modules)
+    target = "lora_target"
 
     def meant(is_it: Callable[[str], bool]) -> list[str]:
         """The adapted modules whose name in megatron is such a one."""
@@ -434,7 +443,8 @@ def check_on_megatron(spec, config, rows, found: list, judge: Judge) -> None:
 
     check_no_prediction(config.mtp_num_layers, judge)
     _check_fused(spec, config.hf_model_type, rows, found, judge)
-    groups, tp = config.num_query_groups, config.tensor_model_parallel_size
+    groups = config.num_query_groups
+    tp = config.tensor_model_parallel_size
     if groups % tp and (attention := meant(lambda mca: mca.endswith("linear_qkv"))):
         # ranks that share a query group would hold unequal parts of q_proj, k_proj and v_proj
         reason = f"adapters on {attention[0]} of a model with {groups} query groups are not built "

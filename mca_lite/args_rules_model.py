@@ -14,8 +14,8 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from .args_values import Judge
-from .model_families import FAMILIES, Family, check_type
+from .errors import Judge
+from .families import FAMILIES, Family, check_type
 
 _ANY = math.inf
 # numbers of a config.json, where it has them -> the least and the most that they can be
@@ -37,8 +37,10 @@ _REAL = ("rope_theta", "factor")  # which transformers takes as they come
 # the parts of a config.json that hold such numbers too
 _PARTS = "text_config rope_parameters rope_scaling full_attention sliding_attention".split()
 
-TP, CP = "tensor_model_parallel_size", "context_parallel_size"
-PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+TP = "tensor_model_parallel_size"
+CP = "context_parallel_size"
+PP = "pipeline_model_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
 LAYOUT = "pipeline_model_parallel_layout"
 
 
@@ -130,7 +132,8 @@ def _check_tensor_parallel(m: Any, a: Any, judge: Judge) -> None:
 
 
 def _check_experts(m: Any, a: Any, judge: Judge) -> None:
-    key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
+    key = "expert_model_parallel_size"
+    ep = a.expert_model_parallel_size
     tp = a.tensor_model_parallel_size
     experts = m.num_moe_experts
     if experts % ep:
@@ -139,11 +142,14 @@ def _check_experts(m: Any, a: Any, judge: Judge) -> None:
     if tp > 1 and not a.sequence_parallel:
         reason = "experts and tensor parallelism need sequence parallelism"
         judge.refuse("sequence_parallel", reason, "sequence_parallel: true")
-    columns, etp = m.moe_ffn_hidden_size or m.ffn_hidden_size, a.expert_tensor_parallel_size or tp
+    columns = m.moe_ffn_hidden_size or m.ffn_hidden_size
+    etp = a.expert_tensor_parallel_size or tp
     if columns and columns % etp:
-        key, reason = "expert_tensor_parallel_size", f"an expert has {columns} columns"
+        key = "expert_tensor_parallel_size"
+        reason = f"an expert has {columns} columns"
         judge.refuse(key, f"{reason}: no multiple of {etp}", f"{key}: 1", etp)
-    family, key = _family_of(m), "moe_shared_expert_overlap"
+    family = _family_of(m)
+    key = "moe_shared_expert_overlap"
     shares = family is None or any("shared_experts" in row.mca for row in family.rows)
     if a.moe_shared_expert_overlap and not shares:
         judge.refuse(key, f"{m.hf_model_type} has no shared experts", f"{key} left out")
@@ -160,13 +166,15 @@ def _check_no_experts(a: Any, judge: Judge) -> None:
 
 
 def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
-    key, none = "mtp_num_layers", "mtp_num_layers: 0"
+    key = "mtp_num_layers"
+    none = "mtp_num_layers: 0"
     family = _family_of(m)
     if family is not None and not family.prediction_layers:
         having = ", ".join(name for name, family in FAMILIES.items() if family.prediction_layers)
         reason = f"{m.hf_model_type} has no layers for multi-token prediction ({having} have)"
         if not a.mtp_num_layers:
-            key, none = "mtp_loss_scaling_factor", "mtp_loss_scaling_factor left out"
+            key = "mtp_loss_scaling_factor"
+            none = "mtp_loss_scaling_factor left out"
         judge.refuse(key, reason, none)
     elif not a.mtp_num_layers:
         return
@@ -180,8 +188,11 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
         reason = "its products are Transformer Engine's, and the layers of this run are local ones"
         remedy = "transformer_impl: transformer_engine, or fp8 left out"
         judge.refuse("fp8 transformer_impl", reason, remedy)
-    tp, pp = a.tensor_model_parallel_size, a.pipeline_model_parallel_size
-    heads, hidden, shared = m.num_attention_heads, m.hidden_size, "columns of shared experts"
+    tp = a.tensor_model_parallel_size
+    pp = a.pipeline_model_parallel_size
+    heads = m.num_attention_heads
+    hidden = m.hidden_size
+    shared = "columns of shared experts"
     cut = {"MLP columns": m.ffn_hidden_size, shared: m.moe_shared_expert_intermediate_size}
     if heads and (channels := m.kv_channels or (hidden and hidden // heads)):
         groups = m.num_query_groups or heads
@@ -205,8 +216,10 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
 
 
 def _check_layers(layers: int, a: Any, judge: Judge) -> None:
-    pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
-    layout, stages = a.pipeline_model_parallel_layout, pp * (vpp or 1)
+    pp = a.pipeline_model_parallel_size
+    vpp = a.virtual_pipeline_model_parallel_size
+    layout = a.pipeline_model_parallel_layout
+    stages = pp * (vpp or 1)
     proposal = f"{LAYOUT}: <a layout of {layers} layers>"
     if layers >= stages:
         proposal = f"{LAYOUT}: {balanced_layout(layers, pp, vpp)}"
@@ -230,7 +243,8 @@ def _check_layers(layers: int, a: Any, judge: Judge) -> None:
 
 
 def _refuse_stages(layers: int, a: Any, proposal: str, judge: Judge) -> None:
-    pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
+    pp = a.pipeline_model_parallel_size
+    vpp = a.virtual_pipeline_model_parallel_size
     stages = pp * (vpp or 1)
     if layers >= stages:
         key = VPP if vpp and layers % pp == 0 else PP
@@ -309,7 +323,8 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
 def check_numbers(values: dict[str, Any], judge: Judge) -> None:
     """The numbers of a config.json, as it was read, can be those of a model. What has another type
     is left to transformers, which knows of each model what may be a list."""
-    before, key = len(judge.problems), "model_name_or_path"
+    before = len(judge.problems)
+    key = "model_name_or_path"
 
     def refuse(name: str, expected: str) -> None:
         reason = f"expected {expected} in config.json"
@@ -328,7 +343,8 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
         if isinstance(values.get(part), dict):
             check_numbers(values[part], judge)
     numbers = numbers_of(values)
-    heads, groups = numbers.num_attention_heads, numbers.num_query_groups
+    heads = numbers.num_attention_heads
+    groups = numbers.num_query_groups
     if len(judge.problems) == before and _family_of(numbers) and heads and heads % (groups or 1):
         refuse("num_attention_heads", f"a multiple of num_key_value_heads, {groups},")
 
@@ -337,7 +353,8 @@ def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
     """Every rule between a config.json, as it was read, and the arguments -> lines about losses
     that it asks for, and that this run does not have."""
     check_type(values, judge, a.use_mca)
-    before, numbers = len(judge.problems), numbers_of(values)
+    before = len(judge.problems)
+    numbers = numbers_of(values)
     check_numbers(values, judge)
     if len(judge.problems) > before:
         return []
@@ -353,7 +370,8 @@ def check_gate(m: Any, a: Any, judge: Judge) -> None:
     megatron waits for a bucket where a module with a weight in it runs, and overlapped shared
     experts, to which the gate belongs, run in parts.
     """
-    family, size = _family_of(m), a.ddp_bucket_size
+    family = _family_of(m)
+    size = a.ddp_bucket_size
     is_gated = family is not None and family.constants.get("moe_shared_expert_gate")
     overlaps = is_gated and a.moe_shared_expert_overlap and a.overlap_param_gather
     if overlaps and size and m.hidden_size and size <= m.hidden_size:
@@ -364,7 +382,9 @@ def check_gate(m: Any, a: Any, judge: Judge) -> None:
 
 
 def _unheard_wishes(values: dict[str, Any], a: Any) -> list[str]:
-    notes, kind, instead = [], values.get("model_type"), "moe_aux_loss_coeff"
+    notes = []
+    kind = values.get("model_type")
+    instead = "moe_aux_loss_coeff"
     if values.get("output_router_logits"):
         notes.append(f"output_router_logits in config.json has no effect: {instead} decides")
     unread = ["aux_loss_alpha"]  # of DeepSeek's own code; transformers passes it over

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from .args_keys import IGNORED_KEYS, UNSUPPORTED, lookup
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_defect, layout_stages
-from .args_values import Judge, cast, show_count
-from .model_families import config_keys
-from .optimizers import OPTIMIZER_ALIASES, OPTIMIZERS
+from .args_values import cast, show_count
+from .errors import Judge
+from .families import config_keys
+from .tables import OPTIMIZER_ALIASES, OPTIMIZERS
 
 REPORTERS = ("tensorboard", "wandb")  # that report_to may name: packages, and our extras too
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
@@ -171,7 +172,8 @@ def _normalise_training(a: Any, judge: Judge) -> None:
 
 
 def _normalise_layout(a: Any, judge: Judge) -> None:
-    layout, pp = a.pipeline_model_parallel_layout, a.pipeline_model_parallel_size
+    layout = a.pipeline_model_parallel_layout
+    pp = a.pipeline_model_parallel_size
     if layout is not None and judge.bad.isdisjoint({LAYOUT, VPP, PP}):
         layout = layout.replace(" ", "")
         if reason := layout_defect(layout, pp):
@@ -191,12 +193,15 @@ def _normalise_layout(a: Any, judge: Judge) -> None:
 
 def check_world(a: Any, judge: Judge) -> None:
     """The parallel degrees against the number of processes."""
-    world, product, degrees = a.world_size, a.model_parallel_size, (TP, PP, CP)
+    world = a.world_size
+    product = a.model_parallel_size
+    degrees = (TP, PP, CP)
     if world % product == 0:
         if judge.bad.isdisjoint(degrees):
             _check_expert_world(a, judge)
         return
-    fitting, rest = {}, world
+    fitting = {}
+    rest = world
     for name in degrees:
         fitting[name] = math.gcd(getattr(a, name), rest)
         rest //= fitting[name]
@@ -212,7 +217,8 @@ def check_world(a: Any, judge: Judge) -> None:
 
 def _check_expert_world(a: Any, judge: Judge) -> None:
     """Experts are spread over all ranks of a pipeline stage, those of data and context too."""
-    key, ep = "expert_model_parallel_size", a.expert_model_parallel_size
+    key = "expert_model_parallel_size"
+    ep = a.expert_model_parallel_size
     etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
     stage = a.world_size // a.pipeline_model_parallel_size
     if stage % (ep * etp):
@@ -225,13 +231,15 @@ def _check_expert_world(a: Any, judge: Judge) -> None:
 
 
 def _resolve_batches(a: Any, judge: Judge) -> None:
-    given, total = a.gradient_accumulation_steps, a.global_batch_size
+    given = a.gradient_accumulation_steps
+    total = a.global_batch_size
     a.gradient_accumulation_steps = given or 1
     sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"}
     sizes |= {TP, PP, CP}
     if total is None or not judge.bad.isdisjoint(sizes):
         return
-    micro, dp = a.per_device_train_batch_size, a.data_parallel_size
+    micro = a.per_device_train_batch_size
+    dp = a.data_parallel_size
     unit = micro * dp
     what = f"micro-batch {micro} (per_device_train_batch_size) x data parallel {dp}"
     count = total // unit
@@ -249,7 +257,8 @@ def _resolve_batches(a: Any, judge: Judge) -> None:
 
 
 def _check_layout(a: Any, judge: Judge) -> None:
-    pp, vpp = a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size
+    pp = a.pipeline_model_parallel_size
+    vpp = a.virtual_pipeline_model_parallel_size
     check_virtual_stages(a, judge)
     if vpp and a.gradient_accumulation_steps % pp:
         keys = f"gradient_accumulation_steps global_batch_size {VPP} {PP}"
@@ -269,7 +278,8 @@ def _check_layout(a: Any, judge: Judge) -> None:
         reason = "only Adam's moments on the GPU can be in bf16"
         remedy = "fp32, or optim: adam and optimizer_cpu_offload: false"
         judge.refuse(" ".join([*halves, "optim optimizer_cpu_offload"]), reason, remedy)
-    dispatcher, alltoall = "moe_token_dispatcher_type", "moe_token_dispatcher_type: alltoall"
+    dispatcher = "moe_token_dispatcher_type"
+    alltoall = "moe_token_dispatcher_type: alltoall"
     if a.moe_token_dispatcher_type == "allgather" and a.variable_seq_lengths:
         reason = "it gathers rows of one length, and variable_seq_lengths lets them differ"
         judge.refuse(f"{dispatcher} variable_seq_lengths", reason, alltoall)
@@ -304,7 +314,8 @@ def _check_cadence(a: Any, judge: Judge) -> None:
 
 
 def _check_best_model(a: Any, judge: Judge) -> None:
-    keys, but = "load_best_model_at_end eval_strategy", "each checkpoint must be evaluated, but"
+    keys = "load_best_model_at_end eval_strategy"
+    but = "each checkpoint must be evaluated, but"
     if a.eval_strategy == "no":
         remedy = "eval_strategy: steps and save_strategy: steps"
         judge.refuse(keys, "without evaluation no checkpoint is the best one", remedy)
@@ -360,7 +371,8 @@ def _check_beside(a: Any, judge: Judge) -> None:
             reason = f"no effect, since {switch} is {state}"
             remedy = f"{row.setting}, or {key} left out"
             if key in a.additional_configs:
-                name, value = f"additional_configs.{key}", a.additional_configs[key]
+                name = f"additional_configs.{key}"
+                value = a.additional_configs[key]
                 judge.refuse(f"additional_configs {switch}", reason, remedy, value, name)
             elif key in a.changed and row.is_harmless:
                 a.notes.append(f"{key}: {reason}")
@@ -378,7 +390,8 @@ def check_additional_configs(a: Any, judge: Judge) -> None:
                 a.additional_configs[name] = cast(given, ADDITIONAL_FIELDS[name])
                 continue
             except ValueError as error:
-                reason, remedy = str(error), f"{name} left out"
+                reason = str(error)
+                remedy = f"{name} left out"
         else:
             reason, remedy = _what_decides(name, value, a)
         judge.refuse(key, reason, remedy, value, f"{key}.{name}")
@@ -386,7 +399,8 @@ def check_additional_configs(a: Any, judge: Judge) -> None:
 
 def _what_decides(name: str, value: Any, a: Any) -> tuple[str, str]:
     """Why additional_configs sets no field of this name, and what to set."""
-    left_out, of_model = f"{name} left out", config_keys()
+    left_out = f"{name} left out"
+    of_model = config_keys()
     if name in a.__dataclass_fields__:
         return "it has a key of its own", f"{name}: {value}"
     if row := lookup(UNSUPPORTED, name):
@@ -443,12 +457,15 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 def check_schedule(a: Any, judge: Judge) -> None:
     """lr_scheduler_type and its kwargs: names, types, limits; casts the kwargs in place."""
-    kind, wsd = a.lr_scheduler_type, a.lr_scheduler_type == "warmup_stable_decay"
+    kind = a.lr_scheduler_type
+    wsd = a.lr_scheduler_type == "warmup_stable_decay"
     if kind not in SCHEDULES:
         remedy = f"lr_scheduler_type: {', '.join(SCHEDULES)}"
         judge.refuse("lr_scheduler_type", "no such schedule", remedy)
         return
-    given, values, before = dict(a.lr_scheduler_kwargs), {}, len(judge.problems)
+    given = dict(a.lr_scheduler_kwargs)
+    values = {}
+    before = len(judge.problems)
     # what they take is what every schedule here has
     always = {"max_lr": a.learning_rate, "init_lr": 0, "warmup_type": "linear", "num_cycles": 0.5}
 
@@ -526,11 +543,15 @@ def warmup_steps(a: Any, num_training_steps: int) -> int:
 
 
 def _schedule_steps(a: Any, num_training_steps: int, judge: Judge) -> ScheduleSteps:
-    kwargs, style = a.lr_scheduler_kwargs, SCHEDULES[a.lr_scheduler_type]
-    end, warmup = num_training_steps, warmup_steps(a, num_training_steps)
-    stable, decay = kwargs.get("num_stable_steps"), kwargs.get("num_decay_steps")
+    kwargs = a.lr_scheduler_kwargs
+    style = SCHEDULES[a.lr_scheduler_type]
+    end = num_training_steps
+    warmup = warmup_steps(a, num_training_steps)
+    stable = kwargs.get("num_stable_steps")
+    decay = kwargs.get("num_decay_steps")
     if style != "WSD":
-        end, decay = (end if decay is None else decay), None
+        end = end if decay is None else decay
+        decay = None
     else:
         if stable is not None:
             rest = max(end - warmup - stable, 1)

@@ -16,82 +16,15 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from .args_keys import FOREIGN_VALUES
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong: the key, the value that came, why it does not work, what would."""
-
-    key: str
-    value: Any
-    reason: str
-    suggestion: str
-
-    def __str__(self) -> str:
-        came = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
-        value = "" if self.value is None else f": {came}"
-        return f"{self.key}{value}\n    {self.reason}\n    try: {self.suggestion}"
-
-
-class ConfigError(ValueError):
-    """All `problems` of a configuration, each with key, value, reason and a value that works."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        title = f"{count} in the configuration:"
-        super().__init__("\n\n".join([title, *map(str, self.problems)]))
-
-
-_OWN_VALUE = object()
-
-
-class Judge:
-    """Collects the Problems of arguments: an object whose attributes are keys.
-
-    problems: those that are known already. bad: the keys that have a problem. Their values were put
-    back to the default, so a rule that involves one of them says nothing more.
-    """
-
-    def __init__(self, arguments: Any, problems: Iterable[Problem] = ()):
-        self.arguments, self.problems = arguments, list(problems)
-        self.bad = {problem.key for problem in self.problems}
-
-    def refuse(
-        self, keys: str, reason: str, suggestion: str, value: Any = _OWN_VALUE, name: str = ""
-    ) -> None:
-        """Add a Problem of the first of `keys` (by spaces), unless one of them has a problem
-        already.
-
-        value: what came, where it is not the key's own value. name: what to show in place of the
-        key.
-        """
-        first, *_ = keys.split()
-        if not self.bad.isdisjoint(keys.split()):
-            return
-        if value is _OWN_VALUE:
-            value = getattr(self.arguments, first)
-        self.problems.append(Problem(name or first, value, reason, suggestion))
-        if not name:
-            self.bad.add(first)
-
-    def close(self) -> None:
-        """Raise ConfigError with all Problems, if there are any."""
-        if self.problems:
-            raise ConfigError(self.problems)
-
-
-def refuse(key: str, value: Any, reason: str, suggestion: str) -> NoReturn:
-    """Raise ConfigError with one Problem, where nothing more can be asked."""
-    raise ConfigError([Problem(key, value, reason, suggestion)])
-
+from .errors import Judge, Problem, refuse
 
 # ---- YAML
 
@@ -196,7 +129,8 @@ def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    mark = getattr(error, "problem_mark", None)
     return f"{problem or error}{f' (line {mark.line + 1})' if mark else ''}"
 
 
@@ -208,7 +142,8 @@ def cast(value: Any, hint: Any) -> Any:
     commas) or a dict (JSON or YAML). Raises ValueError with what was expected."""
     if isinstance(value, enum.Enum):
         value = value.value
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
@@ -302,28 +237,9 @@ def _cast_str(value: Any) -> str:
     raise ValueError("expected text")
 
 
-def parse_size(size: str | int) -> int:
-    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
-    number, prefix, binary = match.groups()
-    unit = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
-    return math.ceil(float(number) * unit)
-
-
 def show_count(count: int, word: str) -> str:
     """A number with its word: 1 step, 3 steps."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def show_size(count: float) -> str:
-    """Bytes as MiB or GiB."""
-    if count < 0.1 * 2**30:
-        return f"{count / 2**20:.2f} MiB"
-    return f"{count / 2**30:.2f} GiB"
 
 
 # ---- groups of keys
@@ -403,7 +319,8 @@ class ArgumentGroup:
         It does without the constructor, since the rules between groups must see a group that has
         problems too.
         """
-        group, left_out = cls.__new__(cls), []
+        group = cls.__new__(cls)
+        left_out = []
         for item in dataclasses.fields(cls):
             value = values.get(item.name)
             if value is None and default_of(item) is MISSING:
@@ -431,7 +348,9 @@ class ArgumentGroup:
 
     def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
         """Cast a field in place and check it; what does not work becomes the default."""
-        key, value, default = item.name, getattr(self, item.name), default_of(item)
+        key = item.name
+        value = getattr(self, item.name)
+        default = default_of(item)
         if value is None and default is not MISSING:
             value = default
         value = item.metadata.get("words", {}).get(str(value).lower(), value)
@@ -442,9 +361,11 @@ class ArgumentGroup:
             if "check" in item.metadata and value is not None:
                 item.metadata["check"](value)
         except ValueError as error:
-            reason, remedy = str(error), example(item)
+            reason = str(error)
+            remedy = example(item)
             if theirs := FOREIGN_VALUES.get(key, {}).get(str(value).lower()):
-                reason, remedy = f"{theirs[0]}: {error}", theirs[1]
+                reason = f"{theirs[0]}: {error}"
+                remedy = theirs[1]
             judge.refuse(key, reason, remedy, value)
         else:
             limits = [(*_LIMITS[x], limit) for x, limit in item.metadata.items() if x in _LIMITS]

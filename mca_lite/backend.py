@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from . import cpu, lora, lora_files, model_fused, parallel
-from .args_run import check_together
-from .loss_logits import LossOfLogits
-from .model_routing import BalancingLosses, RouterStatistics, count_real_micro_batches
+from . import cpu, kernels, lora, lora_files, parallel
+from .args import check_together
+from .loss_tokens import LossOfLogits
+from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
 
 
 class Backend(abc.ABC):
@@ -36,13 +36,16 @@ class Backend(abc.ABC):
         kind = "full" if lora.spec_of(model) is None else "lora"
         check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
         cpu.apply_on_cuda()
-        model_fused.switch(args.torch_compile)
-        self.model, self.args = model, args
+        kernels.switch(args.torch_compile)
+        self.model = model
+        self.args = args
         self.dtype, self.precision = torch.float32, "fp32"  # of the computation
         if args.bf16:
-            self.dtype, self.precision = torch.bfloat16, "bf16"
+            self.dtype = torch.bfloat16
+            self.precision = "bf16"
         elif args.fp16:
-            self.dtype, self.precision = torch.float16, "fp16"
+            self.dtype = torch.float16
+            self.precision = "fp16"
         self.losses_of_routers = losses
         self.statistics_of_routers: RouterStatistics | None = None  # of a model with experts
         self.chunks: list[torch.nn.Module] = []

@@ -6,32 +6,27 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core import parallel_state as mpu
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    reduce_from_tensor_model_parallel_region,
-)
-from megatron.core.transformer.module import param_is_not_shared
-
 from . import lora, parallel, weights_convert
 from .args_rules_model import check_gate
-from .args_values import Judge
 from .backend import Backend
 from .ckpt_megatron import MegatronSnapshot, load_megatron
+from .errors import Judge
 from .loss_tokens import TrainedPlaces
+from .mcore import (
+    ColumnParallelLinear,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    RowParallelLinear,
+    clip_grad_by_total_norm_fp32,
+    finalize_model_grads,
+    get_forward_backward_func,
+    mpu,
+    param_is_not_shared,
+    reduce_from_tensor_model_parallel_region,
+)
 from .model import VirtualModels
-from .model_moe import Experts, routers_of
-from .model_routing import BalancingLosses, RouterStatistics
-from .model_te import accumulate_in_place, without_effect
+from .model_config import accumulate_in_place, without_effect
+from .model_moe import BalancingLosses, Experts, RouterStatistics, routers_of
 from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
 from .packed_rows import Targets, row_layout
 
@@ -54,10 +49,12 @@ class MegatronBackend(Backend):
     """VirtualModels in training. `chunks` are the DDP-wrapped models."""
 
     name = "megatron"
-    snapshot_of, load_checkpoint = MegatronSnapshot, staticmethod(load_megatron)
+    snapshot_of = MegatronSnapshot
+    load_checkpoint = staticmethod(load_megatron)
 
     def __init__(self, models: VirtualModels, args):
-        self.config, judge = models.config, Judge(args)
+        self.config = models.config
+        judge = Judge(args)
         check_gate(self.config, args, judge)
         judge.close()
         super().__init__(models, args, BalancingLosses.of(self.config))
@@ -140,10 +137,12 @@ class MegatronBackend(Backend):
     def model_inputs(self, batch: dict) -> dict:
         """Tokens and labels are cut alike, and have the borders of packed documents with them."""
         size, rank = self.context_parallel
-        device, params = parallel.device(), batch.get("packed_seq_params")
+        device = parallel.device()
+        params = batch.get("packed_seq_params")
         s = batch["input_ids"].shape[1]
         layout = row_layout((0, s), size, rank, device) if params is None else params.layout
-        labels, index = batch["labels"], layout.index if size > 1 else None
+        labels = batch["labels"]
+        index = layout.index if size > 1 else None
         main = labels if index is None else labels[..., index]
         if self.config.mtp_num_layers:
             labels = Targets.ahead(batch, self.config.mtp_num_layers)
@@ -189,7 +188,8 @@ class MegatronBackend(Backend):
             return logits
         parts = [torch.empty_like(logits) for _ in range(size)]
         dist.all_gather(parts, logits.contiguous(), group=mpu.get_context_parallel_group())
-        whole, params = torch.cat(parts, 1), inputs["packed_seq_params"]
+        whole = torch.cat(parts, 1)
+        params = inputs["packed_seq_params"]
         if params is not None:
             return whole[:, params.layout.order]
         return whole[:, row_layout((0, whole.shape[1]), size, rank, logits.device).order]
@@ -242,7 +242,8 @@ class MegatronBackend(Backend):
 
     def create_optimizer(self):
         """Also ties the model's config to the optimizer, which the schedule reads."""
-        config, chunks = self.config, self.chunks
+        config = self.config
+        chunks = self.chunks
         has_adapters = lora.spec_of(self.model) is not None
         dtype = config.params_dtype
         self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
@@ -283,7 +284,8 @@ class MegatronBackend(Backend):
             dist.all_reduce(
                 num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True)
             )
-            self._tokens, num_tokens = num_tokens, None
+            self._tokens = num_tokens
+            num_tokens = None
         finalize_model_grads(chunks, num_tokens, **kwargs)
 
     @property
@@ -298,7 +300,8 @@ class MegatronBackend(Backend):
         Where masters are split, the update is on its way before the norm is read: a GPU that waits
         for the host between the two does nothing.
         """
-        optimizer, only_finite = self.optimizer, self.args.check_for_nan_in_loss_and_grad
+        optimizer = self.optimizer
+        only_finite = self.args.check_for_nan_in_loss_and_grad
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
         norm = gradient_norm(optimizer) * self._gradient_factor
@@ -306,7 +309,8 @@ class MegatronBackend(Backend):
         for part in split:
             part.multiply(self._gradient_factor, norm, only_finite)
         updated = bool(split) and optimizer.step_with_ready_grads()
-        grad_norm, num_zeros = float(norm), None
+        grad_norm = float(norm)
+        num_zeros = None
         if only_finite and not math.isfinite(grad_norm):
             for part in split:
                 part.optimizer.take_back()
@@ -323,7 +327,8 @@ class MegatronBackend(Backend):
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in rows that only pad the vocabulary: all are zero. Collective
         over all ranks."""
-        mine, vocab_size = 0, self.config.vocab_size
+        mine = 0
+        vocab_size = self.config.vocab_size
         parameters = weights_convert.own_parameters(self.model)
         is_first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
         for name in weights_convert.VOCABULARY if is_first else ():

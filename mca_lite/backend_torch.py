@@ -6,6 +6,8 @@ as it is.
 """
 
 import contextlib
+import functools
+import re
 from collections.abc import Iterator
 
 import torch
@@ -13,18 +15,124 @@ import torch.nn.functional as F
 
 from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
-from .args_values import Judge
 from .backend import Backend
-from .backend_torch_moe import TorchRouters
-from .ckpt_torch import TorchSnapshot, load_torch
-from .constants import IGNORE_INDEX
-from .loss_logits import Head, Logits, LossOfLogits, checked
-from .loss_tokens import token_losses
-from .model_routing import BalancingLosses
+from .ckpt import TorchSnapshot, load_torch
+from .errors import Judge
+from .families import values_of
+from .files import IGNORE_INDEX
+from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
+from .model_moe import BalancingLosses, RouterStatistics, choices_of, updated_bias
 from .optim import create_grad_scaler, create_torch_optimizer
 from .packed_rows import block_diagonal_mask, packed_row
 from .weights_convert import write_model
 from .weights_files import file_tensors
+
+# -- experts of a transformers model
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def losses_of(config, args) -> BalancingLosses:
+    """The coefficients for a transformers config: the arguments', or its family's own."""
+    return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
+
+
+class TorchRouters:
+    """Collects what each router gave in a forward pass that trains.
+
+    transformers' routers answer (logits, weights, experts). `statistics` is None for a model
+    without experts, or of a family that is not in the table: then nothing is collected. ValueError
+    where such a model is to have balancing losses, and where a family has experts and their routers
+    are not found.
+    """
+
+    def __init__(self, model, args):
+        config = model.config
+        kind = model.config.model_type
+        self.losses = losses_of(config, args)
+        self.bias_rate = args.moe_router_bias_update_rate
+        self.statistics: RouterStatistics | None = None
+        self.padding_mask: torch.Tensor | None = None
+        self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._modules: dict[int, torch.nn.Module] = {}
+        values = values_of(config)
+        experts = values.get("num_moe_experts")
+        if not experts:
+            if self.losses.on or self.bias_rate:
+                raise ValueError(
+                    "moe_aux_loss_coeff, moe_z_loss_coeff and moe_router_bias_update_rate: "
+                    f"{kind} has no routers here"
+                )
+            return
+        self._topk = values["moe_router_topk"]
+        self._scores = values.get("moe_router_score_function", "softmax")
+        self._find(model, sum(values["moe_layer_freq"]))
+        layers = config.num_hidden_layers
+        device = parallel.device()
+        self.statistics = RouterStatistics(layers, experts, device)
+        self._counts = torch.zeros(layers, experts, device=device)
+
+    def _find(self, model, wanted: int) -> None:
+        """Hook the router of each mixture; transformers' classes of them end in TopKRouter."""
+        for name, module in model.named_modules():
+            if type(module).__name__.lower().endswith("topkrouter"):
+                layer = int(_LAYER.search(name)[1])
+                self._modules[layer] = module
+                module.register_forward_hook(functools.partial(self._keep, layer))
+        if len(self._modules) != wanted:
+            raise ValueError(
+                f"{model.config.model_type} has experts in {wanted} layers, and routers (classes "
+                f"named ...TopKRouter) were found in {len(self._modules)}: their losses and biases "
+                "would be left out; use another version of transformers, or set use_mca: true"
+            )
+
+    def _keep(self, layer, module, args, output):
+        if module.training and torch.is_grad_enabled():
+            logits, _, experts = output
+            self._outputs.append((layer, logits, experts))
+
+    def expect(self, padding_mask: torch.Tensor | None) -> None:
+        """The next forward pass has this mask, bool [b, s] with True meaning padding."""
+        self.padding_mask = padding_mask
+        self._outputs = []
+
+    def losses_of_pass(self, shape) -> torch.Tensor | float:
+        """What the last forward pass over tokens of `shape` (b, s) adds to its micro-batch's loss.
+
+        Counts the pass for the log and for the bias updates too.
+        """
+        total = 0.0
+        for layer, logits, experts in self._outputs:
+            if self.padding_mask is None:
+                real = torch.ones(shape, dtype=torch.bool, device=logits.device)
+            else:
+                real = ~self.padding_mask
+            choices = choices_of(experts, real.flatten(), logits.shape[-1])
+            self.statistics.count(layer, choices)
+            self._counts[layer] += choices
+            if self.losses.on:
+                shared = logits.view(*shape, -1).transpose(0, 1), real.t(), self.losses
+                total = total + self.statistics.losses(layer, *shared, self._topk, self._scores)
+        self._outputs = []
+        return total
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """After the micro-batches of a step: even out the loads by moe_router_bias_update_rate.
+
+        Collective over all ranks where there is such a rate.
+        """
+        if self.statistics is None or not self.bias_rate:
+            return
+        counts = parallel.sum_over_all(self._counts)
+        for layer, module in self._modules.items():
+            bias = getattr(module, "e_score_correction_bias", None)
+            if bias is not None:
+                bias.copy_(updated_bias(bias, counts[layer], self.bias_rate))
+        self._counts.zero_()
+
+
+# -- the backend
 
 
 class TokenLossModel(torch.nn.Module):
@@ -38,14 +146,16 @@ class TokenLossModel(torch.nn.Module):
 
     def __init__(self, model, loss_chunk_size: int | None):
         super().__init__()
-        self.model, self.loss_chunk_size = model, loss_chunk_size
+        self.model = model
+        self.loss_chunk_size = loss_chunk_size
         self.weights_differ = False  # whether rows weigh differently in the loss
         self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
         self.head_is_plain = self._head_is_plain()
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        training, vocab_size = self.model.training, self.model.config.get_text_config().vocab_size
+        training = self.model.training
+        vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         self.model.eval()
         logits = self.model(ids, use_cache=False).logits.float()
@@ -89,7 +199,8 @@ class TokenLossModel(torch.nn.Module):
 
     def _losses_of_whole_logits(self, input_ids, labels, kwargs) -> torch.Tensor:
         answer = self.model(input_ids, output_hidden_states=True, **kwargs)
-        kept, weight = labels != IGNORE_INDEX, self.model.get_output_embeddings().weight
+        kept = labels != IGNORE_INDEX
+        weight = self.model.get_output_embeddings().weight
         head = Head(None, len(weight), 0, len(weight), labels.numel(), None)
         hidden = answer.hidden_states[-1]
         logits = Logits(answer.logits[kept], labels[kept], hidden[kept], weight, head)
@@ -100,11 +211,13 @@ class TokenLossModel(torch.nn.Module):
     @torch.no_grad()
     def refuse_packing_if_documents_mix(self) -> None:
         """ValueError where the model does not keep packed documents apart: tried on one row."""
-        config, device = self.model.config.get_text_config(), parallel.device()
+        config = self.model.config.get_text_config()
+        device = parallel.device()
         judge = Judge(None)
         check_torch_packing(self.model.config, judge)
         judge.close()
-        cu, ids = (0, 5, 8), torch.arange(8, device=device)[None] % config.vocab_size
+        cu = (0, 5, 8)
+        ids = torch.arange(8, device=device)[None] % config.vocab_size
         training = self.model.training
         self.model.eval()
         params = packed_row(cu, 1, 0, device)
@@ -126,7 +239,8 @@ class TorchBackend(Backend):
     there are several ranks."""
 
     name = "torch"
-    snapshot_of, load_checkpoint = TorchSnapshot, staticmethod(load_torch)
+    snapshot_of = TorchSnapshot
+    load_checkpoint = staticmethod(load_torch)
 
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
@@ -159,12 +273,14 @@ class TorchBackend(Backend):
 
     def model_inputs(self, batch: dict) -> dict:
         """The batch on this rank's device; masks and positions keep packed documents apart."""
-        device, params = parallel.device(), batch.get("packed_seq_params")
+        device = parallel.device()
+        params = batch.get("packed_seq_params")
         ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
         padding = batch.get("padding_mask")
         self.routers.expect(None if padding is None else padding.to(device))
         if params is None:
-            mask, positions = None, batch["position_ids"].to(device)
+            mask = None
+            positions = batch["position_ids"].to(device)
         else:
             mask = block_diagonal_mask(batch["cu_seqlens"], device)
             positions = params.layout.positions[None]
@@ -187,7 +303,8 @@ class TorchBackend(Backend):
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
         model = (chunks or self.chunks)[0]
-        iterator, metrics = iter(micro_batches), []
+        iterator = iter(micro_batches)
+        metrics = []
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
         if not forward_only:
             self.optimizer.zero_grad()

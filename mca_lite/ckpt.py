@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, asdict
 from pathlib import Path
@@ -26,20 +27,111 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors.torch import save_file
 
 from . import ckpt_folder, lora, parallel
-from .args_run import FIELDS
+from .args import FIELDS
 from .args_values import default_of, read_config_file
+from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
-from .constants import MCA_CONFIG_NAME, RUN_CONFIG_NAME, TRAINER_STATE_NAME
 from .data_stream import TokenStream
-from .files import describe_error, read_json, write_file
+from .files import (
+    MCA_CONFIG_NAME,
+    RUN_CONFIG_NAME,
+    TRAINER_STATE_NAME,
+    describe_error,
+    read_json,
+    write_file,
+)
+from .mcore import get_cuda_rng_tracker
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
-from .trainer_callbacks import TrainerState, ranking_of, restore_states
+from .weights_files import named_tensors, open_safetensors
+
+# -- checkpoints of the torch backend
+
+
+class TorchSnapshot:
+    """Float32 weights and optimizer state by parameter name, for the main rank to write."""
+
+    def __init__(self, model, optimizer=None, copy: bool = False):
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
+        if not parallel.is_main():
+            return
+        names = {p: name for name, p in _changing(model)}
+        self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
+        if optimizer is not None:
+            self._files["optimizer.safetensors"] = {
+                f"{key}.{names[p]}": torch.as_tensor(value).detach()
+                for p, state in optimizer.state.items()
+                for key, value in state.items()
+                if isinstance(value, (torch.Tensor, int, float))
+            }
+        if copy:
+            self._files = {
+                f: {k: v.to("cpu", copy=True) for k, v in d.items()} for f, d in self._files.items()
+            }
+
+    def write(self, folder: Path) -> tuple[list[str], None]:
+        """Write this rank's files, unflushed -> (files, None). No collectives."""
+        for name, tensors in self._files.items():
+            save_file({key: value.cpu() for key, value in tensors.items()}, folder / name)
+        names = list(self._files)
+        self._files = {}
+        return names, None
+
+    def finish(self, folder: Path, results: list) -> list[str]:
+        """Nothing is left to write."""
+        return []
+
+
+def _changing(model) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what training changes: parameters, and the buffers of a model that is
+    trained whole."""
+    is_whole = all(parameter.requires_grad for parameter in model.parameters())
+    return [(name, t) for name, t in named_tensors(model) if is_whole or t.requires_grad]
+
+
+def load_torch(folder: Path, model, optimizer=None) -> None:
+    """What TorchSnapshot wrote. CheckpointError for other names or shapes."""
+    read, _ = _reader(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, tensor in _changing(model):
+            tensor.copy_(read(name, tensor.shape))
+    if optimizer is None:
+        return
+    read, names = _reader(folder / "optimizer.safetensors")
+    keys = sorted({key.partition(".")[0] for key in names})
+    of_one_kernel = [g for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_there = {p for group in of_one_kernel for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        # the counter too: the fused AdamW keeps it beside the parameter
+        kept = {}
+        if any(f"{key}.{name}" in names for key in keys):
+            shapes = parameter.shape, torch.Size()
+            kept = {key: read(f"{key}.{name}", *shapes) for key in keys}
+        for key, value in kept.items():  # other kernels want their counters on the CPU
+            if value.dim() or parameter in counted_there:
+                kept[key] = value.to(parameter.device)
+        optimizer.state[parameter] = kept
+
+
+def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], set[str]]:
+    """(what reads a tensor of a checkpoint's file by its name and possible shapes, the names)."""
+    file = open_safetensors(path)
+    names = set(file.keys())
+
+    def read(name: str, *shapes: torch.Size) -> torch.Tensor:
+        if name in names and torch.Size(file.get_slice(name).get_shape()) in shapes:
+            return file.get_tensor(name)
+        raise CheckpointError(
+            f"{path}: expected {name} of shape {tuple(shapes[0])}: use another checkpoint"
+        )
+
+    return read, names
+
+
+# -- save and resume
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
@@ -73,7 +165,8 @@ class CheckpointWriter:
 
         CheckpointError, on every rank, where the folder cannot be made.
         """
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = self.trainer.args
         step = self.written_step = trainer.state.global_step
         final = ckpt_folder.checkpoint_folder(args.output_dir, step)
         temporary = ckpt_folder.temporary_folder(final)
@@ -85,7 +178,8 @@ class CheckpointWriter:
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
             files[TRAINING_NAME] = _json({**_training_record(trainer), "base": self._base})
-        with_optimizer, backend = not args.save_only_model, trainer.backend
+        with_optimizer = not args.save_only_model
+        backend = trainer.backend
         facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
         snapshot = backend.snapshot(with_optimizer, copy=args.async_save)
         exported = []
@@ -105,7 +199,8 @@ class CheckpointWriter:
         CheckpointError, on every rank, where a part could not be written; what was there before is
         untouched.
         """
-        job, self._job = self._job, None
+        job = self._job
+        self._job = None
         if job.thread.is_alive():
             job.thread.join()
         try:
@@ -123,8 +218,12 @@ class _Job:
         self, final: Path, temporary: Path, snapshot, facts: dict, files=None, exported=()
     ):
         """files: name -> content; exported: names of files that are written already."""
-        self.final, self.temporary, self.snapshot, self.facts = final, temporary, snapshot, facts
-        self.files, self.exported = files or {}, exported
+        self.final = final
+        self.temporary = temporary
+        self.snapshot = snapshot
+        self.facts = facts
+        self.files = files or {}
+        self.exported = exported
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
         self.error: str | None = None
         self.results = None  # of the snapshot
@@ -158,7 +257,8 @@ class _Job:
             raise CheckpointError(f"{self.final} could not be written: {'; '.join(errors)}")
 
         def finish() -> None:
-            folder, files = self.temporary, {}
+            folder = self.temporary
+            files = {}
             for _, entries, _ in answers:
                 files |= entries
             for name in self.snapshot.finish(folder, [results for _, _, results in answers]):
@@ -202,7 +302,8 @@ def _json(record: dict) -> str:
 def resume(trainer, asked: str | bool | None) -> None:
     """Put a trainer where a checkpoint was, if there is one; asked: see ckpt_folder.find.
     Collective; CheckpointError for what cannot be gone on from."""
-    backend, say = trainer.backend, trainer.report.print
+    backend = trainer.backend
+    say = trainer.report.print
     model = ckpt_folder.model_identity(backend.hf_config)
     folder = ckpt_folder.find(trainer.args, asked, backend.name, model, say)
     if folder is not None:
@@ -244,7 +345,8 @@ def load(folder: Path, trainer) -> None:
         )
     state.max_steps = trainer.state.max_steps
     state.num_train_epochs = trainer.state.num_train_epochs
-    trainer.state, best = state, folder.parent / Path(state.best_model_checkpoint or ".").name
+    trainer.state = state
+    best = folder.parent / Path(state.best_model_checkpoint or ".").name
     if state.best_model_checkpoint is not None and best.is_dir():
         state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
     _forget_other_best(before, trainer)
@@ -259,7 +361,8 @@ def load(folder: Path, trainer) -> None:
 
 def _forget_other_best(before: dict, trainer) -> None:
     """A best evaluation that was told by another metric than this run's is none."""
-    keys, state = ("metric_for_best_model", "greater_is_better"), trainer.state
+    keys = ("metric_for_best_model", "greater_is_better")
+    state = trainer.state
     was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
     if state.best_metric is not None and before and was != now:
         trainer.report.print(
@@ -283,7 +386,8 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
     they are not what is written there."""
     path = folder / TRAINING_NAME
     try:
-        record, state = read_json(path), TrainerState.load(folder / TRAINER_STATE_NAME)
+        record = read_json(path)
+        state = TrainerState.load(folder / TRAINER_STATE_NAME)
         for key, kind in _KINDS.items():
             if type(record.get(key)) is not kind:
                 raise ValueError(f"{path}: expected {key}, of type {kind.__name__}")
@@ -320,7 +424,8 @@ def _check_base(theirs: dict, model, folder: Path) -> None:
 def _tidy(trainer, folder: Path) -> None:
     """What is newer than the checkpoint that was loaded goes aside; what a run that died did not
     get to prune is pruned."""
-    args, state = trainer.args, trainer.state
+    args = trainer.args
+    state = trainer.state
     ckpt_folder.set_newer_aside(args.output_dir, state.global_step, trainer.report.print)
     if folder.parent.resolve() == Path(args.output_dir).resolve():
         ckpt_folder.prune(folder, state.best_model_checkpoint, args.save_total_limit)
@@ -353,7 +458,8 @@ def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None
 
 
 def _training_record(trainer) -> dict:
-    args, plan = trainer.args, trainer.batch_plan
+    args = trainer.args
+    plan = trainer.batch_plan
     streams = isinstance(trainer.train_dataset, TokenStream)
     layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
     layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
@@ -456,7 +562,8 @@ def _random_states() -> bytes:
 def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
     """Where this rank wrote its own. Collective; CheckpointError on every rank where one's are not
     what is written there."""
-    mine, problem = folder / f"rng-{parallel.rank()}.pt", None
+    mine = folder / f"rng-{parallel.rank()}.pt"
+    problem = None
     try:
         if is_same_layout and mine.is_file():
             _set_random_states(torch.load(mine, weights_only=True))

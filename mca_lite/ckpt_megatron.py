@@ -5,38 +5,189 @@ own optimizer format needs Apex or TE to load, and shares one step counter among
 without them. Data parallel ranks hold the same weights: each tensor, with its optimizer state, is
 assembled, kept and written by one of them, so that no rank holds it all.
 
-How it is read: tensors and common.pt with torch.load(weights_only=True), the index by
-ckpt_index.py. Objects that would need a full pickle (_extra_state, the scaling history of fp8) are
-not stored: fp8 begins its history anew.
+How it is read: tensors and common.pt with torch.load(weights_only=True), the index
+without running its code. Objects that would need a full pickle (_extra_state, the scaling history
+of fp8) are not stored: fp8 begins its history anew.
 """
 
+import collections
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter, load_state_dict
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from . import before_megatron  # isort: skip
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-
-from . import parallel
 from .ckpt_folder import CheckpointError
-from .ckpt_index import INDEX_NAME, IndexedReader, read_index
-from .constants import MCA_CONFIG_NAME
-from .files import describe_error, read_json, sync, write_file
+
+from . import mcore  # isort: skip
+from . import parallel
+from .files import MCA_CONFIG_NAME, describe_error, read_json, sync, write_file
+from .kernels import AdamW
+from .mcore import (
+    CheckpointingConfig,
+    ShardedObject,
+    ShardedTensorFactory,
+    dist_checkpointing,
+    extract_sharded_tensors_and_factories,
+    nested_values,
+    save_config,
+    save_preprocess,
+    torch_strategy,
+)
 from .optim import OffloadedOptimizer, parts_of
-from .optim_adam import AdamW
-from .optimizers import OPTIMIZERS, Optimizer
+from .tables import OPTIMIZERS, Optimizer
+
+# -- the index of a checkpoint
+
+INDEX_NAME = ".metadata"
+
+_PATHS = "PosixPath WindowsPath"
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
+    "TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+# harmless as they are: they call nothing, and a pickle cannot change them
+_PLAIN = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): collections.OrderedDict}
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+class _Record:
+    """What a pickle makes of one of the classes above: its state, and none of the class's code."""
+
+    state: Any = None
+
+    def __new__(cls, *arguments):
+        return super().__new__(cls)
+
+    def __init__(self, *arguments):
+        pass
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def __init__(self, file):
+        super().__init__(file)
+        self.classes: dict[str, type] = {}  # made for this file alone
+
+    def find_class(self, module, name):
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if name not in _RECORDS.get(module, "").split():
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        return self.classes.setdefault(name, type(name, (_Record,), {}))
+
+
+def read_index(path: Path) -> Metadata:
+    """The index at `path`. CheckpointError where it is none, or where it asks for more than that.
+
+    Every tensor's entry and every file in the folder of `path` are checked; nothing is opened.
+    """
+    try:
+        with open(path, "rb") as file:
+            index = _IndexUnpickler(file).load()
+        state = _state(index, "Metadata")
+        tensors = {
+            _text(name): _tensor(entry) for name, entry in state["state_dict_metadata"].items()
+        }
+        places = dict(_place(item, path.parent) for item in state["storage_data"].items())
+    except Exception as error:  # whatever a made up file can lead to
+        raise CheckpointError(
+            f"{path} is not an index that can be trusted: {error}: use another checkpoint"
+        ) from None
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+
+
+class IndexedReader(FileSystemReader):
+    """torch's reader of a folder, by an index that was checked: the file is not read again."""
+
+    def __init__(self, folder: Path, index: Metadata):
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self._index
+
+
+def _state(record, name: str):
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise ValueError(f"expected a {name}, and it has a {type(record).__name__}")
+    return record.state
+
+
+def _tensor(entry) -> TensorStorageMetadata:
+    state = _state(entry, "TensorStorageMetadata")
+    dtype = _is(_state(state["properties"], "TensorProperties")[0], torch.dtype, "a dtype")
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype),
+        _shape(state["size"]),
+        [ChunkStorageMetadata(_shape(c["offsets"]), _shape(c["sizes"])) for c in chunks],
+    )
+
+
+def _place(item, folder: Path) -> tuple[MetadataIndex, _StorageInfo]:
+    """(which part of a tensor, where its bytes are), of a file that lies in the folder."""
+    part = _state(item[0], "MetadataIndex")
+    place = _state(item[1], "_StorageInfo")
+    name = _text(place["relative_path"])
+    if Path(name).name != name or (folder / name).resolve().parent != folder.resolve():
+        raise ValueError(f"it names {name}, which lies outside the folder")
+    if place.get("transform_descriptors"):
+        raise ValueError(f"it names transformations of {name}, and none is written here")
+    index = part.get("index")
+    if index is not None:
+        index = _number(index)
+    where = MetadataIndex(_text(part["fqn"]), _shape(part["offset"]), index)
+    return where, _StorageInfo(name, _number(place["offset"]), _number(place["length"]))
+
+
+def _is(value, kind: type, what: str):
+    if type(value) is not kind:
+        raise ValueError(f"expected {what}, and it has a {type(value).__name__}")
+    return value
+
+
+def _text(value) -> str:
+    return _is(value, str, "a name")
+
+
+def _number(value) -> int:
+    if type(value) is not int or value < 0:
+        # not the value: its text may be longer than any memory
+        raise ValueError(f"expected a number of at least 0, and it has a {type(value).__name__}")
+    return value
+
+
+def _shape(value) -> torch.Size:
+    return torch.Size(_number(size) for size in _is(value, torch.Size, "a shape"))
+
+
+# -- the distributed checkpoint
 
 DIST_NAME = "dist"
 
@@ -49,7 +200,8 @@ class MegatronSnapshot:
     """
 
     def __init__(self, models, optimizer=None, copy: bool = False):
-        holders, chunks = _holders_of_all(models, optimizer), models.sharded_state_dict()
+        holders = _holders_of_all(models, optimizer)
+        chunks = models.sharded_state_dict()
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
             tensors = _by_parameter(chunks)
@@ -112,7 +264,8 @@ def load_megatron(folder: Path, models, optimizer=None) -> None:
     """
     index = read_index(folder / DIST_NAME / INDEX_NAME)
     _check_common(folder / DIST_NAME, optimizer is not None)
-    state, kept = models.sharded_state_dict(), {}
+    state = models.sharded_state_dict()
+    kept = {}
     for chunk, tensors in state.items():
         objects = [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
         kept[chunk] = {name: tensors.pop(name).data for name in objects}
@@ -182,7 +335,7 @@ class _LoadByIndex(torch_strategy.TorchDistLoadShardedStrategy):
             allow_shape_mismatch_sharded_tensors=padded,
         )
         reader = IndexedReader(checkpoint_dir, self._index)
-        with before_megatron.quiet():
+        with mcore.quiet():
             load_state_dict(to_fill, reader, planner=planner)
         filled = {
             key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in to_fill.items()
@@ -211,7 +364,8 @@ class _Holders(NamedTuple):
 def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
     """{id of a parameter: its holders}. Of those that have a piece of its state the one writes that
     has least to write so far: no rank gathers the state of a model that many have cut."""
-    cuts, found = _cuts(optimizer), {}
+    cuts = _cuts(optimizer)
+    found = {}
     loads: dict[int, list[int]] = {}
     for parameter in models.parameters():
         of_expert = not getattr(parameter, "allreduce", True)
@@ -232,7 +386,8 @@ def _cuts(optimizer) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
         for buffer in part.buffers if _is_distributed(part) else ():
             group = part.data_parallel_group
             for parameter, (start, stop, number) in buffer.param_index_map.items():
-                bucket, pieces = buffer.buckets[number], {}
+                bucket = buffer.buckets[number]
+                pieces = {}
                 share = bucket.grad_data.numel() // group.size()
                 for rank in range(group.size()):
                     shift = bucket.offset + rank * share - start
@@ -267,7 +422,9 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
     for name, tensor in tensors.items():
         if isinstance(tensor, ShardedObject):
             continue
-        holder, data, replica = holders.get(id(tensor.data)), tensor.data, tensor.replica_id
+        holder = holders.get(id(tensor.data))
+        data = tensor.data
+        replica = tensor.replica_id
         if holder is not None:  # it is no buffer, whose replica_id is right already
             replica = _replica(tensor, holder.i_write)
         if copy and (holder is None or holder.i_write):
@@ -322,7 +479,8 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
     }
     out = {}
     for parameter in (p for p in models.parameters() if p.requires_grad):
-        tensor, holder = tensors[id(parameter)], holders[id(parameter)]
+        tensor = tensors[id(parameter)]
+        holder = holders[id(parameter)]
         for name in _state_names(optimizer, parameter):
             part = None
             if id(parameter) in held and (holder.i_write or holder.pieces):
@@ -365,7 +523,8 @@ def _join(part, parameter, group, writer: int, pieces: dict):
 def _optimizer_to_fill(optimizer, models, tensors: dict) -> tuple[dict, dict]:
     """What is asked for: ({key: empty sharded tensor of a state that this rank steps},
     {key: (id of the parameter, name of the state)})."""
-    sharded, places = {}, {}
+    sharded = {}
+    places = {}
     for _, parameter, _, _ in _owned(optimizer, models):
         for name in _state_names(optimizer, parameter):
             key = f"{len(sharded)}.{name}"

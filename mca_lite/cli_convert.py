@@ -14,10 +14,13 @@ import os
 import shutil
 from pathlib import Path
 
-from .args_values import refuse
-from .cli_errors import finish, parser_of
-from .constants import HF_CONFIG_NAME, HF_GENERATION_CONFIG_NAME, MCA_CONFIG_NAME, TOKENIZER_FILES
+from .cli import finish, parser_of
+from .errors import refuse
 from .files import (
+    HF_CONFIG_NAME,
+    HF_GENERATION_CONFIG_NAME,
+    MCA_CONFIG_NAME,
+    TOKENIZER_FILES,
     check_can_write,
     is_of_mcore_adapter,
     lies_in,
@@ -52,7 +55,8 @@ def main(words: list[str]) -> int:
 
 
 def _convert(options) -> None:
-    dst, size = Path(options.dst), options.max_shard_size
+    dst = Path(options.dst)
+    size = options.max_shard_size
     if options.merge is None:
         print(printable(convert(options.src, dst, size)))
     else:
@@ -99,7 +103,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     resolve_folder(src)
     from . import ckpt_folder, lora_files, weights_files
     from .model_config import load_hf_config
-    from .weights_sources import SafetensorsSource
+    from .weights_files import SafetensorsSource
 
     if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
         _refuse_damage(adapter)
@@ -127,7 +131,8 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     if adapter is not None:
         return _verify_merged(src, dst, adapter)
     one, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
-    models, hf = _load(Path(one), torch.float32).eval(), _hf_model(other)
+    models = _load(Path(one), torch.float32).eval()
+    hf = _hf_model(other)
     tokens = _tokens(models.config.vocab_size)
     with torch.no_grad():
         return _compare(models.gather_logits(models(tokens)), hf(tokens).logits, src, dst, 1e-4)
@@ -138,7 +143,8 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
 
     from . import lora_files
 
-    model, merged = _hf_model(src), _hf_model(dst)
+    model = _hf_model(src)
+    merged = _hf_model(dst)
     vocab_size = merged.config.get_text_config().vocab_size
     if vocab_size > model.config.get_text_config().vocab_size:  # the adapter brings the new rows
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -167,7 +173,8 @@ def _tokens(vocab_size: int):
 
 
 def _compare(ours, theirs, src: str, dst: str, tolerance: float) -> str:
-    difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
+    difference = float((ours - theirs).abs().max())
+    largest = float(theirs.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
         raise ValueError(
             f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not "

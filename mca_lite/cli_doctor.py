@@ -30,15 +30,19 @@ from typing import NamedTuple
 
 from . import world
 from .args_values import show_count
-from .cli_errors import finish, parser_of
+from .cli import finish, parser_of
 from .files import check_can_write, describe_error
 
 WARNINGS, PROBLEMS = 4, 5  # exit codes
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
+_MIB = 2**20
 _ROOT = Path(__file__).parents[1]  # of a checkout: setup.cfg and constraints.txt
 _WAIT_S = 60  # in which ranks must meet
 _PROBE = 64 * _MIB  # bytes written to the disk, and reduced over ranks
-_LEAST_FILES, _LEAST_SHM, _LEAST_DISK, _LEAST_MIB_S = 4096, _GIB, 20 * _GIB, 100
+_LEAST_FILES = 4096
+_LEAST_SHM = _GIB
+_LEAST_DISK = 20 * _GIB
+_LEAST_MIB_S = 100
 _LEAST_GB_S = {"nccl": 5.0, "gloo": 0.05}  # less than PCIe gives, and than a network is good for
 _MOST_SKEW_S = 1.0
 _NO_LIMIT = resource.RLIM_INFINITY
@@ -80,7 +84,7 @@ def _folder(words: list[str]) -> Path:
     word = "".join(words)
     if len(words) < 2 and not (word.startswith("--") or word.endswith((".yaml", ".yml", ".json"))):
         return Path(*words)
-    from .args_run import parse_args
+    from .args import parse_args
 
     return Path(parse_args(words, needs_world=False).training.output_dir)
 
@@ -128,7 +132,8 @@ def _versions() -> Iterator[Finding]:
     needed = setup["options"]["install_requires"] + setup["options.extras_require"]["te"]
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([\w.]+)", (_ROOT / "constraints.txt").read_text()))
     for requirement in map(Requirement, needed.split()):
-        name, tested = requirement.name, pins.get(requirement.name, "")
+        name = requirement.name
+        tested = pins.get(requirement.name, "")
         install = f'pip install "{requirement}"'
         try:
             version = importlib.metadata.version(name)
@@ -159,13 +164,15 @@ def _devices() -> Iterator[Finding]:
         if not getattr(torch.distributed, f"is_{name}_available")():
             yield Finding(name, "torch was built without it", "another build of torch", True)
     if not torch.cuda.is_available():
-        remedy, text = "", "none: ranks train on the CPU and meet over gloo"
+        remedy = ""
+        text = "none: ranks train on the CPU and meet over gloo"
         if Path("/dev/nvidia0").exists():
             text = f"there is one, and torch {torch.__version__} sees none"
             remedy = "a build of torch for the driver (nvidia-smi); look at CUDA_VISIBLE_DEVICES"
         yield Finding("GPU", text, remedy, bool(remedy))
         return
-    count, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count = torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks > count:
         yield Finding("GPU", f"{count} for {ranks} ranks", f"--nproc_per_node {count}", True)
     for i in range(count):
@@ -177,15 +184,16 @@ def _devices() -> Iterator[Finding]:
 
 
 def _transformer_engine() -> Iterator[Finding]:
-    from . import model_te
+    from . import model_config
 
-    reason, remedy = model_te.why_unusable(), ""
+    reason = model_config.why_unusable()
+    remedy = ""
     text = f"not used, {reason}: local layers, without FP8"
     if reason is None:
-        text = str(model_te.found_here())
+        text = str(model_config.found_here())
         if "was built for" in text:
             remedy = "another cuDNN comes before torch's own: remove or update the system's"
-    elif reason not in (model_te.NO_GPU, model_te.ABSENT):
+    elif reason not in (model_config.NO_GPU, model_config.ABSENT):
         remedy = "install it anew for this torch (`pip install mca-lite[te]`), or uninstall it"
     yield Finding("Transformer Engine", text, remedy)
 
@@ -193,13 +201,14 @@ def _transformer_engine() -> Iterator[Finding]:
 def _compiler() -> Iterator[Finding]:
     import torch
 
-    text, remedy = "not used: nothing is compiled on a CPU", ""
+    text = "not used: nothing is compiled on a CPU"
+    remedy = ""
     if torch.cuda.is_available():
-        from . import model_fused
+        from . import kernels
 
         text = "Triton and torch.compile work"
-        tries = dict(Triton=model_fused.why_no_kernels)
-        tries["torch.compile"] = model_fused.why_no_torch_compile
+        tries = dict(Triton=kernels.why_no_kernels)
+        tries["torch.compile"] = kernels.why_no_torch_compile
         for name, why_not in tries.items():
             reason = why_not()
             if reason is not None:
@@ -211,7 +220,8 @@ def _compiler() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     if os.path.isdir("/dev/shm"):
-        usage, remedy = shutil.disk_usage("/dev/shm"), ""
+        usage = shutil.disk_usage("/dev/shm")
+        remedy = ""
         if usage.free < _LEAST_SHM:
             remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"
         text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
@@ -219,11 +229,13 @@ def _memory() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
-    files, remedy = resource.getrlimit(resource.RLIMIT_NOFILE)[0], ""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    remedy = ""
     if files != _NO_LIMIT and files < _LEAST_FILES:
         remedy = "ulimit -n 65536, or nofile in /etc/security/limits.conf"
     yield Finding("open files", f"at most {files}" if files != _NO_LIMIT else "any", remedy)
-    locked, remedy = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], ""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    remedy = ""
     if locked != _NO_LIMIT and list(Path("/sys/class").glob("infiniband/*")):
         remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1: InfiniBand pins buffers"
     text = f"at most {locked // 1024} KiB" if locked != _NO_LIMIT else "any"
@@ -235,7 +247,9 @@ def _disk(folder: Path) -> Iterator[Finding]:
     there = folder.absolute()
     while not there.is_dir():
         there = there.parent
-    free, start, remedy = shutil.disk_usage(there).free, time.perf_counter(), ""
+    free = shutil.disk_usage(there).free
+    start = time.perf_counter()
+    remedy = ""
     with tempfile.NamedTemporaryFile(dir=there, prefix=".mca_lite-doctor-") as file:
         file.write(os.urandom(_PROBE))
         file.flush()
@@ -307,9 +321,12 @@ def _measure() -> tuple[str, int, bool, float, float]:
     import torch
     import torch.distributed as dist
 
-    name, ranks = dist.get_backend(), dist.get_world_size()
+    name = dist.get_backend()
+    ranks = dist.get_world_size()
     vector = torch.ones(_PROBE // 4, device="cuda" if name == "nccl" else "cpu")
-    seconds, skews, clocks = [], [], [0.0] * ranks
+    seconds = []
+    skews = []
+    clocks = [0.0] * ranks
     for _ in range(4):  # the first one connects
         vector.fill_(1)
         dist.barrier()

@@ -17,19 +17,22 @@ Exit code: 0, or 2 where the run would not begin: `error:` says why.
 import os
 from pathlib import Path
 
-from .args_run import parse_args
-from .args_values import refuse
-from .cli_errors import USER_ERROR, at_least, finish, has_colors, parser_of
+from .args import parse_args
+from .cli import USER_ERROR, at_least, finish, has_colors, parser_of
 from .cli_plan import planned_world
+from .errors import refuse
 from .files import write_file
 
-_MAX_CHARS, _WIDTH = 1500, 60
-_TRAINED, _PLAIN = "\x1b[32m", "\x1b[0m"
+_MAX_CHARS = 1500
+_WIDTH = 60
+_TRAINED = "\x1b[32m"
+_PLAIN = "\x1b[0m"
 
 
 def main(words: list[str]) -> int:
     """Inspect as the words say -> exit code."""
-    parser, ranks = parser_of("inspect", __doc__), os.environ.get("WORLD_SIZE", "1")
+    parser = parser_of("inspect", __doc__)
+    ranks = os.environ.get("WORLD_SIZE", "1")
     parser.add_argument(
         "--samples", type=at_least(0), default=3, metavar="N", help="shown of each dataset (3)"
     )
@@ -49,18 +52,18 @@ def main(words: list[str]) -> int:
 def _check(words: list[str], options) -> None:
     with planned_world(options.gpus):
         arguments = _arguments(words)
-        from .inspect_check import check  # torch: seconds, and a typing error is told by now
+        from .inspection import check  # torch: seconds, and a typing error is told by now
 
         check(arguments)
 
 
 def _inspect(words: list[str], options) -> int:
     plan, refused = _read(words)
-    from .inspect_data import DataInspector
-    from .inspect_html import page
+    from .inspection import DataInspector, page
 
     inspector = DataInspector(plan, options.samples)
-    records, parts = inspector.records(), list(inspector.parts())
+    records = inspector.records()
+    parts = list(inspector.parts())
     report = [line for line in plan.data.report if not line.startswith("  first ")]
     stops = [f"a run would stop: {refused}"] if refused is not None else []
     print("\n".join(report))
@@ -81,7 +84,8 @@ def _read(words: list[str]):
     """(run.Plan, why a run would stop at a record or None). Its other records are read then."""
     arguments = _arguments(words)
     if arguments.data.streaming:
-        reason, remedy = "every sample is looked at", "streaming=false max_samples=1000"
+        reason = "every sample is looked at"
+        remedy = "streaming=false max_samples=1000"
         refuse("streaming", True, reason, remedy)
     from .run import make_plan
 
@@ -127,7 +131,8 @@ def _part_lines(part, is_coloured: bool) -> list[str]:
 
 def _row_line(row) -> str:
     """A picture of a row, then its documents' names."""
-    picture, at = "", 0
+    picture = ""
+    at = 0
     for i, (_, size) in enumerate(row.documents):
         at += size
         picture += "▓▒"[i % 2] * (round(_WIDTH * at / row.capacity) - len(picture))
@@ -137,7 +142,7 @@ def _row_line(row) -> str:
 
 
 def _sample_lines(sample, is_coloured: bool) -> list[str]:
-    from .inspect_data import visible
+    from .inspection import visible
 
     lines = []
     before, behind = (_TRAINED, _PLAIN) if is_coloured else ("«", "»")

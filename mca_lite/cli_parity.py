@@ -17,9 +17,9 @@ Exit code: 0 where they agree, 3 where they differ.
 """
 
 from . import world
-from .args_run import RunArguments, parse_args
-from .args_values import refuse
-from .cli_errors import finish, parser_of
+from .args import RunArguments, parse_args
+from .cli import finish, parser_of
+from .errors import refuse
 
 DIFFERS = 3
 _WORST = 10
@@ -67,7 +67,8 @@ def _compare(words: list[str]) -> int:
 
 def _leave_out_chance(arguments: RunArguments) -> None:
     """Switch off dropout, and what transformers' models do not have."""
-    args, finetuning = arguments.training, arguments.finetuning
+    args = arguments.training
+    finetuning = arguments.finetuning
     for key in ("fp16", "fp8"):
         if value := getattr(args, key):
             refuse(key, value, "its rounding is not measured here", "bf16: true, or float32")
@@ -112,7 +113,8 @@ def _verdict(rows, bf16: bool) -> list[str]:
         )
     if not wrong:
         return ["right: the layout computes what plain torch does, to rounding", *hint]
-    first, words = wrong[0], wrong[0].name.split()
+    first = wrong[0]
+    words = wrong[0].name.split()
     cause = _CAUSES["gradients"]
     shares = [row.distance for row in gradients]
     if first.kind != "gradients":

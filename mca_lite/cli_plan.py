@@ -13,11 +13,169 @@ import json
 import math
 import os
 import shlex
+from typing import NamedTuple
 
-from .args_run import parse_args
-from .args_values import ConfigError, refuse, show_count, show_size
-from .cli_errors import finish, parser_of
-from .plan_time import RATES, bubble, step_time
+from .args import parse_args
+from .args_values import show_count
+from .cli import finish, parser_of
+from .errors import ConfigError, refuse
+from .files import show_size
+
+# -- time
+
+# bytes that passes of bf16 move for a token and layer: SwiGLU's of a column of the MLP, forward and
+# backward, are counted; those of a channel (norms, rotary embedding, residuals) and of the loss a
+# column of the vocabulary follow from their times on one H200
+_OF_COLUMN = 16
+_OF_CHANNEL = 94
+_OF_VOCABULARY = 9
+
+
+class Rates(NamedTuple):
+    """Measured on one device, or between devices."""
+
+    products: float  # FLOP/s of matrix products
+    attention: float  # FLOP/s
+    passes: float  # bytes/s
+    gaps: float  # time of a step over that of its kernels
+    update: float  # parameters/s of the optimizer, float32 moments, with clipping
+    link: float | None = None  # bytes/s that a rank sends in a collective; None: not counted
+
+
+# by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
+# ms of products, 95 of attention, SwiGLU's 31.7, a step of 651 ms with 624 ms of kernels), and the
+# update of 4B. Its links were not measured: `doctor` measures them
+RATES = {"H200": Rates(7.04e14, 3.64e14, 4.15e12, 1.043, 1.17e11)}
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step by its parts, and the FLOPs of the model in it."""
+
+    compute: float
+    bubble: float
+    messages: float
+    update: float
+    flops: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.messages + self.update
+
+
+def bubble(args, config) -> float:
+    """The time that a pipeline stage waits, over that in which it computes."""
+    chunks = args.gradient_accumulation_steps or 1
+    chunks *= config.virtual_pipeline_model_parallel_size or 1
+    return (config.pipeline_model_parallel_size - 1) / chunks
+
+
+def step_time(
+    args,
+    config,
+    memory,
+    lengths: list[int],
+    world_size: int,
+    rates: Rates,
+    frozen=False,
+    reference=False,
+) -> StepTime | None:
+    """The parts of a step of args.train_global_batch_size samples; None where the model's sizes are
+    not known.
+
+    memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
+    trained. reference: a second model of the same size passes forward.
+    """
+    from .log import ModelWork, model_sizes  # with torch
+
+    sizes = model_sizes(config)
+    if sizes is None:
+        return None
+    again = config.recompute_granularity == "full"
+    samples = args.train_global_batch_size
+    tokens = samples * sum(lengths)
+    squares = samples * sum(n**2 for n in lengths)
+    beside = ModelWork(sizes.weights, 0.0, sizes.core) if reference else None
+    # adapters are less than a percent
+    work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
+    passed = 1 + (again + reference) / 3  # forward and backward, and forward passes beside
+    head = sizes.hidden_size * sizes.vocab_size
+    products = work.flops(tokens, 0) + 2 * again * (sizes.weights - head) * tokens
+    attention = work.flops(0, squares) + 2 * again * sizes.core * squares
+    columns = sizes.mlp_weights / 3 / sizes.hidden_size
+    channels = sizes.hidden_size
+    if not config.sequence_parallel:  # each rank of a tensor parallel group passes over all
+        channels *= config.tensor_model_parallel_size
+    moved = sizes.num_layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
+    moved = (moved + _OF_VOCABULARY * sizes.vocab_size) * config.params_dtype.itemsize / 2 * passed
+    compute = products / rates.products + attention / rates.attention
+    compute = (compute + tokens * moved / rates.passes) * rates.gaps / world_size
+    within = waits = 0.0
+    if rates.link is not None and world_size > 1:
+        within = _within_layers(args, config, sum(lengths)) / rates.link
+        waits = _of_step(args, config, memory, world_size, compute, rates.link)
+    updated = memory.trained
+    if args.use_distributed_optimizer:
+        updated /= _copies(config, world_size)
+    return StepTime(
+        compute=compute,
+        bubble=(compute + within) * bubble(args, config),
+        messages=within + waits,
+        update=updated / rates.update,
+        flops=work.flops(tokens, squares),
+    )
+
+
+def _copies(config, world_size: int) -> float:
+    """Ranks that reduce a gradient."""
+    return world_size / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
+
+
+def _within_layers(args, config, sample: int) -> float:
+    """Bytes that a rank sends in a step for tensor, context, expert and pipeline parallelism."""
+    w = config.params_dtype.itemsize
+    h = config.hidden_size
+    tp = config.tensor_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    cp = config.context_parallel_size
+    ep = config.expert_model_parallel_size
+    sp = tp if config.sequence_parallel else 1
+    micro_batches = args.gradient_accumulation_steps or 1
+    layers = config.num_layers / pp
+    tokens = args.micro_batch_size * sample / cp
+    passes = 3 if config.recompute_granularity == "full" else 2
+    # attention and MLP, each pass; inputs are gathered again for their weights' gradients
+    reductions = 2 * passes + (1 if config.sequence_parallel else 0)
+    sent = 2 * (tp - 1) / tp * tokens * h * w * (layers * reductions + 2)
+    groups = config.num_query_groups or config.num_attention_heads
+    keys = 2 * max(groups / tp, 1) * config.kv_channels * w
+    sent += (cp - 1) * tokens * keys * layers * passes
+    if config.num_moe_experts:
+        there_and_back = 2 * passes * tokens / sp * config.moe_router_topk * h * w
+        sent += there_and_back * (ep - 1) / ep * layers
+    if pp > 1:
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        sent += 2 * chunks * tokens / sp * h * w
+    return sent * micro_batches
+
+
+def _of_step(args, config, memory, world_size: int, compute: float, link: float) -> float:
+    """Seconds that a step waits for gradients and parameters."""
+    copies = _copies(config, world_size)
+    share = (copies - 1) / copies
+    of_batch = compute / (args.gradient_accumulation_steps or 1)
+    reduce = 2 * share * memory.gradients / link
+    gather = 0.0
+    if args.use_distributed_optimizer:  # a half of the all-reduce, then updated parameters
+        reduce = reduce / 2
+        gather = share * memory.trained * config.params_dtype.itemsize / link
+    if args.overlap_grad_reduce:
+        reduce = max(0.0, reduce - of_batch * 2 / 3)
+    if args.overlap_param_gather:
+        gather = max(0.0, gather - of_batch / 3)
+    return reduce + gather
+
+
+# -- the command
 
 DOES_NOT_FIT = 3
 _GIB = 2**30
@@ -117,7 +275,9 @@ class _Layout:
     """A run in one layout: what its fullest rank holds, and how long a step takes."""
 
     def __init__(self, arguments, model, options):
-        self.arguments, self.model, self.options = arguments, model, options
+        self.arguments = arguments
+        self.model = model
+        self.options = options
         self.args = arguments.training
         self.config = model.config_of(arguments)
         self.stage, self.memory = model.fullest_rank(
@@ -157,7 +317,7 @@ class _Layout:
     def time_words(self) -> str:
         if self.time is None:
             return ""
-        from .log_speed import peak_flops
+        from .log import peak_flops
 
         peak = peak_flops(self.options.gpu) * self.options.gpus
         return (
@@ -168,7 +328,8 @@ class _Layout:
 def _memory_lines(layout: _Layout) -> list[str]:
     from .plan_memory import PARTS
 
-    memory, args = layout.memory, layout.args
+    memory = layout.memory
+    args = layout.args
     total = layout.model.tensors.total(layout.config)
     where = ""
     if args.pipeline_model_parallel_size > 1:
@@ -187,10 +348,12 @@ def _memory_lines(layout: _Layout) -> list[str]:
 def _run_lines(layout: _Layout) -> list[str]:
     """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps says how many."""
     from .args_rules_training import plan_schedule
-    from .optimizers import OPTIMIZERS
+    from .tables import OPTIMIZERS
 
-    args, arguments = layout.args, layout.arguments
-    lines, of_epoch = [], 0
+    args = layout.args
+    arguments = layout.arguments
+    lines = []
+    of_epoch = 0
     if not arguments.data.dataset:
         return ["steps          0: there is no dataset to train on"]
     if args.max_steps <= 0:
@@ -208,12 +371,14 @@ def _run_lines(layout: _Layout) -> list[str]:
     lines.append(f"tokens         at most {most:,}, rows of {sum(layout.model.lengths)}")
     lines.append(f"warm-up        {show_count(plan_schedule(args, steps).warmup, 'step')}")
     for what in ("eval", "save"):
-        strategy, every = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_steps")
+        strategy = getattr(args, f"{what}_strategy")
+        every = getattr(args, f"{what}_steps")
         count = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(strategy)
         if count is None:
             count = steps // every
         lines.append(f"{'evaluations' if what == 'eval' else 'checkpoints':15}{count}")
-    total, width = layout.model.tensors.total(layout.config), layout.config.params_dtype.itemsize
+    total = layout.model.tensors.total(layout.config)
+    width = layout.config.params_dtype.itemsize
     lines.append(f"model on disk  {show_size(total * width)}")
     states = 0 if args.save_only_model else 4 * len(OPTIMIZERS[args.optim].states)
     size = total * (width + states + (4 if width < 4 and states else 0))  # float32 masters
@@ -222,7 +387,8 @@ def _run_lines(layout: _Layout) -> list[str]:
         size = layout.memory.trained * ranks * (4 + states)
     lines.append(f"a checkpoint   {show_size(size)}")
     if layout.time is not None:
-        time, messages = layout.time, "messages between GPUs not counted: --link"
+        time = layout.time
+        messages = "messages between GPUs not counted: --link"
         if layout.options.link is not None:
             messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
         hours = time.total * steps / 3600
@@ -234,7 +400,8 @@ def _data(arguments):
     from .data import load_datasets
     from .run import load_tokenizer
 
-    keys, stage = arguments.model, arguments.finetuning.stage
+    keys = arguments.model
+    stage = arguments.finetuning.stage
     tokenizer = load_tokenizer(keys.model_name_or_path, keys.trust_remote_code)
     return load_datasets(arguments.data, stage, tokenizer, arguments.training.order_seed)
 
@@ -252,7 +419,8 @@ def _layouts(words: list[str], base: _Layout, options):
     """Every layout of powers of two that the rules accept and that fits, with the same global
     batch: as fast as it can be, since smaller micro-batches, then recomputation are tried last."""
     powers = [2**i for i in range(options.gpus.bit_length())]
-    experts, long = powers, powers
+    experts = powers
+    long = powers
     if not base.config.num_moe_experts:
         experts = [1]
     if sum(base.model.lengths) < _LONG:

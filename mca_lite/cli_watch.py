@@ -5,15 +5,20 @@ python -m mca_lite watch OUTPUT_DIR... [options]
     leaves on Ctrl-C, and when all runs have ended; one frame of folders without a run: exit code 2
 """
 
+import inspect
 import itertools
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from .cli_errors import USER_ERROR, at_least, finish, has_colors, parser_of
-from .log_read import RunFolder, format_duration, format_rate, smooth
+from .cli import USER_ERROR, at_least, finish, has_colors, parser_of
+from .files import PAGE_NAME, TRAINER_LOG_NAME, write_file
+from .log_html import RunFolder, format_duration, format_rate, page, smooth
+
+# -- watch
 
 _WIDTH, _GAP, _CURVE_HEIGHT = 42, 2, 5  # of a run's column, in characters
 _COLORS = {"running": 32, "finished": 36, "interrupted": 33, "hung?": 33, "failed": 31}
@@ -49,7 +54,8 @@ def main(words: list[str]) -> int:
 
 
 def _watch(options) -> int | None:
-    runs, is_terminal = [RunFolder(folder) for folder in options.folders], sys.stdout.isatty()
+    runs = [RunFolder(folder) for folder in options.folders]
+    is_terminal = sys.stdout.isatty()
     # of output/* what holds other things is left out, unless there is nothing else
     runs = [run for run in runs if run.may_hold_a_run()] or runs
     is_last = options.once or not is_terminal
@@ -86,7 +92,8 @@ def frame(runs: Sequence[RunFolder], columns: int, has_colors: bool = False) -> 
 
 def _card(run: RunFolder, width: int, has_colors: bool) -> list[tuple[str, int]]:
     """A run's lines, each with the characters that it takes on the screen."""
-    state, lines = run.state(), []
+    state = run.state()
+    lines = []
 
     def add(text: str, code: int | None = None) -> None:
         text = text if len(text) <= width else f"{text[: width - 3]}..."
@@ -134,7 +141,9 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     wide and four high; a constant lies in the middle."""
     # braille's bits, by row and column of a character's dots
     bits = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-    low, high, dots = min(values), max(values), 4 * height
+    low = min(values)
+    high = max(values)
+    dots = 4 * height
     cells = [[0x2800] * width for _ in range(height)]
     above = None
     for x in range(2 * width):
@@ -150,3 +159,44 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
             cells[row // 4][x // 2] |= bits[row % 4][x % 2]
         above = y
     return ["".join(map(chr, line)) for line in cells]
+
+
+# -- report
+
+
+def main_report(words: list[str]) -> int:
+    """Draw report.html of a run again, or compare several runs on one page.
+
+    python -m mca_lite report OUTPUT_DIR... [options]
+        one folder:      its report.html, with what came into it since, such as generations.jsonl
+        several folders: their curves, numbers, configurations and answers beside each other
+    """
+    parser = parser_of("report", inspect.getdoc(main_report))
+    parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR", help="of a run")
+    parser.add_argument(
+        "--output", metavar="FILE", help="the page (of several runs: comparison.html here)"
+    )
+    return finish(_report, parser.parse_args(words))
+
+
+def _report(options) -> int:
+    runs = [RunFolder(folder) for folder in options.folders]
+    drawn = [run for run in runs if run.records]
+    left = [f"{run.name}: {_why_not(run)}" for run in runs if not run.records]
+    if not drawn:
+        raise ValueError("\n".join(left))
+    own = drawn[0].folder / PAGE_NAME if len(runs) == 1 else "comparison.html"
+    path = Path(options.output or own)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, page(drawn))
+    compared = f": {', '.join(run.name for run in drawn)}" if len(drawn) > 1 else ""
+    print(f"{path.absolute()}{compared}")
+    for line in left:
+        print(f"left out: {line}", file=sys.stderr)
+    return USER_ERROR if left else 0
+
+
+def _why_not(run: RunFolder) -> str:
+    if run.problems:
+        return run.state()
+    return f"expected a run's folder with {TRAINER_LOG_NAME}, and it has none, or one without lines"

@@ -16,16 +16,14 @@ from torch.utils.data import Dataset
 
 from . import world
 from .args_rules import check_named, check_records, name_of_set
-from .args_values import Judge, refuse
-from .constants import IGNORE_INDEX
-from .data_batches import Turns
-from .data_cache import Shard, load_shard, shifted
+from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
-from .data_encode import BAD, Encoder, Reader
+from .data_encode import BAD, Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
-from .data_packs import Packs
 from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
-from .objectives import Objective, objective_of
+from .errors import Judge, refuse
+from .files import IGNORE_INDEX
+from .tables import Objective, objective_of
 
 _SHOWN_CHARS = 600  # of a sample, in the report
 
@@ -128,7 +126,8 @@ def split_off(
 
 def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list[str]]:
     """(dataset, lines for the report): the samples as mix_strategy and mix_weights have them."""
-    strategy, weights = data_args.mix_strategy, data_args.mix_weights
+    strategy = data_args.mix_strategy
+    weights = data_args.mix_weights
     if strategy == "concat" and not weights:
         return dataset, []
     shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
@@ -138,10 +137,12 @@ def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list
             reason = f"it leaves no sample of dataset {number} of {len(shards)} to mix"
             refuse("val_size", None, reason, "a lower val_size")
     if strategy == "concat":
-        rows, name = _in_shares(shards, weights, seed), "mix"
+        rows = _in_shares(shards, weights, seed)
+        name = "mix"
     else:
         turns = Turns(len(shards), strategy, weights, seed)
-        rows, name = _in_turns(shards, turns), f"mix: {strategy}"
+        rows = _in_turns(shards, turns)
+        name = f"mix: {strategy}"
     counts = np.bincount(shard_of[rows], minlength=len(shards)).tolist()
     lines = [
         f"{name}: {count:,} samples an epoch from the {len(own):,} of dataset {number}"
@@ -162,7 +163,8 @@ def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.
     counts = np.floor(exact).astype(np.int64)
     largest_remainders = np.argsort(counts - exact, kind="stable")[: size - counts.sum()]
     counts[largest_remainders] += 1
-    rows, places = [], []
+    rows = []
+    places = []
     for number, (own, count) in enumerate(zip(shards, counts.tolist(), strict=True)):
         repeats, rest = divmod(count, len(own))
         extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
@@ -174,7 +176,8 @@ def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.
 def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
     """The rows of the shards in turns, each shard's in their order, and from the beginning again
     where the strategy repeats them."""
-    counts, rows = [0] * len(shards), []
+    counts = [0] * len(shards)
+    rows = []
     for number in turns:
         own = shards[number]
         rows.append(own[counts[number] % len(own)])
@@ -216,7 +219,8 @@ def _describe(
     spec: DatasetSpec, shard: Shard, first: list[dict] | None, objective: Objective, tokenizer
 ) -> list[str]:
     """Lines for the report. first: the first sample, None where there is none."""
-    meta, lengths = shard.meta, shard.document_lengths.sum(axis=1)
+    meta = shard.meta
+    lengths = shard.document_lengths.sum(axis=1)
     # The cache knows a file by its content: it may have had another name when it was written.
     names = dict(zip(meta["sources"], spec.files, strict=True))
 
@@ -255,7 +259,8 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     """Lines for the report, for which only the first records are read."""
     records = itertools.islice(reader.records(), CHUNK_RECORDS)
     samples, _ = encoder.encode([record for record, _ in records])
-    spec, first = reader.spec, next(iter(reader.spec.files))
+    spec = reader.spec
+    first = next(iter(reader.spec.files))
     size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
     lines = [
         f"{first}: {reader.formats.get(first, 'not read')} records",
@@ -302,7 +307,8 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
     """
     world.end_second_run()
-    objective, judge = objective_of(stage), Judge(data_args)
+    objective = objective_of(stage)
+    judge = Judge(data_args)
     check_named(data_args, judge)
     check_records(data_args, objective, judge)
     judge.close()

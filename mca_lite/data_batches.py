@@ -7,6 +7,7 @@ rejected for a pair, those of several samples for a pack. Letters: b samples of 
 positions. Nothing here talks to other ranks: the plan of each is arithmetic.
 """
 
+import copy
 import itertools
 import math
 import warnings
@@ -19,9 +20,11 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from .constants import IGNORE_INDEX
 from .data_files import SIDES
+from .files import IGNORE_INDEX
 from .watchdog import end_with_rank
+
+# -- batches
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", "reference")  # of a document
 # what tokenizers and data sets, and a stream, bring beside them: nothing that the model is given
@@ -144,7 +147,8 @@ def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
     alone, which only fills the batch, gives `per_row` rows with one position of padding. ValueError
     for rows with other numbers of documents.
     """
-    found, keys = [], ("input_ids", "labels", "attention_mask")
+    found = []
+    keys = ("input_ids", "labels", "attention_mask")
     for ids, labels, mask in zip(*(batch[key] for key in keys), strict=True):
         lengths = torch.bincount(mask)[1:].tolist()
         is_filler = not lengths
@@ -240,7 +244,8 @@ def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limit
 
 def _check_limits(batch: dict, limits: Limits) -> None:
     """ValueError for ids, labels or documents that the model has no row or place for."""
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids = batch["input_ids"]
+    labels = batch["labels"]
     for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
         if used.is_floating_point():
             raise ValueError(f"{name} of a batch are {used.dtype}: expected whole numbers")
@@ -296,8 +301,10 @@ class Turns:
         taken: int = 0,
         exhausted: Sequence[int] = (),
     ):
-        self.num_datasets, self.strategy = num_datasets, strategy
-        self.taken, self.exhausted = taken, set(exhausted)
+        self.num_datasets = num_datasets
+        self.strategy = strategy
+        self.taken = taken
+        self.exhausted = set(exhausted)
         self._draws: Iterator[int] | None = None
         if weights is not None:
             self._draws = itertools.islice(_drawn(weights, seed), taken, None)
@@ -362,9 +369,13 @@ class BatchPlan:
                 f"parallel rank {dp_rank} of {dp_size}: expected sizes of at least 1 and a rank "
                 "below dp_size"
             )
-        self.num_samples, self.micro_batch_size = num_samples, micro_batch_size
-        self.seed, self.shuffle = seed, shuffle
-        self.dp_rank, self.dp_size, self.costs = dp_rank, dp_size, costs
+        self.num_samples = num_samples
+        self.micro_batch_size = micro_batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.costs = costs
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None
@@ -390,7 +401,8 @@ class BatchPlan:
 
     def step(self, epoch: int, i: int) -> list[list[int]]:
         """This rank's micro-batches of step i, each micro_batch_size sample numbers or FILLER."""
-        first, count = i * self.global_batch_size, self.num_micro_batches(i)
+        first = i * self.global_batch_size
+        count = self.num_micro_batches(i)
         chosen = np.full((count, self.dp_size, self.micro_batch_size), FILLER, dtype=np.int64)
         samples = np.asarray(self.order(epoch)[first : first + self.num_samples_of(i)])
         if self.costs is not None:
@@ -408,14 +420,17 @@ class _MicroBatches:
     """The plan from a position on, as the batch sampler of a DataLoader."""
 
     def __init__(self, plan: BatchPlan, start_epoch: int, start_step: int, num_epochs: int | None):
-        self.plan, self.start, self.num_epochs = plan, (start_epoch, start_step), num_epochs
+        self.plan = plan
+        self.start = (start_epoch, start_step)
+        self.num_epochs = num_epochs
 
     def __iter__(self):
         epoch, first_step = self.start
         while self.num_epochs is None or epoch < self.num_epochs:
             for i in range(first_step, self.plan.steps_per_epoch):
                 yield from self.plan.step(epoch, i)
-            epoch, first_step = epoch + 1, 0
+            epoch = epoch + 1
+            first_step = 0
 
 
 class _Filled(Dataset):
@@ -423,7 +438,8 @@ class _Filled(Dataset):
     a filler is sample 0; after collate its row has no labels."""
 
     def __init__(self, dataset, collate):
-        self.dataset, self.user_collate = dataset, collate
+        self.dataset = dataset
+        self.user_collate = collate
 
     def __getitem__(self, i: int):
         return i == FILLER, self.dataset[0 if i == FILLER else i]
@@ -488,3 +504,109 @@ def make_loader(
             # would depend on it.
             generator=torch.Generator().manual_seed(plan.seed),
         )
+
+
+# -- packs
+
+
+class Packs(Dataset):
+    """The samples of a dataset in rows of at most `capacity` tokens: `packed[i]` is a list of
+    documents, those of the samples of row i one after another.
+
+    dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
+    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
+    the samples of each row. costs: what attention costs in each row, the sum of the squared lengths
+    of its documents. padding_fraction: of all positions of full rows.
+    """
+
+    unit = "packs"  # what a row is, in reports
+
+    def __init__(self, dataset, capacity: int):
+        lengths = dataset.document_lengths
+        squares = (lengths.astype(np.float64) ** 2).sum(axis=1)
+        self.dataset = dataset
+        self.packs = best_fit(lengths.sum(axis=1), capacity)
+        self.documents_per_sample = lengths.shape[1]
+        self.costs = np.array([squares[pack].sum() for pack in self.packs])
+        self.num_tokens = dataset.num_tokens
+        self.num_trained_tokens = dataset.num_trained_tokens
+        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
+        name = getattr(dataset, "identity", dataset.fingerprint)  # a user's own dataset may lack it
+        self.identity = f"{name} packed into {capacity}"
+        self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, i: int) -> list[dict]:
+        return [document for j in self.packs[i] for document in documents_of(self.dataset[int(j)])]
+
+    def over(self, dataset) -> "Packs":
+        """The rows of another view of the samples: the same numbers, other content."""
+        packs = copy.copy(self)
+        packs.dataset = dataset
+        return packs
+
+
+def samples_of(dataset):
+    """The data set with a sample in each place, where it is one of packs."""
+    return dataset.dataset if isinstance(dataset, Packs) else dataset
+
+
+class WithReference(Dataset):
+    """A view of a dataset in which each document has "reference", the log-probability that a
+    reference model gives to it.
+
+    logps: float32 [samples, documents of a sample].
+    """
+
+    def __init__(self, dataset, logps: np.ndarray):
+        self.dataset = dataset
+        self.logps = logps
+        self.costs = getattr(dataset, "costs", None)
+        self.identity = getattr(dataset, "identity", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> list[dict]:
+        documents = documents_of(self.dataset[i])
+        return [
+            {**document, "reference": logp}
+            for document, logp in zip(documents, self.logps[i], strict=True)
+        ]
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Sample numbers of each pack, in which the lengths sum to at most `capacity`; deterministic.
+
+    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens
+    a new one. Open packs are kept by their free space, so each sample costs a look at the next free
+    space that suffices.
+    Raises: ValueError for a sample that is longer than capacity.
+    """
+    if len(lengths) and lengths.max() > capacity:
+        worst = int(lengths.argmax())
+        raise ValueError(
+            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: "
+            "raise cutoff_len"
+        )
+    # free space -> packs that have it, the newest last
+    by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    occupied = np.zeros(capacity + 1, dtype=bool)
+    packs: list[list[int]] = []
+    for i in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[i])
+        # the tightest space that suffices, if there is any
+        space = length + int(occupied[length:].argmax())
+        if occupied[space]:
+            pack = by_space[space].pop()
+            occupied[space] = bool(by_space[space])
+        else:
+            space = capacity
+            pack = len(packs)
+            packs.append([])
+        packs[pack].append(int(i))
+        by_space[space - length].append(pack)
+        occupied[space - length] = True
+    return [np.array(sorted(pack)) for pack in packs]

@@ -26,13 +26,14 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .args_values import refuse
-from .chat_templates import BUILT_IN_FOR, TEMPLATES
 from .data_records import Conversation
+from .errors import refuse
+from .tables import BUILT_IN_FOR, TEMPLATES
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with; no template trims or changes them
-_QUESTION, _ANSWER = "mcaquestion", "mcaanswer"
+_QUESTION = "mcaquestion"
+_ANSWER = "mcaanswer"
 RENDER_S = 30.0  # at most, for these two, and for a record: usual templates take milliseconds
 _TRIAL_BYTES = 4 << 30  # at most, for these two
 _trial = threading.Lock()
@@ -165,12 +166,15 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
     own. template: a name of LLaMA-Factory's, whose built-in one is used where there is none.
     """
     if chat_template in TEMPLATES:
-        text, name = TEMPLATES[chat_template], f"the built-in {chat_template}"
+        text = TEMPLATES[chat_template]
+        name = f"the built-in {chat_template}"
     elif chat_template and "{" in chat_template:
-        text, name = chat_template, "the text of chat_template"
+        text = chat_template
+        name = "the text of chat_template"
     elif chat_template:
         try:
-            text, name = Path(chat_template).read_text(encoding="utf-8"), chat_template
+            text = Path(chat_template).read_text(encoding="utf-8")
+            name = chat_template
         except (OSError, UnicodeDecodeError) as error:
             names = f"one of {', '.join(TEMPLATES)}, or the file of a jinja template"
             refuse("chat_template", chat_template, f"it cannot be read: {error}", names)
@@ -178,7 +182,8 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
         return [f"template {template}: the tokenizer's own chat template is used"]
     elif template in BUILT_IN_FOR:
         built_in = BUILT_IN_FOR[template]
-        text, name = TEMPLATES[built_in], f"the built-in {built_in}, for template {template}"
+        text = TEMPLATES[built_in]
+        name = f"the built-in {built_in}, for template {template}"
     elif template:
         raise ValueError(f"template {template} is not built in, and {_NO_TEMPLATE}")
     else:
@@ -243,7 +248,8 @@ class ChatRenderer:
     def _plain(self, messages: list[dict], trained: str) -> Rendered:
         """A prompt and its completion as TRL trains them: one text, with the end token."""
         prompt, completion = (message["content"] for message in messages)
-        text, start = prompt + completion, len(prompt)
+        text = prompt + completion
+        start = len(prompt)
         ending = self.tokenizer.eos_token or ""
         if not text.endswith(ending):
             text += ending
@@ -263,7 +269,8 @@ class ChatRenderer:
                 self._others.clear()
             other = self._others[key] = copy.copy(self)
             other.options = {**self.options, **options}
-            other._styles, other._whole = {}, set()
+            other._styles = {}
+            other._whole = set()
         return self._others[key]
 
     def _samples(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
@@ -315,7 +322,8 @@ class ChatRenderer:
         except TemplateError:  # it reads what it writes, and a mark says nothing
             return
         if lost := [messages[number] for number, mark in marks.items() if mark not in text]:
-            role, content = lost[0]["role"], lost[0]["content"]
+            role = lost[0]["role"]
+            content = lost[0]["content"]
             known = " (most know system)" if role == "developer" else ""
             raise ValueError(
                 f"{where}: the chat template leaves out the message {content!r:.60} of {role}: "
@@ -348,7 +356,8 @@ class ChatRenderer:
         self, messages: list[dict], tools: list | None, wanted: list[int], template: str, where: str
     ) -> tuple[str, list]:
         """(text, spans) of messages, of which the answers of these numbers are trained."""
-        style, text = self._style(template), ""
+        style = self._style(template)
+        text = ""
         spans: list = []
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if _GENERATION_MARK.search(template):
@@ -379,7 +388,8 @@ class ChatRenderer:
         Raises: ValueError for a template that does not end by itself, as a made up one may."""
         if not self.tokenizer.chat_template:
             return ""
-        template, tried = self.tokenizer.get_chat_template(), "a question and its answer"
+        template = self.tokenizer.get_chat_template()
+        tried = "a question and its answer"
         try:
             return in_time(lambda: self._style(template), lambda: tried).closing
         except TemplateError as error:
@@ -438,7 +448,8 @@ class ChatRenderer:
                 add_generation_prompt=False,
                 **self.tokenizer.special_tokens_map | self.options,
             )
-        text, spans = texts[0], []
+        text = texts[0]
+        spans = []
         for start, end in marks[0]:
             if style.closing:
                 said, closing, rest = text[start:end].rpartition(style.closing)
@@ -505,7 +516,8 @@ class ChatRenderer:
         between = re.split(rf"{_ANSWER}\d+x", self._render(marked, tools))
         if len(between) != len(answers) + 1 or not text.startswith(between[0]):
             return []
-        spans, at = [], len(between[0])
+        spans = []
+        at = len(between[0])
         for answer, rest in zip(answers, between[1:], strict=True):
             forms = (answer, answer.strip(), answer.rpartition("</think>")[2].strip())
             said = next((form for form in forms if text.startswith(form + rest, at)), None)
@@ -611,7 +623,8 @@ def _for_template(
         messages = [_with_thinking_as_text(message) for message in messages]
     has_calls = any("tool_calls" in message for message in messages)
     if (tools and "tools" not in template) or (has_calls and "tool_calls" not in template):
-        messages, tools = _with_tools_as_text(messages, tools or []), None
+        messages = _with_tools_as_text(messages, tools or [])
+        tools = None
     return messages, tools
 
 
@@ -627,7 +640,8 @@ def _with_tools_as_text(messages: list[dict], tools: list) -> list[dict]:
     written: list[dict] = []
     before = None
     for message in messages:
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
@@ -642,7 +656,8 @@ def _with_tools_as_text(messages: list[dict], tools: list) -> list[dict]:
         before = role
     if tools:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        described, first = _TOOLS.format(tools=lines), written[0]
+        described = _TOOLS.format(tools=lines)
+        first = written[0]
         parts = [described, first["content"]]
         if first["role"] != "user":
             parts.reverse()
@@ -657,7 +672,8 @@ def _call_as_text(function: dict) -> str:
 
 def _mark_thinking(messages: list[dict]) -> tuple[list[dict], dict[int, str]]:
     """(messages with a mark instead of what the assistant thinks, {message: its mark})."""
-    marked, marks = [], {}
+    marked = []
+    marks = {}
     for number, message in enumerate(messages):
         mark = f"mcathought{number}x"
         before, closing, answer = message["content"].rpartition("</think>")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .files import describe_error
-from .objectives import Objective
+from .tables import Objective
 
 _COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
@@ -86,9 +86,11 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
         if entry in info:
             spec, files = _declared(entry, info[entry], info_file, objective)
         elif path is not None:
-            spec, files = DatasetSpec(entry), _files_of(path)
+            spec = DatasetSpec(entry)
+            files = _files_of(path)
         elif _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
-            spec, files = DatasetSpec(entry), _files_of_hub(entry, {}, f"dataset {entry!r}")
+            spec = DatasetSpec(entry)
+            files = _files_of_hub(entry, {}, f"dataset {entry!r}")
         else:
             names = f"it has {', '.join(sorted(info))}" if info else "which is not there"
             raise ValueError(
@@ -98,7 +100,8 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
         spec.files = {file: kind_of(file) for file in files}
         specs.append(spec)
         if texts := [file for file in files if spec.files[file].startswith(".txt")]:
-            by, what = data_args.sample_by, "each line"
+            by = data_args.sample_by
+            what = "each line"
             if by == "document":
                 what = "the whole file"
                 spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
@@ -199,9 +202,11 @@ def _declared(
             f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
             f"hf_hub_url{instead}"
         )
-    columns, tags = _names_of(entry, "columns", here), _names_of(entry, "tags", here)
+    columns = _names_of(entry, "columns", here)
+    tags = _names_of(entry, "tags", here)
     _check_entry(entry, columns, tags, objective, here)
-    formatting, num_samples = entry.get("formatting"), entry.get("num_samples")
+    formatting = entry.get("formatting")
+    num_samples = entry.get("num_samples")
     spec = DatasetSpec(name, {}, formatting, columns, tags, num_samples)
     if repository:
         return spec, _files_of_hub(repository, entry, here)
@@ -215,7 +220,9 @@ def _declared(
 
 def _check_entry(entry: dict, columns: dict, tags: dict, objective: Objective, here: str) -> None:
     """ValueError for what of a declaration cannot be honoured."""
-    has_pairs, stage, num_samples = objective.has_pairs, objective.stage, entry.get("num_samples")
+    has_pairs = objective.has_pairs
+    stage = objective.stage
+    num_samples = entry.get("num_samples")
     if entry.get("ranking") and not has_pairs:
         raise ValueError(
             f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
@@ -275,7 +282,8 @@ def read_records(
     Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
     pyarrow.
     """
-    kind, cursor = kind or kind_of(file), cursor or Cursor()
+    kind = kind or kind_of(file)
+    cursor = cursor or Cursor()
     read_whole = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     try:
         with gzip.open(file) if ".gz" in kind else open(file, "rb") as raw:
@@ -292,7 +300,8 @@ def read_records(
 def _read_lines(
     file: str, raw, kind: str, skip: bool, cursor: Cursor
 ) -> Iterator[tuple[str, object]]:
-    is_text, is_whole = kind.startswith(".txt"), kind.endswith(_AS_A_WHOLE)
+    is_text = kind.startswith(".txt")
+    is_whole = kind.endswith(_AS_A_WHOLE)
     if is_whole:
         lines = [raw.read()][cursor.number :]
     else:
@@ -346,7 +355,8 @@ def _check_depth(value, text: str, start: int, end: int, where: str) -> None:
     """ValueError with the place for a value of text[start:end] of more than _MOST_LEVELS levels."""
     if text.count("[", start, end) + text.count("{", start, end) <= _MOST_LEVELS:
         return
-    level, levels = [value], 0
+    level = [value]
+    levels = 0
     while level:
         levels += 1
         boxes = [box.values() if isinstance(box, dict) else box for box in level]
@@ -381,15 +391,19 @@ def parse_json(text: str, where: str):
 def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
     """A list of records, or objects one after another. Elements are decoded one by one to know
     their lines."""
-    text, invalid = _decode(raw.read(), file), "not valid JSON:"
-    decoder, space = json.JSONDecoder(), re.compile(r"\s*")
+    text = _decode(raw.read(), file)
+    invalid = "not valid JSON:"
+    decoder = json.JSONDecoder()
+    space = re.compile(r"\s*")
     may_be_no_text = _SURROGATE.search(text) is not None
     at = space.match(text).end()
     is_list = text.startswith("[", at)
     at = space.match(text, at + is_list).end()
-    line, counted = 1, 0
+    line = 1
+    counted = 0
     while at < len(text) and not (is_list and text[at] == "]"):
-        line, counted = line + text.count("\n", counted, at), at
+        line = line + text.count("\n", counted, at)
+        counted = at
         where = f"{file}:{line}"
         try:
             record, at = decoder.raw_decode(text, at)

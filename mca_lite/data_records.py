@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
-from .objectives import Objective
+from .tables import Objective
 
 # -- what all formats share ----------------------------------------------------------------------
 
@@ -30,7 +30,8 @@ def get_column(record, column: str, where: str, kind=str, required=True):
             )
     elif not isinstance(value, kind):
         names = {str: "a text", list: "a list", dict: "an object"}
-        expected, got = names.get(kind, "a list or a text"), _kind_of(value)
+        expected = names.get(kind, "a list or a text")
+        got = _kind_of(value)
         raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {got}")
     return value
 
@@ -299,7 +300,8 @@ def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -
 
     Raises: ValueError with the place for a record that the objective cannot use.
     """
-    stage, pairs = objective.stage, objective.has_pairs
+    stage = objective.stage
+    pairs = objective.has_pairs
     is_object = isinstance(record, dict)
     got = f"got the columns {sorted(record)}" if is_object else f"got {_kind_of(record)}"
     if objective.joins_documents:
@@ -338,7 +340,8 @@ def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
     too."""
     if {spec.columns.get("response", "output"), "completion", "response"} & record.keys():
         return True
-    tags, turns = TAGS | spec.tags, record.get(_turns_column(record, spec))
+    tags = TAGS | spec.tags
+    turns = record.get(_turns_column(record, spec))
     last = _first_turn(turns[-1:] if isinstance(turns, list) else None)
     role = last.get(tags["role_tag"], last.get("role"))
     return role in (tags["assistant_tag"], "gpt", "assistant")
@@ -404,8 +407,10 @@ def conversations(
     if not pairs:
         answers[where] = row.answer(record, spec, where)
     system = get_column(record, spec.columns.get("system", "system"), where, required=False)
-    system, found = system or default_system, []
-    tools, options = _tools(record, spec, where), _template_options(record, where)
+    system = system or default_system
+    found = []
+    tools = _tools(record, spec, where)
+    options = _template_options(record, where)
     plain = not pairs and is_plain(record, form)
     if plain and (system or tools or options):
         raise ValueError(
@@ -517,7 +522,8 @@ def _pair_answer(record, side: str, spec: DatasetSpec, form: str, where: str) ->
     column = spec.columns.get(side, side)
     answer = get_column(record, column, where, (str, dict, list))
     turns = [answer] if isinstance(answer, dict) else answer
-    first, tag = _first_turn(turns), spec.tags.get("role_tag", "from")
+    first = _first_turn(turns)
+    tag = spec.tags.get("role_tag", "from")
     has_tag = form == "sharegpt" or (tag in first and "role" not in first)
     if has_tag and not isinstance(answer, str):
         return _sharegpt_turns(turns, spec, f"{where}: {column}")

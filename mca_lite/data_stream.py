@@ -22,11 +22,20 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .args_values import refuse
-from .constants import IGNORE_INDEX
 from .data_batches import BatchPlan, Turns
-from .data_cache import shifted, tokenizer_identity
-from .data_encode import BEGINNING, Encoder, Place, Reader, Record, Sample, Tally
+from .data_encode import (
+    BEGINNING,
+    Encoder,
+    Place,
+    Reader,
+    Record,
+    Sample,
+    Tally,
+    shifted,
+    tokenizer_identity,
+)
+from .errors import refuse
+from .files import IGNORE_INDEX
 from .watchdog import end_with_rank
 
 CHUNK_RECORDS = 100  # tokenised at once
@@ -53,7 +62,8 @@ class _Source:
     """The records of one dataset, over and over. One is read ahead, to know which is the last."""
 
     def __init__(self, reader: Reader, start: Place):
-        self.reader, self.start = reader, start
+        self.reader = reader
+        self.start = start
 
     def begin(self, place: Place) -> None:
         self.place, self._items = place, self.reader.records(place)
@@ -70,7 +80,8 @@ class _Records:
     """All records in the order of mix_strategy, pass after pass."""
 
     def __init__(self, stream: "TokenStream", position: Position):
-        self.stream, self.passes = stream, position.passes
+        self.stream = stream
+        self.passes = position.passes
         self.sources = list(map(_Source, stream.readers, stream.starts))
         self._begin_pass(position)
 
@@ -90,7 +101,9 @@ class _Records:
     def _begin_pass(self, position: Position) -> None:
         for source, place in zip(self.sources, position.places or self.stream.starts, strict=True):
             source.begin(place)
-        args, count, seed = self.stream.args, len(self.sources), self.stream.seed
+        args = self.stream.args
+        count = len(self.sources)
+        seed = self.stream.seed
         behind = position.turns, position.exhausted
         self.turns = Turns(count, args.mix_strategy, args.mix_weights, seed, *behind)
         self._records = self._one_pass()
@@ -114,9 +127,14 @@ class TokenStream:
     """
 
     def __init__(self, readers: list[Reader], encoder: Encoder, data_args, packs: bool, seed: int):
-        self.readers, self.starts = readers, (BEGINNING,) * len(readers)
-        self.encoder, self.args, self.packs, self.seed = encoder, data_args, packs, seed
-        self.shuffles, self.num_held_out = not data_args.disable_shuffling, 0
+        self.readers = readers
+        self.starts = (BEGINNING,) * len(readers)
+        self.encoder = encoder
+        self.args = data_args
+        self.packs = packs
+        self.seed = seed
+        self.shuffles = not data_args.disable_shuffling
+        self.num_held_out = 0
         self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
         self._tally = Tally()
         self._speaks = False
@@ -125,13 +143,15 @@ class TokenStream:
     def identity(self) -> str:
         """Names the files, by their size and how they begin, and all that decides on the order of
         the rows: a run that goes on must have the same."""
-        args, names = self.args, ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
+        args = self.args
+        names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = {name: getattr(args, name) for name in names}
         facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
         facts["chunk"] = CHUNK_RECORDS
         facts["tokenizer"] = tokenizer_identity(self.encoder.tokenizer)
         for number, reader in enumerate(self.readers):
-            spec, options = reader.spec, self.encoder.options
+            spec = reader.spec
+            options = self.encoder.options
             declared = [spec.formatting, spec.columns, spec.tags, reader.limit, options]
             files = [[kind, *_begin_of(file)] for file, kind in spec.files.items()]
             facts[f"dataset {number}"] = declared + files
@@ -146,7 +166,8 @@ class TokenStream:
     def hold_out(self, count: int) -> "HeldOut":
         """The first records of the datasets, which are not trained on from here on: their samples,
         or rows of them where texts are joined."""
-        records, self.num_held_out = _Records(self, Position()), count
+        records = _Records(self, Position())
+        self.num_held_out = count
         _, block = records.next_block(count)
         samples = ((Position(), documents) for documents in self._tokenize(block))
         in_rows = self._in_rows(samples, 0) if self.encoder.joins else _one_each(samples)
@@ -195,13 +216,17 @@ class TokenStream:
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
         """(its position, its documents) of each sample from a position on."""
         records = _Records(self, position)
-        chunk, done, passes, found = position.chunk, position.sample, position.passes, 1
+        chunk = position.chunk
+        done = position.sample
+        passes = position.passes
+        found = 1
         while True:
             begin, block = records.next_block(self.block_records)
             if begin.passes > passes and not found:
                 raise ValueError("no record of the datasets gives a sample to train on")
             if begin.passes > passes:
-                passes, found = begin.passes, 0
+                passes = begin.passes
+                found = 0
             if self.shuffles:
                 draws = np.random.default_rng([self.seed, begin.passes, begin.turns])
                 block = [block[i] for i in draws.permutation(len(block))]
@@ -210,7 +235,8 @@ class TokenStream:
                 for number, documents in enumerate(samples[done:], done):
                     chunk = first // CHUNK_RECORDS
                     yield dataclasses.replace(begin, chunk=chunk, sample=number), documents
-                found, done = found + len(samples), 0
+                found = found + len(samples)
+                done = 0
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
@@ -248,14 +274,17 @@ def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
 
 def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Position]]:
     """Samples in one row as long as the next one fits."""
-    row, used = [], 0
+    row = []
+    used = 0
     for position, documents in samples:
         more = [shifted(*document) for document in documents]
         length = sum(len(document["input_ids"]) for document in more)
         if row and used + length > capacity:
             yield row, position
-            row, used = [], 0
-        row, used = row + more, used + length
+            row = []
+            used = 0
+        row = row + more
+        used = used + length
 
 
 def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[dict], Position]]:
@@ -266,14 +295,18 @@ def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[d
     position = Position()
     for position, [(ids, _)] in samples:
         begins.append((len(tokens) - token, position))
-        tokens, token, at = np.concatenate([tokens, ids[token:]]), 0, 0
+        tokens = np.concatenate([tokens, ids[token:]])
+        token = 0
+        at = 0
         while at + length < len(tokens):
-            row, at = tokens[at : at + length + 1], at + length
+            row = tokens[at : at + length + 1]
+            at = at + length
             while len(begins) > 1 and begins[1][0] <= at:
                 begins.pop(0)
             begin, first = begins[0]
             yield [shifted(row, None)], dataclasses.replace(first, token=at - begin)
-        tokens, begins = tokens[at:], [(begin - at, first) for begin, first in begins]
+        tokens = tokens[at:]
+        begins = [(begin - at, first) for begin, first in begins]
     if len(tokens) > 1:  # of records that are held out
         yield [shifted(tokens, None)], position
 
@@ -282,7 +315,8 @@ class HeldOut(list):
     """Samples of one document in memory, with the counts that TokenDataset has, and what Packs
     asks of it."""
 
-    fingerprint, documents_per_sample = "held out", 1
+    fingerprint = "held out"
+    documents_per_sample = 1
 
     def __init__(self, rows: list[list[dict]]):
         super().__init__(rows)
@@ -296,10 +330,14 @@ class _MicroBatches(IterableDataset):
     """This rank's micro-batches, one after another, each with the position behind its step."""
 
     def __init__(self, stream: TokenStream, collate, plan: BatchPlan, position: Position):
-        self.stream, self.collate, self.plan, self.position = stream, collate, plan, position
+        self.stream = stream
+        self.collate = collate
+        self.plan = plan
+        self.position = position
 
     def __iter__(self) -> Iterator[dict]:
-        plan, rows = self.plan, self.stream.rows(self.position)
+        plan = self.plan
+        rows = self.stream.rows(self.position)
         size = plan.micro_batch_size
         while True:
             own = []

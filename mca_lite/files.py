@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import json
+import math
 import os
 import re
 import sysconfig
@@ -15,7 +16,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
+# -- names of files and numbers
+
+IGNORE_INDEX = -100  # a label that carries no loss
+GENERATION_METRICS = ("exact_match", "rouge_l")  # of predict_with_generate
+
+# Hugging Face's file names
+HF_CONFIG_NAME = "config.json"
+HF_GENERATION_CONFIG_NAME = "generation_config.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+
+# those of a tokenizer: fast ones, WordPiece, BPE, sentencepiece, and what transformers adds
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model"),
+    *("tekken.json", "tiktoken.model"),
+)
+
+# PEFT's
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+
+# our own
+MCA_CONFIG_NAME = "mca_config.json"
+RUN_CONFIG_NAME = "config.yaml"
+TRAINER_STATE_NAME = "trainer_state.json"
+TRAINER_LOG_NAME = "trainer_log.jsonl"
+EVAL_RESULTS_NAME = "eval_results.json"
+RUN_SUMMARY_NAME = "run_summary.json"
+GENERATIONS_NAME = "generations.jsonl"
+PREDICTIONS_NAME = "predictions.jsonl"
+LOSS_PLOT_NAME = "training_loss.png"
+PAGE_NAME = "report.html"
+CHECKPOINT_PREFIX = "checkpoint"
+
+
+# -- files and folders
 
 # a frame of a traceback, of a data loader's worker too, whose traceback is in its error's text
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
@@ -76,7 +114,8 @@ def is_there(path: Path) -> bool:
 def lies_in(path: Path, folder: Path) -> bool:
     """Whether a file is there and, whichever links lead to it, in the folder; a snapshot of the
     hub's cache is links to the blobs beside it."""
-    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(path))
+    home = Path(os.path.realpath(folder))
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")
@@ -85,7 +124,9 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 def checksum(path: str | os.PathLike) -> tuple[int, int]:
     """(size in bytes, CRC-32) of a file."""
-    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK_BYTES))
+    size = 0
+    crc = 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
             size += count
@@ -209,9 +250,10 @@ def read_model_config(
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
     """What the first of `files` that there is in a model's folder holds, or the config.json of a
-    model of the hub; {} where that is refused. judge: args_values.Judge. own_weights: its weights
+    model of the hub; {} where that is refused. judge: errors.Judge. own_weights: its weights
     are read later."""
-    folder, key = Path(name), "model_name_or_path"
+    folder = Path(name)
+    key = "model_name_or_path"
     held = [folder / file for file in files if (folder / file).is_file()]
     remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
@@ -285,3 +327,22 @@ def users_place(error: BaseException) -> str | None:
 def show_name(path: str | os.PathLike) -> str:
     """The name of a file as it can be printed, whatever its bytes are."""
     return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    return math.ceil(float(number) * unit)
+
+
+def show_size(count: float) -> str:
+    """Bytes as MiB or GiB."""
+    if count < 0.1 * 2**30:
+        return f"{count / 2**20:.2f} MiB"
+    return f"{count / 2**30:.2f} GiB"

@@ -2,7 +2,12 @@
 and a batch of prompts.
 """
 
+import contextlib
 import copy
+import math
+import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,22 +19,29 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from . import lora_files, model_config
-from .args_run import GROUPS
-from .args_values import ConfigError, Judge, read_config_file, refuse
+from . import lora, lora_files, model_config, parallel, watchdog
+from .args import GROUPS
+from .args_values import read_config_file
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
-from .constants import (
+from .data_batches import documents_of, samples_of
+from .data_chat import ChatRenderer
+from .errors import ConfigError, Judge, refuse
+from .files import (
     ADAPTER_CONFIG_NAME,
     CHECKPOINT_PREFIX,
+    GENERATION_METRICS,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
     IGNORE_INDEX,
     RUN_CONFIG_NAME,
+    printable,
+    read_json,
+    resolve_folder,
 )
-from .data_chat import ChatRenderer
-from .files import printable, read_json, resolve_folder
 from .model import load_torch_model
+
+# -- answers to prompts
 
 MAX_NEW_TOKENS = 512  # where neither the caller nor generation_config.json says how many
 # of a run's config.yaml: which model it began with
@@ -119,7 +131,9 @@ def load_for_generation(
     """
     disable_progress_bar()
     folder = resolve_folder(str(path))
-    name, origin, adapter = str(path), folder, None
+    name = str(path)
+    origin = folder
+    adapter = None
     keys = SimpleNamespace(train_from_scratch=False, seed=0)
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         adapter = folder
@@ -214,7 +228,8 @@ def stop_ids(model, tokenizer) -> list[int]:
 def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
     """(the tokens before the last run of trained ones, that run) of a document {"input_ids",
     "labels"}; None where nothing is trained."""
-    ids, labels = np.asarray(document["input_ids"]), np.asarray(document["labels"])
+    ids = np.asarray(document["input_ids"])
+    labels = np.asarray(document["labels"])
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     if not len(trained):
         return None
@@ -242,8 +257,10 @@ def continuations(
     ends. streamer: transformers', for one prompt.
     """
     config = _generation_config(model, stop, decoding)
-    limit, positions = config.max_new_tokens, _num_positions(model)
-    order, found = sorted(range(len(prompts)), key=lambda n: len(prompts[n])), {}
+    limit = config.max_new_tokens
+    positions = _num_positions(model)
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    found = {}
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         width = len(prompts[numbers[-1]])
@@ -270,7 +287,8 @@ def _num_positions(model) -> int:
 
 def _generation_config(model, stop: list[int], decoding: Decoding):
     """The model's own, with what `decoding` says instead."""
-    config, changes = copy.deepcopy(model.generation_config), {}
+    config = copy.deepcopy(model.generation_config)
+    changes = {}
     if decoding.temperature == 0:
         # the defaults: of what is None generate() takes the model's value, and warns
         changes = dict(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
@@ -300,7 +318,8 @@ class _Streamer(TextStreamer):
 
     def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._stop, self._write = stop, write
+        self._stop = stop
+        self._write = write
 
     def put(self, value) -> None:
         if self.next_tokens_are_prompt or int(value[0]) not in self._stop:
@@ -321,3 +340,127 @@ def stream(
         continuations(model, [prompt], stop, decoding, streamer=streamer)
     except KeyboardInterrupt:
         streamer.end()
+
+
+# -- answers in an evaluation
+
+# words of letters and digits; Chinese and Japanese characters are words of their own
+_WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
+
+
+def scores(answers: list[dict], prefix: str) -> dict[str, float]:
+    """<prefix>_exact_match and <prefix>_rouge_l: their means over what generate() returned."""
+    found = [[one["exact_match"], rouge_l(one["answer"], one["expected"])] for one in answers]
+    means = np.array(found).reshape(-1, len(GENERATION_METRICS)).sum(0) / max(len(found), 1)
+    names = [f"{prefix}_{name}" for name in GENERATION_METRICS]
+    return dict(zip(names, means.tolist(), strict=True))
+
+
+def rouge_l(ours: str, theirs: str) -> float:
+    """ROUGE-L's F1: twice the longest common subsequence of words over the words of both."""
+    a, b = (_WORD.findall(text.lower()) for text in (ours, theirs))
+    if not a or not b:
+        return float(a == b)
+    places: dict[str, int] = {}
+    for i, word in enumerate(a):
+        places[word] = places.get(word, 0) | 1 << i
+    # Hyyro's row of bits: a 0 for each place of `a` at which the common subsequence grows
+    row = full = (1 << len(a)) - 1
+    for word in b:
+        hits = row & places.get(word, 0)
+        row = ((row + hits) | (row - hits)) & full
+    return 2 * (len(a) - row.bit_count()) / (len(a) + len(b))
+
+
+# -- the model whole
+
+
+def check_room(trainer) -> None:
+    """ValueError, on every rank, where one of them has no room for a copy of the whole model."""
+    if trainer.backend.name == "torch":
+        return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**trainer.backend.hf_config))
+    weights = sum(p.numel() for p in whole.parameters()) * trainer.backend.dtype.itemsize
+    room = free_memory()
+    [is_short] = parallel.largest(int(weights > room))
+    if is_short:
+        raise ValueError(
+            f"predict_with_generate: a copy of the whole model takes {weights / 2**30:.1f} GiB on "
+            f"each rank, and one has less; this one has {room / 2**30:.1f} GiB: set it to false, "
+            "and ask the exported model"
+        )
+
+
+def free_memory() -> float:
+    """Bytes that this rank can still take, where its device is; infinite where nothing says so."""
+    if torch.cuda.is_available():
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + kept
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(free.split()[1]) * 1024 / ranks
+    return math.inf
+
+
+def _whole_model(trainer):
+    """The model as transformers has it, whole on this rank. Collective."""
+    backend = trainer.backend
+    args = trainer.args
+    if backend.name == "torch":
+        return trainer.model
+    check_room(trainer)
+    folder = Path(args.output_dir) / ".generate"
+    try:
+        has_adapters = lora.spec_of(trainer.model) is not None
+        export = backend.export_merged if has_adapters else backend.export_hf
+        export(folder, args.max_shard_size)
+        model = load_torch_model(str(folder), dtype=backend.dtype).eval()
+        parallel.barrier()
+    finally:
+        if parallel.is_main():
+            shutil.rmtree(folder, ignore_errors=True)
+    return model
+
+
+# -- generation
+
+
+@torch.no_grad()
+def generate(trainer, dataset) -> list[dict]:
+    """{"index", "prompt", "answer", "expected", "exact_match"} of those among the first
+    generation_num_samples samples that have an answer, in order, on every rank. Collective."""
+    args = trainer.args
+    tokenizer = trainer.tokenizer
+    dataset = samples_of(dataset)
+    count = min(len(dataset), args.generation_num_samples or len(dataset))
+    turns = ((index, last_turn(documents_of(dataset[index])[0])) for index in range(count))
+    turns = [(index, *turn) for index, turn in turns if turn is not None]
+    own = turns[parallel.rank() :: parallel.world_size()]
+    size = args.per_device_eval_batch_size
+    watchdog.note("generating answers")
+    trainer.backend.train_mode(False)
+    model = _whole_model(trainer)
+    found = []
+    decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
+    stop = stop_ids(model, tokenizer)
+    for start in range(0, len(own), size):
+        watchdog.alive()
+        batch = own[start : start + size]
+        prompts = [prompt for _, prompt, _ in batch]
+        with trainer.backend.autocast():
+            written = continuations(model, prompts, stop, decoding, size)
+        for (index, prompt, known), ids in zip(batch, written, strict=True):
+            texts = tokenizer.batch_decode([ids, until_stop(known, stop)], skip_special_tokens=True)
+            answer, expected = (text.strip() for text in texts)
+            line = {"index": index, "prompt": tokenizer.decode(prompt), "answer": answer}
+            found.append({**line, "expected": expected, "exact_match": answer == expected})
+    del model
+    torch.cuda.empty_cache()  # the copy's memory is training's again
+    trainer.backend.train_mode(True)
+    whole = [answer for theirs in parallel.gather(found) for answer in theirs]
+    return sorted(whole, key=lambda answer: answer["index"])

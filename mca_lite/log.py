@@ -2,23 +2,329 @@
 
 import io
 import json
+import math
 import os
+import re
+import resource
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from . import model_fused
+import torch
+import torch.distributed as dist
+
+from . import kernels, lora, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
-from .constants import LOSS_PLOT_NAME, PAGE_NAME, RUN_SUMMARY_NAME, TRAINER_LOG_NAME
-from .files import describe_error, write_file, write_json
-from .log_html import page
-from .log_read import LineFile, RunFolder, format_duration, format_rate, log_line, smooth
-from .trainer_callbacks import TrainerCallback
+from .callbacks import TrainerCallback
+from .families import DENSE_CONFIG, FAMILIES
+from .files import (
+    LOSS_PLOT_NAME,
+    PAGE_NAME,
+    RUN_SUMMARY_NAME,
+    TRAINER_LOG_NAME,
+    describe_error,
+    write_file,
+    write_json,
+)
+from .log_html import LineFile, RunFolder, format_duration, format_rate, log_line, page, smooth
+
+# -- speed
+
+# Dense bf16 and fp16 peaks in FLOP/s from NVIDIA's data sheets (without sparsity). Each row: words
+# that the device's name must hold, words that it must not hold, the peak. The first row that fits
+# counts.
+_PEAK_FLOPS = (
+    ({"A100"}, set(), 312e12),
+    ({"A800"}, set(), 312e12),
+    ({"H100", "PCIE"}, set(), 756e12),
+    ({"H800", "PCIE"}, set(), 756e12),
+    ({"H100", "NVL"}, set(), 835e12),
+    ({"H200", "NVL"}, set(), 835e12),
+    ({"H100"}, set(), 989e12),
+    ({"H800"}, set(), 989e12),
+    ({"H200"}, set(), 989e12),
+    ({"B200"}, set(), 2250e12),
+    ({"L40S"}, set(), 362e12),
+    ({"4090"}, {"D", "LAPTOP"}, 165e12),
+)
+
+
+class Throughput:
+    """Times steps between two lines of the log and turns their token counts into rates.
+
+    Counts are of the whole step, over all ranks. world_size: number of devices; peak_flops: FLOP/s
+    of one device, None where unknown. Nothing here waits for the GPU: a step whose work is still
+    queued shifts its time to the next one, and the sums between two lines are right as long as the
+    loop reads a number (loss, grad norm) off each step.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.world_size = world_size
+        self.peak_flops = peak_flops
+        self._clock = clock
+        self._reset()
+
+    @classmethod
+    def of(cls, args) -> "Throughput":
+        """The meter of a run with these TrainingArguments on this rank's device."""
+        name = ""
+        dtype = torch.float32
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+        if args.bf16 or args.fp16:
+            dtype = torch.bfloat16
+        return cls(args.world_size, peak_flops(name, dtype))
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._positions = 0
+        self._time_s = self._flops = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started = self._clock()
+
+    def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
+        """A step ends. tokens: without padding; positions: all that were computed, padding
+        included; model_flops: of the step's model, forward and backward (0 where not counted)."""
+        self._time_s += self._clock() - self._started
+        self._steps += 1
+        self._tokens += tokens
+        self._positions += positions
+        self._flops += model_flops
+
+    def take(self) -> dict[str, float]:
+        """Rates over the steps since the last call, and a new start; {} where there was no step.
+
+        Keys: step_time_s (mean), tokens_per_second, tokens_per_second_per_device,
+        padding_fraction (of all positions), tflops_per_device where FLOPs were counted, mfu (of 1)
+        where the peak is known too.
+        """
+        if not self._steps:
+            return {}
+        time_s = max(self._time_s, 1e-9)  # a clock may not have ticked
+        padding = 0.0
+        if self._positions:
+            padding = 1.0 - self._tokens / self._positions
+        rates = {
+            "step_time_s": self._time_s / self._steps,
+            "tokens_per_second": self._tokens / time_s,
+            "tokens_per_second_per_device": self._tokens / time_s / self.world_size,
+            "padding_fraction": padding,
+        }
+        if self._flops:
+            flops_per_device = self._flops / time_s / self.world_size
+            rates["tflops_per_device"] = flops_per_device / 1e12
+            if self.peak_flops:
+                rates["mfu"] = flops_per_device / self.peak_flops
+        self._reset()
+        return rates
+
+
+class ModelSizes(NamedTuple):
+    """The sizes of a model that decide what a token costs, of a config of either backend."""
+
+    weights: float  # that a token is multiplied with
+    core: float  # half the sum of query and value channels over all heads and layers
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    mlp_weights: float  # of one layer, mean over layers; of a mixture those that a token meets
+    expert_share: float  # of the experts of a layer, those that a token meets
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The FLOPs of a step: the formulas at the top of this file. `beside`: what runs forward only,
+    a reference."""
+
+    frozen: float
+    trained: float
+    core: float
+    beside: "ModelWork | None" = None
+
+    def flops(self, tokens: float, squares: float) -> float:
+        """tokens: without padding; squares: the sum of the documents' squared lengths."""
+        both = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
+        return both if self.beside is None else both + self.beside.forward(tokens, squares)
+
+    def forward(self, tokens: float, squares: float) -> float:
+        """The FLOPs of a forward pass alone."""
+        return 2 * (self.frozen + self.trained) * tokens + 2 * self.core * squares
+
+
+def model_work(model, reference=None) -> ModelWork | None:
+    """The work of a model in training; None where its sizes are not known.
+
+    model: VirtualModels or a transformers model, with its adapters. reference: the model that each
+    batch passes forward only; `model` itself stands for its weights without adapters. Collective
+    over all ranks for VirtualModels with adapters.
+    """
+    sizes = model_sizes(getattr(model, "config", None))
+    if sizes is None:
+        return None
+    beside = None if reference is None else model_sizes(reference.config)
+    if beside is not None:
+        beside = ModelWork(beside.weights, 0.0, beside.core)
+    if lora.spec_of(model) is None:
+        return ModelWork(0.0, sizes.weights, sizes.core, beside)
+    adapters, saved = _trained_weights(model, sizes.expert_share)
+    return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside)
+
+
+def model_sizes(config) -> ModelSizes | None:
+    """The sizes in a McaModelConfig or a transformers config; None where it does not say them."""
+    fields = _fields_of(config)
+    needed = "num_layers hidden_size vocab_size num_attention_heads ffn_hidden_size".split()
+    if any(not fields.get(name) for name in needed):
+        return None
+    hidden = fields["hidden_size"]
+    heads = fields["num_attention_heads"]
+    head = fields.get("kv_channels") or hidden // heads
+    groups = fields.get("num_query_groups") or heads
+    channels = 2 * head  # of a query and a value
+    # queries and what attention gives; keys and values
+    attention = hidden * head * (2 * heads + 2 * groups)
+    if fields.get("kv_lora_rank"):
+        channels = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+        attention = _latent_weights(fields)
+    # layers that predict ahead have a projection of 2 h to h each, and the logits again
+    ahead = fields.get("mtp_num_layers") or 0
+    layers = fields["num_layers"] + ahead
+    mlp = _mlp_weights(fields)
+    logits = (1 + ahead) * hidden * fields["vocab_size"]
+    experts = fields.get("num_moe_experts")
+    return ModelSizes(
+        weights=layers * (attention + mlp) + ahead * 2 * hidden**2 + logits,
+        core=layers * heads * channels / 2,
+        num_layers=fields["num_layers"],
+        hidden_size=hidden,
+        vocab_size=fields["vocab_size"],
+        mlp_weights=mlp,
+        expert_share=fields["moe_router_topk"] / experts if experts else 1.0,
+    )
+
+
+def _fields_of(config) -> dict[str, Any]:
+    """McaModelConfig's fields, of such a config or of one of transformers."""
+    if hasattr(config, "hf_model_type"):
+        return vars(config)
+    family = FAMILIES.get(getattr(config, "model_type", None))
+    if family is not None:
+        return family.values(config)
+    return {ours: getattr(config, theirs, None) for theirs, ours in DENSE_CONFIG.items()}
+
+
+def _latent_weights(fields: dict[str, Any]) -> float:
+    """Weights of one layer's multi-latent attention."""
+    hidden = fields["hidden_size"]
+    heads = fields["num_attention_heads"]
+    still = fields["qk_head_dim"]
+    turning = fields["qk_pos_emb_head_dim"]
+    value = fields["v_head_dim"]
+    latent = fields["kv_lora_rank"]
+    query = heads * (still + turning)
+    queries = hidden * query
+    if fields.get("q_lora_rank"):
+        queries = fields["q_lora_rank"] * (hidden + query)
+    keys_and_values = hidden * (latent + turning) + latent * heads * (still + value)
+    return queries + keys_and_values + heads * value * hidden
+
+
+def _mlp_weights(fields: dict[str, Any]) -> float:
+    """Weights of the gated MLP that a token meets in a layer, averaged over the layers.
+
+    In a mixture they are those of its experts and of the shared one, each of three matrices, the
+    router's row of each expert, and that of the shared expert's gate.
+    """
+    hidden = fields["hidden_size"]
+    dense = 3 * hidden * fields["ffn_hidden_size"]
+    experts = fields.get("num_moe_experts")
+    if not experts:
+        return dense
+    shared = fields.get("moe_shared_expert_intermediate_size") or 0
+    columns = fields["moe_router_topk"] * fields["moe_ffn_hidden_size"] + shared
+    rows = experts
+    if shared and fields.get("moe_shared_expert_gate"):
+        rows += 1
+    mixture = 3 * hidden * columns + hidden * rows
+    mixtures = sum(fields["moe_layer_freq"])
+    return ((fields["num_layers"] - mixtures) * dense + mixtures * mixture) / fields["num_layers"]
+
+
+def _trained_weights(model, expert_share: float) -> tuple[float, float]:
+    """(weights of the adapters, of modules_to_save) that a token is multiplied with, of all ranks.
+
+    Every rank tells the whole size of what it holds a part of, divided by the number of ranks that
+    tell the same.
+    """
+    config = model.config
+    is_megatron = hasattr(config, "hf_model_type")
+    tellers = 1
+    expert_parallel = 1
+    tensor_parallel = 1
+    chunks = [model]
+    if is_megatron:
+        tellers = parallel.world_size() // config.pipeline_model_parallel_size
+        expert_parallel = config.expert_model_parallel_size
+        tensor_parallel = config.tensor_model_parallel_size
+        chunks = model
+    adapters = 0.0
+    saved = 0.0
+    for piece in lora.pieces_of(model):
+        if "lora_embedding_A" in piece.key:
+            continue  # a look-up
+        share = expert_share * expert_parallel if piece.is_expert else 1.0
+        adapters += math.prod(piece.full_shape) * share / tellers
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            is_matrix = parameter.requires_grad and parameter.dim() == 2
+            if not is_matrix or ".lora." in name or "embed" in name:
+                continue
+            cut = tensor_parallel if getattr(parameter, "tensor_model_parallel", False) else 1
+            saved += parameter.numel() * cut / tellers
+    totals = torch.tensor([adapters, saved], dtype=torch.float64, device=parallel.device())
+    if is_megatron and parallel.world_size() > 1:
+        dist.all_reduce(totals)
+    return tuple(totals.tolist())
+
+
+def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> float | None:
+    """The dense peak of a device in FLOP/s, by the name that torch.cuda.get_device_name() gives.
+
+    None for a device that is not in the table and for dtypes other than bf16 and fp16: better no
+    mfu than a wrong one.
+    """
+    if str(dtype).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16"):
+        return None
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    for needed, forbidden, flops in _PEAK_FLOPS:
+        if needed <= words and not forbidden & words:
+            return flops
+    return None
+
+
+def peak_memory_gib() -> float:
+    """Peak memory of this process in GiB: CUDA's allocator, or the resident set on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+# -- the log
 
 # Pictures are drawn again after so many seconds, and so rarely that they take 1/50 of the time
-_DRAW_EVERY_S, _DRAW_SHARE = 30.0, 50
+_DRAW_EVERY_S = 30.0
+_DRAW_SHARE = 50
 
 # The progress line shows these keys so, then the tokens per second, and other keys as they are
 _FORMS = {
@@ -116,10 +422,13 @@ class Report(TrainerCallback):
     """
 
     def __init__(self, args, is_main: bool, clock: Callable[[], float] = time.perf_counter):
-        self.args, self.is_main, self._clock = args, is_main, clock
+        self.args = args
+        self.is_main = is_main
+        self._clock = clock
         self.log_path = os.path.join(args.output_dir, TRAINER_LOG_NAME)
         self.page_path = os.path.join(args.output_dir, PAGE_NAME) if args.html_report else None
-        self.plots, self.uses_bar = args.plot_loss, not args.disable_tqdm
+        self.plots = args.plot_loss
+        self.uses_bar = not args.disable_tqdm
         if args.disable_tqdm is None:
             self.uses_bar = sys.stderr.isatty()
         self._file = self._bar = self._tensorboard = self._wandb = None
@@ -158,7 +467,8 @@ class Report(TrainerCallback):
         if self.uses_bar:
             from tqdm import tqdm
 
-            done, steps = state.global_step, state.max_steps
+            done = state.global_step
+            steps = state.max_steps
             self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
         if "tensorboard" in self.args.report_to:
             from torch.utils.tensorboard import SummaryWriter
@@ -185,7 +495,7 @@ class Report(TrainerCallback):
         self._file = open(self.log_path, "a", encoding="utf-8")  # until on_train_end
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.first_step + 1 and model_fused.is_on():
+        if state.global_step == self.first_step + 1 and kernels.is_on():
             took = self._clock() - self._started
             self.print(f"the first step took {took:.1f} s: kernels were compiled in it")
         if self._bar is not None:
@@ -218,7 +528,8 @@ class Report(TrainerCallback):
         if self._bar is not None and "loss" in logs:
             self._bar.set_postfix_str(format_progress(logs, self._max_steps).split("  ", 1)[1])
             return
-        done, left = logs["step"] - self.first_step, self._max_steps - logs["step"]
+        done = logs["step"] - self.first_step
+        left = self._max_steps - logs["step"]
         eta_s = None
         if done > 0 and left > 0 and "loss" in logs:
             eta_s = (self._clock() - self._started) / done * left
@@ -252,7 +563,8 @@ class Report(TrainerCallback):
                 write_file(self.page_path, page([run]))
         except Exception as error:  # whatever a full disk or a font leads to
             self.print(f"note: no more pictures of this run: {describe_error(error)}")
-            self.plots, self.page_path = False, None
+            self.plots = False
+            self.page_path = None
         now = self._clock()
         self._draw_at = now + max(_DRAW_EVERY_S, _DRAW_SHARE * (now - began))
 
@@ -269,9 +581,10 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
     itself."""
     # here: they bring torch and megatron, which a refused key need not wait for
-    from . import model_te, parallel
+    from . import model_config, parallel
 
-    args, backend = trainer.args, trainer.backend
+    args = trainer.args
+    backend = trainer.backend
     config = getattr(trainer.model, "config", None)
     total, trained = backend.num_parameters()
     precision = backend.precision
@@ -299,7 +612,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
         "layout": {
             "backend": kind,
             "world": f"{show_count(args.world_size, 'rank')} on {parallel.device().type}",
-            "found": model_te.found_here(),
+            "found": model_config.found_here(),
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
             **_experts(backend),
             **balance_summary(backend, args),
@@ -315,7 +628,8 @@ def run_summary(trainer, plan) -> dict[str, dict]:
 
 def steps_summary(trainer, plan) -> dict[str, str | int]:
     """What the start summary says of the steps of a trainer, and of its BatchPlan."""
-    args, state = trainer.args, trainer.state
+    args = trainer.args
+    state = trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
     warmup = plan_schedule(args, state.max_steps).warmup
     epochs = "of a stream, which has no epochs"
@@ -343,8 +657,10 @@ def _experts(backend) -> dict[str, str]:
     """How experts are spread, for a model that has them on megatron-core."""
     if backend.name != "megatron" or not backend.config.num_moe_experts:
         return {}
-    config, experts = backend.config, backend.config.num_moe_experts
-    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    config = backend.config
+    experts = backend.config.num_moe_experts
+    ep = config.expert_model_parallel_size
+    etp = config.expert_tensor_parallel_size
     return {"expert x expert tensor": f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"}
 
 
@@ -352,7 +668,8 @@ def balance_summary(backend, args) -> dict[str, str]:
     """Which load-balancing loss routers have, and who asked for it."""
     if backend.statistics_of_routers is None:
         return {}
-    losses, origin = backend.losses_of_routers, "moe_aux_loss_coeff"
+    losses = backend.losses_of_routers
+    origin = "moe_aux_loss_coeff"
     if args.moe_aux_loss_coeff is None:
         origin = "the model's router_aux_loss_coef; moe_aux_loss_coeff: 0 switches it off"
     if losses.kind == "none":

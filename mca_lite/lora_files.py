@@ -23,13 +23,11 @@ from .args_rules import (
     check_other_model,
     is_saved,
 )
-from .args_values import Judge, refuse
-from .constants import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from .files import read_json, write_json
+from .errors import Judge, refuse
+from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
+from .lora import host_of, module_of
 from .lora_layers import LoraSpec
-from .lora_sites import host_of, module_of
-from .weights_files import file_tensors, open_safetensors
-from .weights_sources import SafetensorsSource
+from .weights_files import SafetensorsSource, file_tensors, open_safetensors
 
 PREFIX = "base_model.model."
 # how the names of a module's two matrices end, each with the other's
@@ -50,8 +48,10 @@ class AdapterSource(SafetensorsSource):
                 f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
                 "that PEFT or this package wrote"
             )
-        self.folder, file = Path(folder), open_safetensors(path)
-        self._file_of, self._open = dict.fromkeys(file.keys(), path.name), {path.name: file}
+        self.folder = Path(folder)
+        file = open_safetensors(path)
+        self._file_of = dict.fromkeys(file.keys(), path.name)
+        self._open = {path.name: file}
         # PEFT writes the frozen embedding of an adapted one beside it: the base has it
         keys = (key for key in self._file_of if ".base_layer." not in key)
         self._part_of = {key.removeprefix(PREFIX): (key, ()) for key in keys}
@@ -101,7 +101,8 @@ def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, AdapterSource]:
     if not path.is_file():
         reason = f"it holds no {ADAPTER_CONFIG_NAME}"
         refuse("adapter_name_or_path", str(folder), reason, "the folder of an adapter")
-    values, judge = read_json(path), Judge(None)
+    values = read_json(path)
+    judge = Judge(None)
     check_adapter_config(values, path, judge)
     judge.close()
     source = AdapterSource(folder)
@@ -157,7 +158,7 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.floa
     lora.inject(model, spec, dtype=dtype)
     problem = None
     try:
-        lora.fill(model, source)
+        lora.fill_adapters(model, source)
         host = host_of(model)
         host.fill(lora.saved_keys(host, spec), source)
     except ValueError as error:
@@ -177,7 +178,8 @@ def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
     for name in sorted(source.whole_weights()):
         if is_saved(module_of(name), spec):
             continue
-        own, theirs = host.base_weight(name), source.read(name).float()
+        own = host.base_weight(name)
+        theirs = source.read(name).float()
         if own is None or not torch.equal(own.detach().cpu().float(), theirs):
             raise ValueError(
                 f"{source.folder} brings a {name} of its own, which is not among its "
@@ -195,7 +197,8 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
     All ranks must call it. Collectives: gathers over tensor-parallel and expert-tensor-parallel
     groups, sends to rank 0.
     """
-    host, wholes = host_of(model), {}
+    host = host_of(model)
+    wholes = {}
     for piece in lora.pieces_of(model):
         whole = piece.whole()
         in_group = piece.group.rank() if piece.group is not None else 0
@@ -206,7 +209,8 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
 
 def trained_tensors(model) -> dict[str, torch.Tensor]:
     """gather_adapters() with the weights that modules_to_save means. All ranks must call it."""
-    tensors, host = gather_adapters(model), host_of(model)
+    tensors = gather_adapters(model)
+    host = host_of(model)
     if keys := lora.saved_keys(host, lora.spec_of(model)):
         tensors.update(host.read(keys))
     return tensors
@@ -214,7 +218,8 @@ def trained_tensors(model) -> dict[str, torch.Tensor]:
 
 def save_adapter(model, folder: str | os.PathLike) -> list[str]:
     """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
-    folder, tensors = Path(folder), trained_tensors(model)
+    folder = Path(folder)
+    tensors = trained_tensors(model)
     config = peft_config(lora.spec_of(model), target_modules(model))
 
     def write() -> None:
@@ -229,7 +234,8 @@ def save_adapter(model, folder: str | os.PathLike) -> list[str]:
 
 def target_modules(model) -> list[str]:
     """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
-    modules, out = lora.spec_of(model).modules, []
+    modules = lora.spec_of(model).modules
+    out = []
     found = [candidate.hf for candidate in lora.candidates(model)]
     for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules):
         same = [name for name in found if name.rsplit(".", 1)[-1] == last]
@@ -255,7 +261,8 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
 
 def check_checkpoint(model, folder: str | os.PathLike) -> None:
     """ValueError if a checkpoint, which holds a PEFT adapter, and the model differ in adapters."""
-    spec, path = lora.spec_of(model), Path(folder) / ADAPTER_CONFIG_NAME
+    spec = lora.spec_of(model)
+    path = Path(folder) / ADAPTER_CONFIG_NAME
     if (spec is not None) != path.is_file():
         words = "holds no adapters, and this run has some: set finetuning_type: full"
         if spec is None:
@@ -263,7 +270,8 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
         raise ValueError(f"{folder} {words}, or start anew with another output_dir")
     if spec is None:
         return
-    values, now = read_json(path), peft_config(spec, target_modules(model))
+    values = read_json(path)
+    now = peft_config(spec, target_modules(model))
     for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
         if values.get(key) != now[key]:
             raise ValueError(
@@ -282,7 +290,8 @@ def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
     The model's own weights stay as they are. All ranks must call merger(); the function works on
     global rank 0.
     """
-    spec, judge = lora.spec_of(model), Judge(None)
+    spec = lora.spec_of(model)
+    judge = Judge(None)
     check_mergeable(spec, host_of(model).is_tied, judge)
     judge.close()
     return _merge_with(gather_adapters(model).get, spec.scale)
@@ -379,7 +388,8 @@ def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int,
             rows = max(rows, source.shape(name)[0])
         source.check(name, (rows, *shape[1:]))
         return
-    module, (out_size, in_size) = name.removesuffix(".weight"), shape
+    module = name.removesuffix(".weight")
+    (out_size, in_size) = shape
     if f"{module}.lora_embedding_A" in source.names():
         source.check(f"{module}.lora_embedding_A", (rank, out_size))
         source.check(f"{module}.lora_embedding_B", (in_size, rank))

@@ -30,13 +30,136 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
-
 from . import parallel
 from .args import FinetuningArguments
-from .args_values import ConfigError, check_keys
-from .lora_product import AdaptedExperts, AdaptedProduct, normed, suit_transformer_engine, with_room
+from .args_values import check_keys
+from .errors import ConfigError
+from .kernels import rms_norm
+from .mcore import get_cuda_rng_tracker, mappings
+
+# -- a frozen weight and its adapter as one product
+
+
+def with_room(weight, columns: int, rooms: dict) -> torch.Tensor:
+    """A buffer [..., out, in + columns]: `weight`, whose data moves into it, and beside it columns
+    to which B is written. rooms: the buffers of an adapter, by the shape of their weight."""
+    room = rooms.get(weight.shape)
+    inputs = weight.shape[-1]
+    if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
+        room = rooms[weight.shape] = weight.new_zeros(*weight.shape[:-1], inputs + columns)
+        weight.data = room[..., :inputs].copy_(weight)
+    return room
+
+
+def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left^T right, float32."""
+    if left.is_cuda:
+        return torch.mm(left.t(), right, out_dtype=torch.float32)
+    return (left.t() @ right).float()
+
+
+class AdaptedProduct(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T, which is
+    rounded once.
+
+    Added to a product that is rounded already, an update smaller than half of its last digit would
+    be lost. A product's own addition (addmm) does not help: cuBLAS rounds to bf16 before it adds.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, room, a, b, scale, group=None):
+        """room: what with_room gives for `weight`; its columns for B are written. group:
+        the ranks of which each has a part of the sequence in x, and here gets the whole product;
+        A's gradient is that of its own part then. Collective over it, both ways."""
+        a = a.to(x.dtype)
+        b = b.to(x.dtype)
+        whole = x if group is None else mappings._gather_along_first_dim(x, group)
+        flat = whole.reshape(-1, x.shape[-1])
+        low = (flat @ a.t()).mul_(scale)
+        room[:, x.shape[-1] :].copy_(b)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        ctx.group = group
+        return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, a, b, low = ctx.saved_tensors
+        flat = x.reshape(-1, x.shape[-1])
+        grad = grad.reshape(-1, grad.shape[-1])
+        d_low = (grad @ b).mul_(ctx.scale)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = (d_low @ a).addmm_(grad, weight)
+        if ctx.group is not None:
+            to_parts = mappings._reduce_scatter_along_first_dim
+            d_low = to_parts(d_low, ctx.group)
+            d_x = d_x if d_x is None else to_parts(d_x, ctx.group)
+        d_x = d_x if d_x is None else d_x.view(x.shape)
+        d_a = _float_product(d_low, flat)
+        d_b = _float_product(grad, low)
+        return d_x, None, None, d_a, d_b, None, None
+
+
+class AdaptedExperts(torch.autograd.Function):
+    """Of each expert x W^T + low B^T of a frozen W as one product [x, low] [W, B]^T, which is
+    rounded once."""
+
+    @staticmethod
+    def forward(ctx, x, low, weight, b, room, multiply):
+        """x [T, in], low [T, c], weight [n, ..., in], b [n, out, c]; room as above. multiply(x, w):
+        each expert's tokens times its w^T."""
+        room = room.flatten(1, -2)
+        room[..., x.shape[-1] :].copy_(b)
+        ctx.save_for_backward(low, weight, b)
+        ctx.multiply = multiply
+        return multiply(torch.cat([x, low], 1), room)
+
+    @staticmethod
+    def backward(ctx, grad):
+        low, weight, b = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
+        with torch.enable_grad():  # r wide: its gradients are those of any product of experts
+            low = low.detach().requires_grad_()
+            b = b.detach().requires_grad_()
+            product = ctx.multiply(low, b)
+        d_low, d_b = torch.autograd.grad(product, (low, b), grad)
+        return d_x, d_low, None, d_b, None, None
+
+
+def normed(module, x):
+    """The input of the matrix itself: Transformer Engine's fused linears apply a norm before it."""
+    weight = getattr(module, "layer_norm_weight", None)
+    return x if weight is None else rms_norm(x, weight, module.eps, module.zero_centered_gamma)
+
+
+def suit_transformer_engine(module, adapter) -> None:
+    """What a linear of Transformer Engine needs that has this adapter: in bf16 on one rank of
+    tensor parallelism AdaptedProduct in place of its own product."""
+    # it asks once that all of its parameters, the adapter's too, have its input's dtype: it has
+    module.activation_dtype = module.weight.dtype
+    adapter.in_half = bool(module.config.fp8)  # float32 products take longer than 8-bit ones
+    if adapter.tp > 1 or adapter.in_half:
+        return
+
+    def forward(x):
+        """(output, None), or (output without bias, bias)."""
+        x = normed(module, x)
+        weight = module.weight
+        out = adapter(x, weight) if adapter.adds_in_product(weight) else F.linear(x, weight)
+        bias = module.bias if module.use_bias else None
+        if bias is None or module.te_return_bias:
+            return out, bias
+        return out + bias, None
+
+    module.forward = forward
+    adapter.in_product = True
+
+
+# -- adapters of layers
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
 Names = tuple[tuple[str, ...], ...]
@@ -116,7 +239,8 @@ class Piece(NamedTuple):
 def _side_by_side(bs, widths, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
     """B of each projection [..., width, columns], with columns of its own; zeros for None. like:
     one of the matrices A."""
-    blocks, first = [], 0
+    blocks = []
+    first = 0
     for b, width in zip(bs, widths, strict=True):
         if b is None:
             blocks.append(like.new_zeros(*like.shape[:-2], width, columns))
@@ -142,8 +266,10 @@ class Adapter(torch.nn.Module, abc.ABC):
         self, spec: LoraSpec, names: Names, group=None, sequence_parallel=False, device=None
     ):
         super().__init__()
-        self.spec, self.names = spec, names
-        self.group, self.device = group, device
+        self.spec = spec
+        self.names = names
+        self.group = group
+        self.device = device
         self.tp = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
         self.sequence_parallel = sequence_parallel and self.tp > 1
@@ -158,7 +284,8 @@ class Adapter(torch.nn.Module, abc.ABC):
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         cut = axis is not None and self.tp > 1
         parameter.tensor_model_parallel = cut
-        parameter.partition_dim, parameter.partition_stride = (axis if cut else -1), 1
+        parameter.partition_dim = axis if cut else -1
+        parameter.partition_stride = 1
         parameter.sequence_parallel = partial and self.sequence_parallel
         self.register_parameter(name, parameter)
         self.axes[name] = axis if cut else None
@@ -168,7 +295,8 @@ class Adapter(torch.nn.Module, abc.ABC):
         """This rank's parts of the matrices of PEFT that the adapter stands for."""
 
     def _piece(self, key: str, name: str, part=slice(None)) -> Piece:
-        is_expert, real = self.num_stack_axes > 0, self.real.get(name)
+        is_expert = self.num_stack_axes > 0
+        real = self.real.get(name)
         return Piece(key, getattr(self, name), part, self.axes[name], self.group, real, is_expert)
 
     def _summed(self, low: torch.Tensor, scatter: bool) -> torch.Tensor:
@@ -206,8 +334,12 @@ class LoraAdapter(Adapter):
         self, spec, names, in_size, widths, cut=None, groups=None, vocab_size=None, **shared
     ):
         super().__init__(spec, names, **shared)
-        self.widths, self.cut, self.groups = widths, cut, groups
-        count, is_row, is_column = sum(map(bool, names)), cut == "row", cut == "column"
+        self.widths = widths
+        self.cut = cut
+        self.groups = groups
+        count = sum(map(bool, names))
+        is_row = cut == "row"
+        is_column = cut == "column"
         self._add("lora_A", (count * spec.rank, in_size), 1 if is_row else None, partial=not is_row)
         for i, (of_projection, width) in enumerate(zip(names, widths, strict=True)):
             if of_projection:
@@ -217,7 +349,8 @@ class LoraAdapter(Adapter):
             self.real["lora_B_0"] = vocab_size
 
     def pieces(self) -> Iterator[Piece]:
-        r, first = self.spec.rank, 0
+        r = self.spec.rank
+        first = 0
         for i, of_projection in enumerate(self.names):
             for name in of_projection:
                 yield self._piece(f"{name}.lora_A.weight", "lora_A", slice(first, first + r))
@@ -234,7 +367,8 @@ class LoraAdapter(Adapter):
         if weight is not None:
             return self._product(x, weight)
         low = self.low(x)
-        outs, lows = [], iter(low.split(self.spec.rank, -1))
+        outs = []
+        lows = iter(low.split(self.spec.rank, -1))
         for b, width in zip(self._bs(), self.widths, strict=True):
             if b is None:
                 outs.append(low.new_zeros(*low.shape[:-1], width))
@@ -257,13 +391,15 @@ class LoraAdapter(Adapter):
         """W x + scale * B A x; of a linear that is cut along its columns this rank's part of that
         sum, with its own part of A x. Collective: gradients of a whole matrix are summed where
         megatron does not (it does under sequence parallelism)."""
-        a, gathers = self.lora_A, None
+        a = self.lora_A
+        gathers = None
         # B of all projections as one matrix [out, projections * r]
         b = self._joined(_side_by_side(self._bs(), self.widths, len(a), like=a), 0)
         if self.cut == "column" and self.sequence_parallel:
             gathers = self.group
         elif self.cut == "column" and self.tp > 1:
-            a, x = parallel.sum_gradients(a, self.group), parallel.sum_gradients(x, self.group)
+            a = parallel.sum_gradients(a, self.group)
+            x = parallel.sum_gradients(x, self.group)
         elif self.cut == "row" and self.tp > 1 and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
@@ -345,9 +481,16 @@ class LoraExperts(Adapter):
             p: modules for p, modules in zip(PROJECTIONS, names, strict=True) if modules
         }
         for projection, modules in self.adapted.items():
-            n, inputs, outputs, cut_a, cut_b = len(modules), hidden_size, columns, None, 0
+            n = len(modules)
+            inputs = hidden_size
+            outputs = columns
+            cut_a = None
+            cut_b = 0
             if projection == "down":
-                inputs, outputs, cut_a, cut_b = columns, hidden_size, 1, None
+                inputs = columns
+                outputs = hidden_size
+                cut_a = 1
+                cut_b = None
             self._add(f"{projection}_A", (n, spec.rank, inputs), cut_a)
             self._add(f"{projection}_B", (n, outputs, spec.rank), cut_b)
 
@@ -377,7 +520,8 @@ class LoraExperts(Adapter):
         a multiple of 8, since a grouped product in half precision wants whole 16 bytes."""
         adapted = [p for p in projections if p in self.adapted]
         a = torch.cat([self._matrix(f"{p}_A") for p in adapted], 1)
-        columns, count = -(-a.shape[1] // 8) * 8, len(projections)
+        columns = -(-a.shape[1] // 8) * 8
+        count = len(projections)
         bs = [self._matrix(f"{p}_B") if p in adapted else None for p in projections]
         b = torch.cat(_side_by_side(bs, [outputs // count] * count, columns, like=a), 1)
         return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
@@ -392,12 +536,14 @@ class LoraExperts(Adapter):
         if not self.adds_in_product(weight):
             low = multiply(self._dropped(x.float()), a)
             return (multiply(x, whole) + multiply(low, b)).to(x.dtype)
-        low, room = multiply(x, a.to(x.dtype)), with_room(weight, b.shape[-1], self._rooms)
+        low = multiply(x, a.to(x.dtype))
+        room = with_room(weight, b.shape[-1], self._rooms)
         return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The parameters of transformers' experts with the adapters in them."""
-        gate_up, down = experts.gate_up_proj, experts.down_proj
+        gate_up = experts.gate_up_proj
+        down = experts.down_proj
         gate, up = gate_up.float().chunk(2, 1)
         both = torch.cat([self._with_delta("gate", gate), self._with_delta("up", up)], 1)
         down_with = self._with_delta("down", down.float()).to(down.dtype)
@@ -407,7 +553,8 @@ class LoraExperts(Adapter):
         """weight + scale * B A of each expert [n, outputs, inputs], float32."""
         if projection not in self.adapted:
             return weight
-        a, b = getattr(self, f"{projection}_A"), getattr(self, f"{projection}_B")
+        a = getattr(self, f"{projection}_A")
+        b = getattr(self, f"{projection}_B")
         return weight + self.spec.scale * torch.bmm(b, a)
 
 

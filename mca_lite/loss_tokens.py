@@ -18,15 +18,119 @@ again.
 
 import functools
 import operator
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .constants import IGNORE_INDEX
-from .loss_logits import Head, Logits, LossOfLogits, all_reduce, checked
-from .model_fused import compiled, compiles, triton
-from .parallel import to_device
+from .files import IGNORE_INDEX
+from .kernels import compiled, compiles, triton
+from .mcore import reduce_from_tensor_model_parallel_region
+from .parallel import sum_gradients, to_device
+
+# -- losses on logits
+
+
+def all_reduce(tensor, op, group):
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+class Head(NamedTuple):
+    """What all chunks of a loss share. columns: the first ones on this rank, which are token ids;
+    the rest pads."""
+
+    group: Any  # a ProcessGroup; None: one rank
+    vocab_size: int
+    first: int
+    columns: int
+    chunk_size: int
+    softcap: float | None
+
+    def place(self, labels):
+        """(column of each label, 0 where another rank has it; whether it is here)."""
+        column = labels - self.first
+        here = (column >= 0) & (column < self.columns)
+        return column.where(here, 0), here
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits of n tokens that have a label. Each rank has its own columns, the vocabulary's
+    [first, first + columns): all of it without tensor parallelism.
+
+    product: hidden times the head before its cap, [n, V/tp]. labels: int64 [n], global token ids.
+    hidden [n, h]: the last hidden states as the head reads them, the same on all ranks. weight
+    [V/tp, h]: this rank's rows of the head. The last two are for what the logits do not show. In
+    a product of hidden with this rank's rows write spread(hidden), or its gradient is too small.
+    """
+
+    product: torch.Tensor
+    labels: torch.Tensor
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    head: Head
+
+    @functools.cached_property
+    def values(self) -> torch.Tensor:
+        """float32 [n, columns]: the logits as the model has them, capped where it caps them."""
+        values = self.product.float()[:, : self.head.columns]
+        cap = self.head.softcap
+        return values if cap is None else cap * torch.tanh(values / cap)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of what each has from its columns; same on all. Collective."""
+        group = self.head.group
+        if group is None:
+            return part
+        whole = part.clone(memory_format=torch.contiguous_format)  # it is reduced in place
+        return reduce_from_tensor_model_parallel_region(whole, group=group)
+
+    def spread(self, whole: torch.Tensor) -> torch.Tensor:
+        """`whole`, the same on all ranks, to be used with this rank's columns: its gradient is
+        summed over the ranks. Collective in the backward pass."""
+        group = self.head.group
+        return whole if group is None else sum_gradients(whole, group)
+
+    def logsumexp(self) -> torch.Tensor:
+        """[n]: log of the sum of exp(z) over the whole vocabulary. Collective."""
+        top = self.values.new_full(self.labels.shape, torch.finfo(torch.float32).min)
+        if self.head.columns:
+            top = self.values.detach().amax(1)
+        top = all_reduce(top, dist.ReduceOp.MAX, self.head.group)
+        return top + self.sum((self.values - top[:, None]).exp().sum(1)).log()
+
+    def of_labels(self) -> torch.Tensor:
+        """[n]: the logit of each label, NaN for one that is no token id. Collective."""
+        column, here = self.head.place(self.labels)
+        part = self.values.sum(1)  # a rank may have nothing but padding
+        if self.head.columns:
+            part = self.values.gather(1, column[:, None])[:, 0] * here
+        unknown = (self.labels < 0) | (self.labels >= self.head.vocab_size)
+        return self.sum(part).masked_fill(unknown, float("nan"))
+
+    def cross_entropy(self) -> torch.Tensor:
+        """[n]: the loss that is minimised where nothing else is said. Collective."""
+        return self.logsumexp() - self.of_labels()
+
+
+LossOfLogits = Callable[[Logits], torch.Tensor]
+
+
+def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
+    """A function's losses, in float32. ValueError where they are not [n] or [n, k]."""
+    n = len(logits.labels)
+    if losses.dim() not in (1, 2) or len(losses) != n:
+        raise ValueError(
+            f"a loss of logits gave {list(losses.shape)} for {n} tokens: expected [n] or [n, k]"
+        )
+    return losses.float()
+
+
+# -- token losses in chunks
 
 if triton is not None:
     import triton.language as tl
@@ -80,7 +184,8 @@ if triton is not None:
     ):
         row = tl.program_id(0).to(tl.int64)
         start = logits + row * width
-        largest, summed = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32)
+        largest = tl.full((), LOWEST, tl.float32)
+        summed = tl.full((), 0.0, tl.float32)
         for first in range(0, columns, BLOCK):
             place = first + tl.arange(0, BLOCK)
             values = tl.load(start + place, place < columns, -float("inf")).to(tl.float32)
@@ -175,7 +280,8 @@ def _losses(logits, labels, head: Head):
     column, here = head.place(labels)
     top, total, target = _statistics(logits, column, head.columns)
     if head.group is not None and head.group.size() > 1:
-        own, top = top, all_reduce(top.clone(), dist.ReduceOp.MAX, head.group)
+        own = top
+        top = all_reduce(top.clone(), dist.ReduceOp.MAX, head.group)
         total = total * (own - top).exp()
     # target logit and sum of exponentials travel together: one collective for both
     both = torch.stack([torch.where(here, target - top, 0.0), total])
@@ -296,7 +402,8 @@ class _TokenLosses(torch.autograd.Function):
                 del logits  # the same memory
                 gradients.add(rows, parts, d_logits)
                 del d_logits  # the largest tensor here
-        ctx.head, ctx.chunks = head, chunks
+        ctx.head = head
+        ctx.chunks = chunks
         ctx.gradients = gradients.tensors if ahead else None
         ctx.save_for_backward(labels, losses, lse, *factors)
         return losses
@@ -306,11 +413,13 @@ class _TokenLosses(torch.autograd.Function):
         labels, losses, lse, *factors = ctx.saved_tensors
         # the gradient of a sum is one number, expanded: strides say so without asking the device
         if ctx.gradients is not None and (grad.stride(0) == 0 or len(grad) < 2):
-            by, taken = grad.sum() if len(grad) == 0 else grad[0], ctx.gradients
+            by = grad.sum() if len(grad) == 0 else grad[0]
+            taken = ctx.gradients
         elif ctx.gradients is not None and not any(ctx.needs_input_grad[5::2]):
             by, taken = grad[:, None], ctx.gradients  # a frozen head: each row has its own gradient
         else:
-            by, taken = None, _TokenLosses.weighted(ctx, labels, losses, lse, grad, factors)
+            by = None
+            taken = _TokenLosses.weighted(ctx, labels, losses, lse, grad, factors)
         out = [None, None, None, None]
         for gradient, tensor in zip(taken, factors, strict=True):
             if gradient is not None and by is not None:
@@ -346,7 +455,9 @@ class _LossesOfLogits(torch.autograd.Function):
             if losses is None:
                 losses = part.new_zeros(len(labels), *part.shape[1:])
             losses[rows] = part
-        ctx.function, ctx.head, ctx.chunks = function, head, chunks
+        ctx.function = function
+        ctx.head = head
+        ctx.chunks = chunks
         ctx.save_for_backward(labels, *factors)
         return losses
 
@@ -410,7 +521,8 @@ def token_losses(
         raise ValueError(
             f"hidden {tuple(hidden.shape)} does not belong to labels {tuple(labels.shape)}"
         )
-    device, factors = hidden.device.type, [hidden, weight, *(extra or ())]
+    device = hidden.device.type
+    factors = [hidden, weight, *(extra or ())]
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         factors = [t.to(dtype) for t in factors]
@@ -424,7 +536,8 @@ def token_losses(
     # the backward pass
     ahead = not (weights_differ and any(t.requires_grad for t in factors[1::2]))
     ahead = ahead and all(t.dtype != torch.float16 for t in factors)
-    shape, labels = labels.shape, labels.reshape(-1)
+    shape = labels.shape
+    labels = labels.reshape(-1)
     if trained is None:
         trained = (labels != IGNORE_INDEX).nonzero()[:, 0]
     with torch.autocast(device, enabled=False):

@@ -8,37 +8,43 @@ from pathlib import Path
 
 import torch
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core import parallel_state as mpu
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
+from . import lora, parallel, weights_convert
+from .ckpt_megatron import DIST_NAME, load_megatron
+from .errors import refuse
+from .families import TE_ALIASES, rows_of
+from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
+from .loss_tokens import LossOfLogits, token_losses
+from .mcore import (
     ColumnParallelLinear,
+    GPTModel,
+    MoELayer,
+    TransformerBlock,
     copy_to_tensor_model_parallel_region,
+    ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    mpu,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-
-from . import lora, parallel, weights_convert
-from .args_values import refuse
-from .ckpt_megatron import DIST_NAME, load_megatron
-from .constants import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import describe_error
-from .loss_logits import LossOfLogits
-from .loss_tokens import token_losses
-from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
-from .model_families import rows_of
-from .model_family_rows import TE_ALIASES
-from .model_layers import block_spec, needs_grad, prediction_spec
+from .model_config import (
+    AutoConfig,
+    McaModelConfig,
+    grow,
+    load_decision,
+    load_hf_config,
+    own_switches,
+)
+from .model_layers import block_spec, needs_grad, prediction_spec, rope_frequencies
 from .model_moe import routers_of, use_own_dispatcher
-from .model_rope import rope_frequencies
-from .model_te import own_switches
 from .packed_rows import Targets
-from .weights_files import file_tensors
-from .weights_sources import GrownSource, InitSource, SafetensorsSource, check_loaded, grow_torch
+from .weights_files import (
+    GrownSource,
+    InitSource,
+    SafetensorsSource,
+    check_loaded,
+    file_tensors,
+    grow_torch,
+)
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
@@ -77,7 +83,8 @@ class _Block(TransformerBlock):
             self._mask = None
 
     def _get_layer(self, layer_number):
-        layer, mask = super()._get_layer(layer_number), self._mask
+        layer = super()._get_layer(layer_number)
+        mask = self._mask
         if mask is None:  # there is none; or a layer runs again, and brings its own
             return layer
 
@@ -201,7 +208,8 @@ class McaGPTModel(GPTModel):
     def _losses(self, labels, hidden):
         """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
         [b, s]."""
-        config, weight = self.config, self._tied_weight()
+        config = self.config
+        weight = self._tied_weight()
         hidden = self.output_layer(hidden, weight=weight)[0]
         if weight is None:
             weight = self.output_layer.weight
@@ -340,7 +348,8 @@ class VirtualModels:
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
     """This rank's chunks with weights that nobody has filled yet."""
-    vpp, models = config.virtual_pipeline_model_parallel_size, []
+    vpp = config.virtual_pipeline_model_parallel_size
+    models = []
     for vp_stage in range(vpp) if vpp else [None]:
         first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -388,9 +397,9 @@ class AutoModel:
         checkpoint, cut for this rank.
 
         vocab_size: tokens that it shall have, where they are more than it has;
-        weights_sources.py says how their rows begin. config, source: what was read of the
+        weights_files.py says how their rows begin. config, source: what was read of the
         folder before: its config, with as many tokens as the model shall have, and a source of its
-        tensors (weights_sources.py) with as many rows. Each rank reads only the bytes of its
+        tensors (weights_files.py) with as many rows. Each rank reads only the bytes of its
         slices. Collectives: those that start the world. Raises ValueError for a model or layout
         that cannot be built, and for weights that do not fill it exactly.
         """

@@ -4,6 +4,7 @@ AutoConfig.from_pretrained reads mca_config.json where the folder has one, and o
 Hugging Face's config.json by the family's table.
 """
 
+import contextlib
 import copy
 import difflib
 import enum
@@ -12,6 +13,8 @@ import json
 import math
 import os
 import re
+import warnings
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-from . import model_te
 from .args import TrainingArguments
 from .args_rules_model import check_model, check_numbers
 from .args_rules_training import (
@@ -31,11 +30,200 @@ from .args_rules_training import (
     check_additional_configs,
     check_virtual_stages,
 )
-from .args_values import Judge, refuse
-from .constants import HF_CONFIG_NAME, MCA_CONFIG_NAME
-from .files import describe_error, is_of_mcore_adapter, read_json, read_model_config, write_file
-from .model_families import FAMILIES, SAME_AS, check_type, get_family
-from .model_rope import rope_frequencies
+from .errors import Judge, refuse
+from .families import FAMILIES, SAME_AS, check_type, get_family
+from .files import (
+    HF_CONFIG_NAME,
+    MCA_CONFIG_NAME,
+    describe_error,
+    is_of_mcore_adapter,
+    read_json,
+    read_model_config,
+    write_file,
+)
+from .mcore import MLATransformerConfig, TransformerConfig
+from .model_layers import rope_frequencies
+
+# -- Transformer Engine
+
+# fields of a config whose other values only the local layers know ...
+ONLY_LOCAL = (
+    "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
+    "final_logit_softcapping attn_logit_softcapping rope_interleave "
+    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
+).split()
+# ... and of attention that only megatron's own modules know
+NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+
+
+# variables that TE and mcore_adapter read -> the attention that each one switches on or off
+TE_SWITCHES = {
+    "NVTE_FLASH_ATTN": "flash",
+    "NVTE_FUSED_ATTN": "fused",
+    "NVTE_UNFUSED_ATTN": "unfused",
+}
+
+
+# why TE does not work, where that is no fault
+NO_GPU = "there is no GPU"
+ABSENT = "not installed"
+
+
+def why_unusable() -> str | None:
+    """NO_GPU, ABSENT, or the first line of what TE's import raised; None where it works here."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # a broken installation raises more than ImportError
+        missing = str(getattr(error, "name", None))
+        if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
+            return ABSENT
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+@functools.lru_cache(1)
+def transformer_engine_works() -> bool:
+    """Whether TE can be imported and there is a GPU for it. Warns where it is installed and
+    broken."""
+    reason = why_unusable()
+    if reason not in (None, NO_GPU, ABSENT):
+        warnings.warn(
+            f"Transformer Engine is installed and cannot be imported ({reason}): layers are local "
+            "ones",
+            stacklevel=3,
+        )
+    return reason is None
+
+
+def refuse_where_absent() -> None:
+    """ConfigError where Transformer Engine, which a run asks for, does not work here."""
+    if not transformer_engine_works():
+        reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
+        reason += "mca-lite[te]`)"
+        remedy = "transformer_impl: local or auto"
+        refuse("transformer_impl", "transformer_engine", reason, remedy)
+
+
+def _changed(config, names: list[str]) -> list[str]:
+    """Those of the fields that have another value than their default."""
+    default = {f.name: f.default for f in fields(config)}
+    return [name for name in names if getattr(config, name) != default[name]]
+
+
+def needs_local(config) -> list[str]:
+    """What of a McaModelConfig TE's layers lack, or do wrong."""
+    needs = _changed(config, ONLY_LOCAL)
+    channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
+    if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
+        needs.append("heads of more than 128 channels")
+    if config.sliding_window is not None and config.context_parallel_size > 1:
+        needs.append("a sliding window under context_parallel_size")  # the ring has none
+    if config.attention_backend.name == "local":
+        needs.append("attention_backend: local")
+    return needs
+
+
+def resolve_layers(config) -> None:
+    """Put what it comes to in place of transformer_impl "auto", in place.
+
+    TE multiplies float32 in tf32, so that auto means it for bf16 and fp16 alone.
+    """
+    if config.transformer_impl == "auto":
+        suits = (config.bf16 or config.fp16) and not needs_local(config)
+        works = suits and transformer_engine_works()
+        config.transformer_impl = "transformer_engine" if works else "local"
+
+
+def check_layers(config, judge: Judge) -> None:
+    """What only one of the two implementations of the layers has."""
+    needs = needs_local(config)
+    if config.transformer_impl == "transformer_engine" and needs:
+        reason = f"{config.hf_model_type} needs {', '.join(needs)}, which only the local layers "
+        judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
+    for name in _changed(config, NOT_LOCAL) if config.transformer_impl == "local" else ():
+        reason = f"{name}: the local layers have no such thing"
+        judge.refuse(name, reason, f"{name} left out", getattr(config, name))
+
+
+def backend_of_environment() -> str:
+    """attention_backend as the variables of TE_SWITCHES have it: one that is on while another is
+    off, local where all are off, auto otherwise."""
+    values = {name: os.environ.get(variable) for variable, name in TE_SWITCHES.items()}
+    if set(values.values()) == {"0"}:
+        return "local"
+    on = [name for name, value in values.items() if value == "1"]
+    return on[0] if on and "0" in values.values() else "auto"
+
+
+@contextlib.contextmanager
+def own_switches(config) -> Iterator[None]:
+    """Within it megatron-core finds no variable of TE_SWITCHES, which it compares with
+    attention_backend and sets. With auto TE reads those of the user afterwards."""
+    users = {name: os.environ.pop(name, None) for name in TE_SWITCHES}
+    try:
+        yield
+    finally:
+        if config.transformer_impl == "local" or config.attention_backend.name == "auto":
+            for name, value in users.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def without_effect(config, args) -> list[str]:
+    """A line about settings of TE's layers where a model has local ones."""
+    if config.transformer_impl != "local":
+        return []
+    given = [name for name in TE_SWITCHES if name in os.environ]
+    if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
+        given.append("attention_backend")
+    if args.apply_rope_fusion:
+        given.append("apply_rope_fusion")
+    return [f"{', '.join(given)}: no effect on local layers"] if given else []
+
+
+def suit(config) -> None:
+    """Set the fields of megatron's own that TE's layers read in place of ours, in place."""
+    if config.sliding_window is not None:
+        # positions before and behind it that a token sees
+        config.window_size = (config.sliding_window - 1, 0)
+        numbers = range(1, config.num_layers + 1)
+        kinds = [config.layer_type(number) for number in numbers]
+        config.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]
+
+
+def accumulate_in_place(module: torch.nn.Module) -> bool:
+    """Let a linear of TE add its weight's gradient to the float32 one itself. False: it is none."""
+    if not hasattr(module, "fuse_wgrad_accumulation"):
+        return False
+    module.fuse_wgrad_accumulation = module.weight.requires_grad
+    return True
+
+
+def found_here() -> str | None:
+    """What the start summary says of TE and cuDNN, None without CUDA.
+
+    TE loads the system's cuDNN before torch's own, and torch uses what is loaded: local layers are
+    slower with an older one.
+    """
+    if not torch.cuda.is_available():
+        return None
+    found = "no Transformer Engine"
+    if transformer_engine_works():
+        import transformer_engine
+
+        found = f"Transformer Engine {transformer_engine.__version__}"
+    try:
+        version = torch.backends.cudnn.version() or 0
+        return f"{found}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+    except RuntimeError as error:  # another one than torch was compiled for
+        built, here = re.findall(r"\((\d+), (\d+), (\d+)\)", str(error))[:2]
+        return f"{found}, cuDNN {'.'.join(here)} (torch was built for {'.'.join(built)})"
+
+
+# -- configurations
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -216,10 +404,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.cuda_graph_scope = []  # megatron makes the same of its own default, and warns
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         if self.transformer_impl == "transformer_engine":
-            model_te.suit(self)
+            suit(self)
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         interleaved = self.virtual_pipeline_model_parallel_size is not None
-        self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
+        self.overlap_p2p_comm = interleaved
+        self.batch_p2p_comm = not interleaved
 
     def validate(self) -> None:
         """Choose the layers, and check the layout against the model, without a process group.
@@ -232,10 +421,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
         judge = Judge(self)
-        model_te.resolve_layers(self)
-        model_te.check_layers(self, judge)
+        resolve_layers(self)
+        check_layers(self, judge)
         check_virtual_stages(self, judge)
-        check_model(self, self, judge, model_te.transformer_engine_works())
+        check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
             # config.json says how many the files hold: a model drawn from a seed may have more
@@ -376,7 +565,8 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
 
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
-    judge, origin = Judge(None), name_or_path or hf.model_type
+    judge = Judge(None)
+    origin = name_or_path or hf.model_type
     check_type(hf.to_dict(), judge)
     judge.close()
     family = get_family(hf.model_type)
@@ -393,7 +583,7 @@ def _from_arguments(args) -> dict[str, Any]:
     values = {key: getattr(args, key) for key in keys}
     out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
     if args.transformer_impl == "transformer_engine":
-        model_te.refuse_where_absent()
+        refuse_where_absent()
     cuda = torch.cuda.is_available()
     # fused glue pays on a GPU, and needs nothing else; on a CPU it would only round differently
     out.setdefault("apply_rope_fusion", cuda)
@@ -407,7 +597,7 @@ def _from_arguments(args) -> dict[str, Any]:
     judge.close()
     # those of a checkpoint are the run's that saved it
     out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}
-    out["attention_backend"] = model_te.backend_of_environment()
+    out["attention_backend"] = backend_of_environment()
     return out | args.additional_configs
 
 
@@ -431,7 +621,7 @@ def _from_json(key: str, value):
     if isinstance(value, str) and value in _DTYPES:
         return _DTYPES[value]
     if key == "attention_backend" and isinstance(value, str):
-        from megatron.core.transformer.enums import AttnBackend
+        from .mcore import AttnBackend
 
         return AttnBackend[value]
     return value

@@ -1,6 +1,6 @@
 """What layers are built of: megatron's specs with our own parts ("local"), or Transformer Engine's.
 
-With model_te.py the only file that knows TE. Local layers need nothing but torch.
+With model_config.py the only file that knows TE. Local layers need nothing but torch.
 
 Multi-token prediction is extra layers in a row, of which layer k predicts the token k + 1 ahead.
 
@@ -15,39 +15,551 @@ megatron's own module divides by other counts in its two modes, and moves tokens
 look ahead; here a batch brings what follows each token along.
 """
 
+import contextlib
+import copy
 import functools
+import inspect
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.attention.bias import causal_lower_right
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core import tensor_parallel
-from megatron.core.extensions.transformer_engine import TENorm
-from megatron.core.models.gpt.gpt_layer_specs import (
+from . import parallel
+from .kernels import compiles, norm_beside, rms_norm, rotate, rotated_heads, split_heads, swiglu
+from .mcore import (
+    ColumnParallelLinear,
+    IdentityOp,
+    LayerType,
+    MegatronModule,
+    ModuleSpec,
+    MultiTokenPredictionBlockSubmodules,
+    RowParallelLinear,
+    SelfAttention,
+    TENorm,
+    TransformerBlockSubmodules,
+    TransformerLayer,
+    build_module,
+    gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    mtp_on_this_rank,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
     get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     get_transformer_layer_offset,
+    make_sharded_tensors_for_checkpoint,
+    mappings,
+    mtp_on_this_rank,
+    parallel_state,
+    tensor_parallel,
 )
-
-from .model_attention import CoreAttention, DuplicatedLinear, FusedSelfAttention, LatentAttention
-from .model_fused import compiles, swiglu
 from .model_moe import Experts, Router
-from .model_norms import RMSNorm, RMSNormOverHeads
+from .packed_rows import row_layout
+from .parallel import device
+
+# -- rotary positions
+
+
+def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
+    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
+    of layers of a type.
+
+    From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to
+    the bit.
+    """
+    scaling = (config.hf_config or {}).get("rope_parameters") or {}
+    of_type = {}
+    if config.has_local_rope:
+        scaling = scaling[layer_type]
+        of_type = {"layer_type": layer_type}
+    if scaling.get("rope_type", "default") != "default":
+        from transformers import AutoConfig as HFAutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config))
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
+            hf, torch.device("cpu"), **of_type
+        )
+        return inv_freq.float().to(device()), float(factor)
+    dim = int(config.kv_channels * config.rotary_percent)
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    base = scaling["rope_theta"] if of_type else config.rotary_base
+    return (1.0 / base**exponent).to(device()), 1.0
+
+
+def rotary_tables(
+    config, layout, dtype: torch.dtype, layer_type: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packed_rows.RowLayout), in
+    dtype.
+
+    The tables over all positions are made once and grow by doubling; the last rows' own are
+    kept as well.
+    """
+    if not config.has_local_rope:
+        layer_type = "full_attention"  # one table serves all
+    rows = config.__dict__.setdefault("_rotary_rows", {})
+    key = (id(layout), dtype, layer_type)
+    if key not in rows or rows[key][0] is not layout:
+        if len(rows) >= 64:
+            rows.clear()
+        tables = config.__dict__.setdefault("_rotary_table", {})
+        whole = tables.get(layer_type)
+        if whole is None or len(whole[0]) < layout.longest:
+            inv_freq, factor = rope_frequencies(config, layer_type)
+            length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
+            angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
+            neighbours = config.rope_interleave
+            angles = angles.repeat_interleave(2, 1) if neighbours else angles.repeat(1, 2)
+            whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
+        rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
+    return rows[key][1:]
+
+
+# -- norms
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight over the last dimension, the mean square in float32, as in Hugging Face's
+    decoders. Weights around zero (Gemma's) get 1 added, and multiply before the rounding.
+
+    The weight is marked for megatron where the sequence is cut over tensor-parallel ranks: its
+    gradient is a partial sum.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self._beside = None, None  # what the next call is given, and its answer
+
+    def forward(self, x=None, beside: bool = False):
+        """x normed. Without x the weight, for a kernel that norms by itself; it is asked for by a
+        call, since the hooks of overlap_param_gather wait for the weight in one. beside: x itself,
+        to be used with its norm, for which it is given back in the next call: norm_beside."""
+        if x is None:
+            return self.weight
+        if beside:
+            normed, x = norm_beside(x, self.weight, self.eps, self.zero_centered)
+            self._beside = x, normed
+            return x
+        (given, normed), self._beside = self._beside, (None, None)
+        if x is given:
+            return normed
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+class RMSNormOverHeads(torch.nn.Module):
+    """RMS norm of queries or keys over all their heads together.
+
+    x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the
+    heads; the mean square is taken over all ranks.
+    """
+
+    def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        size = heads * hidden_size // self.tp_group.size()
+        self.weight = torch.nn.Parameter(
+            torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.eps = eps
+        self.width = heads * hidden_size
+
+    def forward(self, x):
+        flat = x.flatten(-2).float()
+        squares = flat.square().sum(-1, keepdim=True)
+        if self.tp_group.size() > 1:
+            # each rank goes on from the sum by itself: gradients are summed too
+            squares = all_reduce(squares, group=self.tp_group)
+        normed = flat * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normed.to(x.dtype)).view(x.shape)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+# -- attention
+
+# of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
+LATENT_EPSILON = 1e-6
+
+
+# -- core attention ---------------------------------------------------------------------------
+
+
+class _GatherTokens(torch.autograd.Function):
+    """[t / cp, ...] of each context-parallel rank -> [t, ...] in the row's order; backward: this
+    rank's part of the sum. order int64 [t]: see RowLayout."""
+
+    @staticmethod
+    def forward(ctx, x, group, order):
+        ctx.group = group
+        ctx.order = order
+        return mappings._gather_along_first_dim(x, group)[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        # each place is written once: an index's own gradient would sort the places, to add
+        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
+        return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
+
+
+class FusedSelfAttention(SelfAttention):
+    """megatron's self-attention, in which one kernel adds the bias of the linear, splits queries,
+    keys and values, norms and rotates."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        # with fewer query groups than ranks megatron gathers heads between the two
+        self.splits_at_once = (
+            config.num_query_groups >= self.world_size and not config.attention_output_gate
+        )
+        self.linear_qkv.skip_bias_add = self.splits_at_once
+        if isinstance(self.q_layernorm, IdentityOp):  # megatron's word for none
+            self.q_layernorm = self.k_layernorm = None
+        # norms over all heads wait for other ranks
+        self.rotates_at_once = self.splits_at_once and (
+            self.q_layernorm is None or isinstance(self.q_layernorm, RMSNorm)
+        )
+        self.core_attention.rotates = not self.rotates_at_once
+        self.packed_seq_params = None  # of the row that runs through
+
+    def forward(self, *args, packed_seq_params=None, **kwargs):
+        self.packed_seq_params = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        """Query [s, b, n, d], key and value [s, b, g, d], normed where the model norms them, and
+        rotated unless core attention rotates."""
+        if not self.splits_at_once:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, bias = self.linear_qkv(hidden_states)
+        sizes = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        norm = self.q_layernorm
+        norms = None
+        if not self.rotates_at_once:
+            query, key, value = split_heads(mixed, bias, *sizes)
+            return norm(query), self.k_layernorm(key), value
+        if norm is not None:
+            norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
+        tables = self.core_attention.rotary_tables(mixed, self.packed_seq_params)
+        return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
+
+
+def _kernels(query, mask):
+    """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
+    first: it is the fastest, and torch would pass it over where an older cuDNN than its own is
+    loaded. With a mask it is left out: its gradients may be NaN (pytorch issue 196678)."""
+    if not query.is_cuda:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if mask is None:
+        order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return sdpa_kernel(order, set_priority=True)
+
+
+@functools.cache
+def _packed_kernel():
+    """torch's varlen attention, and whether it can be told of query groups (not in torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class CoreAttention(MegatronModule):
+    """Rotary embedding and softmax(q k^T * scale) v over torch's attention kernels.
+
+    Has the signature of megatron's DotProductAttention. Causal. Rows are padded on the right: no
+    position ever looks at padding, so no mask is built. Packed rows: documents do not see each
+    other, and their positions start at 0. Context parallelism: keys and values of the whole row are
+    gathered once a layer; the local queries are this rank's zigzag chunks (packed_rows.py). A mask
+    that is given, bool [b or 1, 1, s, s] with True meaning hidden, is obeyed. So are the layer's
+    sliding window and the cap on scores.
+
+    The rotary tables come from the config, once a length; nothing here waits for the device.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        pg_collection=None,
+        **unused,
+    ):
+        super().__init__(config=config)
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.softmax_scale = softmax_scale
+        self.layer_type = config.layer_type(layer_number)
+        self.window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.softcap = config.attn_logit_softcapping
+        self.rotates = True  # unless the layer has done so
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; packed rows [t, n, d]
+        -> [t, 1, n * d]."""
+        if attention_bias is not None:
+            raise ValueError("the local core attention takes no attention bias")
+        if packed_seq_params is not None:
+            query, key, value = (x[:, None] for x in (query, key, value))
+        layout = self._layout(packed_seq_params, query)
+        if self.rotates:
+            tables = self.rotary_tables(query, packed_seq_params)
+            query, key = rotate(query, key, *tables, self.config.rope_interleave)
+        if self.cp_group is not None:
+            gathered = self.cp_group, layout.order
+            key, value = (_GatherTokens.apply(x, *gathered) for x in (key, value))
+        dropout = self.dropout if self.training else 0.0
+        # dropout differs between tensor-parallel ranks, since each holds other heads
+        with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            if packed_seq_params is not None and self._suits_rows(layout, attention_mask):
+                return self._rows(query, key, value, layout, dropout)
+            if packed_seq_params is not None and self._suits_varlen(query, dropout):
+                return self._varlen(query, key, value, layout)
+            return self._segments(query, key, value, layout, attention_mask, dropout)
+
+    def rotary_tables(self, x, packed_seq_params):
+        """The tables of this rank's tokens x [s, ...], in its dtype."""
+        layout = self._layout(packed_seq_params, x)
+        return rotary_tables(self.config, layout, x.dtype, self.layer_type)
+
+    def _suits_rows(self, layout, attention_mask) -> bool:
+        """Whether the documents of a packed row can be rows of a batch: they have one length, and
+        need no mask. cuDNN's kernel takes these about twice as fast as the varlen one."""
+        is_wide = self.window is None or layout.longest <= self.window
+        return layout.same_length is not None and attention_mask is None and is_wide
+
+    def _rows(self, query, key, value, layout, dropout):
+        """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
+        length = layout.same_length
+        rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
+        one = row_layout((0, length), 1, 0, query.device)
+        return self._segments(*rows, one, None, dropout).transpose(0, 1).flatten(0, 1)[:, None]
+
+    def _suits_varlen(self, query, dropout: float) -> bool:
+        """The varlen kernel knows neither float32 nor dropout nor caps, and only sizes of heads
+        that are multiples of 8."""
+        if not query.is_cuda or query.dtype == torch.float32 or query.shape[-1] % 8:
+            return False
+        return not dropout and self.softcap is None
+
+    def _layout(self, packed_seq_params, query):
+        if packed_seq_params is not None:
+            return packed_seq_params.layout
+        if self.training and self.config.rows_are_packed:
+            raise ValueError(
+                "this pipeline stage got no packed_seq_params for packed rows, and would let "
+                "documents see each other: give every stage the whole batch"
+            )
+        cp = self.config.context_parallel_size
+        rank = self.cp_group.rank() if self.cp_group is not None else 0
+        return row_layout((0, query.shape[0] * cp), cp, rank, query.device)
+
+    def _segments(self, query, key, value, layout, attention_mask, dropout):
+        """One call for each run of queries with its keys: documents, or their chunks under context
+        parallelism."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = []
+        grouped = q.shape[1] != k.shape[1]
+        for q0, q1, k0, k1 in layout.segments:
+            mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
+            queries = q[:, :, q0:q1]
+            has_groups = grouped
+            pair = k[:, :, k0:k1], v[:, :, k0:k1]
+            if self.softcap is not None:
+                numbers = self.softcap, self.softmax_scale, dropout
+                out.append(_capped_attention(queries, *pair, mask, *numbers))
+                continue
+            if type(mask) is torch.Tensor and q.is_cuda and has_groups:
+                # without cuDNN's only the slowest kernel knows both masks and query groups
+                times = q.shape[1] // k.shape[1]
+                has_groups = False
+                pair = (x.repeat_interleave(times, 1) for x in pair)
+            more = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=has_groups)
+            with _kernels(q, mask):
+                out.append(F.scaled_dot_product_attention(queries, *pair, mask, dropout, **more))
+        out = out[0] if len(out) == 1 else torch.cat(out, 2)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _visible(self, num_queries: int, num_keys: int, hidden, query):
+        """bool [num_queries, num_keys], True where a query sees a key; the last query sees the last
+        key. None: causal, and nothing else, of as many queries as keys."""
+        more = num_keys - num_queries
+        window = self.window
+        narrow = window is not None and num_keys > window
+        if hidden is not None and not narrow:
+            return ~hidden
+        if hidden is None and not narrow and self.softcap is None:
+            if not more:
+                return None
+            if query.is_cuda and query.dtype != torch.float32:
+                return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        visible = visible.tril(more)
+        if narrow:
+            visible = visible.triu(more - window + 1)
+        return visible if hidden is None else visible & ~hidden
+
+    def _varlen(self, query, key, value, layout):
+        """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
+        kernel, knows_groups = _packed_kernel()
+        cu_q, cu_k, places, max_q, max_k = layout.varlen
+        q = query[:, 0]
+        k = key[:, 0]
+        v = value[:, 0]
+        if places is not None:
+            k = k[places]
+            v = v[places]
+        # the kernel knows one size of a head: multi-latent attention has two
+        missing = q.shape[-1] - v.shape[-1]
+        if missing:
+            v = F.pad(v, (0, missing))
+        # 2.11 takes fewer heads of keys than of queries unasked
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
+        window = (-1 if self.window is None else self.window - 1, 0)
+        more = dict(scale=self.softmax_scale, window_size=window, **grouped)
+        out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **more)
+        return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
+
+
+def _capped_attention(q, k, v, visible, cap, scale, dropout):
+    """softmax(cap tanh(q k^T scale / cap)) v, the softmax in float32.
+
+    q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d].
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5) / cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+# -- multi-latent attention -------------------------------------------------------------------
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear without bias whose matrix every tensor-parallel rank has whole.
+
+    x is the whole sequence, or this rank's part under sequence parallelism; then the matrix's
+    gradient is a partial sum, and marked so for megatron.
+    """
+
+    def __init__(self, config, in_size: int, out_size: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(
+                out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device()
+            )
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(MegatronModule):
+    """DeepSeek's attention, whose keys and values come from a small latent vector.
+
+    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
+    c channels stay, and r turn with the position; a value has d channels:
+
+        query [s, b, n, c + r]   linear_q_proj h, or linear_q_up_proj norm(linear_q_down_proj h)
+        latent, k_r              linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
+        k_c, value               linear_kv_up_proj norm(latent)
+
+    The down projections give what every head needs, so every tensor-parallel rank has them whole.
+    megatron's own module takes column-cut ones without Transformer Engine, and gives their turning
+    rows the gradient of one rank's heads only; and it sums gradients of its latent norms twice
+    without sequence parallelism. Core attention turns the first channels of each head, so the
+    turning channels come first here; the order within a head does not matter to q k^T.
+    """
+
+    def __init__(self, config, layer_number, pg_collection=None, **unused):
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        h = config.hidden_size
+        heads = config.num_attention_heads
+        still = config.qk_head_dim
+        turning = config.qk_pos_emb_head_dim
+        self.num_heads = heads // self.tp_group.size()
+        self.query_sizes = [still, turning]
+        self.kv_sizes = [still, config.v_head_dim]
+        self.down_sizes = [config.kv_lora_rank, turning]
+        shared = dict(config=config, bias=False, tp_group=self.tp_group)
+        column = dict(shared, init_method=config.init_method, gather_output=False)
+        row = dict(shared, init_method=config.output_layer_init_method, skip_bias_add=True)
+        rank = config.q_lora_rank
+        query_size = heads * sum(self.query_sizes)
+        if rank is None:
+            self.linear_q_proj = ColumnParallelLinear(h, query_size, **column)
+        else:
+            self.linear_q_down_proj = DuplicatedLinear(config, h, rank)
+            self.q_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
+            self.linear_q_up_proj = ColumnParallelLinear(rank, query_size, **column)
+        rank = config.kv_lora_rank
+        kv_size = heads * sum(self.kv_sizes)
+        self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
+        self.kv_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
+        self.linear_kv_up_proj = ColumnParallelLinear(rank, kv_size, **column)
+        of_core = dict(softmax_scale=config.softmax_scale, pg_collection=pg_collection)
+        self.core_attention = CoreAttention(config, layer_number, None, "self", **of_core)
+        out_size = heads * config.v_head_dim
+        self.linear_proj = RowParallelLinear(out_size, h, input_is_parallel=True, **row)
+        self.recomputes_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **unused):
+        tensors = self._query_key_value(hidden_states)
+        if packed_seq_params is not None:
+            tensors = tuple(x.squeeze(1) for x in tensors)
+        shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        core = functools.partial(self.core_attention, **shared)
+        if self.recomputes_core and self.training:
+            return self.linear_proj(tensor_parallel.checkpoint(core, False, *tensors))
+        return self.linear_proj(core(*tensors))
+
+    def _query_key_value(self, hidden_states):
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            q_latent = self.linear_q_down_proj(hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
+        latent, k_turning = self.linear_kv_down_proj(hidden_states).split(self.down_sizes, -1)
+        if self.config.sequence_parallel:
+            k_turning = gather_from_sequence_parallel_region(
+                k_turning.contiguous(), tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        elif self.tp_group.size() > 1:
+            k_turning = parallel.sum_gradients(k_turning, self.tp_group)
+        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        q_still, q_turning = query.unflatten(-1, (self.num_heads, -1)).split(self.query_sizes, -1)
+        k_still, value = kv.unflatten(-1, (self.num_heads, -1)).split(self.kv_sizes, -1)
+        k_turning = k_turning[:, :, None].expand(-1, -1, self.num_heads, -1)
+        return torch.cat((q_turning, q_still), -1), torch.cat((k_turning, k_still), -1), value
+
+
+# -- specs of layers
 
 
 class Residual(torch.nn.Module):
@@ -118,11 +630,13 @@ def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
         return ModuleSpec(LatentAttention)
     attention = spec.submodules
     if config.transformer_impl == "local":
-        spec.module, attention.core_attention = FusedSelfAttention, CoreAttention
+        spec.module = FusedSelfAttention
+        attention.core_attention = CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.qk_norm_over_heads:
-        of_query, of_key = {"heads": config.num_attention_heads}, {"heads": config.num_query_groups}
+        of_query = {"heads": config.num_attention_heads}
+        of_key = {"heads": config.num_query_groups}
         attention.q_layernorm = ModuleSpec(RMSNormOverHeads, params=of_query)
         attention.k_layernorm = ModuleSpec(RMSNormOverHeads, params=of_key)
     return spec
@@ -142,7 +656,8 @@ def layer_spec(config, is_moe: bool):
             parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     else:
         layer = get_gpt_layer_local_spec(**shared, normalization=config.normalization)
-        layer.module, parts = Layer, layer.submodules
+        layer.module = Layer
+        parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = (
             RMSNorm if config.pre_norms else IdentityOp
         )
@@ -151,7 +666,8 @@ def layer_spec(config, is_moe: bool):
     parts.self_attention = _attention_spec(config, parts.self_attention)
     mlp = parts.mlp.submodules
     if is_moe:
-        mlp.experts, mlp.router = Experts, Router
+        mlp.experts = Experts
+        mlp.router = Router
         mlp = mlp.shared_experts.submodules if mlp.shared_experts is not None else None
     if config.use_te_activation_func and mlp is not None:
         mlp.activation_func = swiglu
@@ -166,7 +682,8 @@ class PredictionLayer(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         sizes = config.hidden_size, config.layernorm_epsilon
-        self.enorm, self.hnorm = RMSNorm(config, *sizes), RMSNorm(config, *sizes)
+        self.enorm = RMSNorm(config, *sizes)
+        self.hnorm = RMSNorm(config, *sizes)
         self.eh_proj = DuplicatedLinear(config, 2 * config.hidden_size, config.hidden_size)
         # a layer of megatron adds those of earlier stages to its number
         number = config.num_layers + layer_number - get_transformer_layer_offset(config, vp_stage)

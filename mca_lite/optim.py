@@ -16,17 +16,20 @@ and min after D. The first update uses the rate of n = 0.
 import torch
 import torch.distributed as dist
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
 from . import parallel
 from .args_rules_training import SCHEDULES, plan_schedule
 from .cpu import l2_norm
-from .optim_adam import AdamW
-from .optimizers import OPTIMIZERS
+from .kernels import AdamW
+from .mcore import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    FP32Optimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    get_megatron_optimizer,
+)
+from .tables import OPTIMIZERS
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
@@ -58,7 +61,8 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
     Raises ConfigError for a number of steps that does not fit.
     """
-    kwargs, style = args.lr_scheduler_kwargs, SCHEDULES[args.lr_scheduler_type]
+    kwargs = args.lr_scheduler_kwargs
+    style = SCHEDULES[args.lr_scheduler_type]
     warmup, end, decay = plan_schedule(args, num_training_steps)
     min_lr = kwargs.get("min_lr")
     if min_lr is None:
@@ -107,7 +111,8 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     gradients = [part.get_main_grads_for_grad_norm() for part in parts]
     groups = [part.get_grad_stats_parallel_group() for part in parts]
     if len(parts) > 1 and optimizer.grads_states_parallel_group_is_shared():
-        gradients, groups = [sum(gradients, [])], groups[:1]
+        gradients = [sum(gradients, [])]
+        groups = groups[:1]
     squares = []
     for of_part, group in zip(gradients, groups, strict=True):
         squares.append(l2_norm(of_part).to(parallel.device()).square())
@@ -193,7 +198,8 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list:
 
 def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
     """The torch optimizer of a part of megatron's: its own, if that is what `args` ask for."""
-    row, inner = OPTIMIZERS[args.optim], part.optimizer
+    row = OPTIMIZERS[args.optim]
+    inner = part.optimizer
     if row.megatron is None or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
         return row.make(_groups_without_defaults(inner), args)
     for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
@@ -257,7 +263,8 @@ class OffloadedOptimizer:
         self._host.param_groups = self._host_groups()
         for parameter, gradient in gradients.items():
             stand_in = self._stand_ins[parameter]
-            stand_in.data, stand_in.grad = _to_host(parameter), _to_host(gradient)
+            stand_in.data = _to_host(parameter)
+            stand_in.grad = _to_host(gradient)
             self._host.state[stand_in] = self.state.get(parameter, {})
         if gradients and next(iter(gradients)).is_cuda:
             torch.cuda.synchronize()  # the copies are there
@@ -267,7 +274,8 @@ class OffloadedOptimizer:
             parameter.copy_(stand_in, non_blocking=True)
             parameter.grad = gradient
             self.state[parameter] = self._host.state.pop(stand_in)
-            stand_in.data, stand_in.grad = torch.empty(0, device="cpu"), None
+            stand_in.data = torch.empty(0, device="cpu")
+            stand_in.grad = None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,7 +311,8 @@ class GivenScheduler:
     """A torch scheduler that the user made, as the loop and checkpoints call it."""
 
     def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler):
-        self.scheduler, self.num_steps = scheduler, 0
+        self.scheduler = scheduler
+        self.num_steps = 0
 
     def step(self, increment: int = 1) -> None:
         """Count finished steps. A resumed run counts a new scheduler to where it was."""

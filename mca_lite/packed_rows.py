@@ -14,10 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core.packed_seq_params import PackedSeqParams
-
-from .constants import IGNORE_INDEX
+from .files import IGNORE_INDEX
+from .mcore import PackedSeqParams
 from .parallel import to_device
 
 
@@ -80,7 +78,10 @@ def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -
     row, 0 for padding (which is dropped). Each document is padded to document_multiple inside,
     without labels.
     """
-    ids, labels, pads, cu = [], [], [], [0]
+    ids = []
+    labels = []
+    pads = []
+    cu = [0]
     mask = batch.get("attention_mask")
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     for row, row_labels, row_mask in zip(batch["input_ids"], batch["labels"], mask, strict=True):
@@ -123,7 +124,8 @@ def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
 
 def join_packed(batches: list[dict], counts: list[int]) -> dict:
     """Packed batches as one: the first counts[i] documents of each, without what pads them."""
-    kept, cu = [], [0]
+    kept = []
+    cu = [0]
     for batch, count in zip(batches, counts, strict=True):
         borders = batch["cu_seqlens"][1 : count + 1]
         start = cu[-1]
@@ -234,7 +236,8 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
         if cp_size == 1:
             segments.append((start, end, start, end))
             continue
-        chunk, local = (end - start) // (2 * cp_size), start // cp_size
+        chunk = (end - start) // (2 * cp_size)
+        local = start // cp_size
         for n, i in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
             segments.append(
                 (local + n * chunk, local + (n + 1) * chunk, start, start + (i + 1) * chunk)

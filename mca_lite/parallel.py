@@ -12,12 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import before_megatron  # noqa: F401  # isort: skip
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-
 from . import world
 from .files import describe_error, users_place
+from .mcore import mpu, tensor_parallel
 
 _is_alone = False  # inside alone()
 _MEET_S = 3600.0  # at most, until all ranks are there; ddp_timeout may be years

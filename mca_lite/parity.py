@@ -24,11 +24,11 @@ import torch
 from . import cpu, lora, model_config, parallel, run
 from .args import TrainingArguments, UseMcaArguments
 from .backend_torch import TorchBackend
+from .families import FAMILIES
 from .model import VirtualModels
-from .model_families import FAMILIES
 from .packed_rows import zigzag
-from .trainer_step import plan_batches
-from .weights_sources import generator_of
+from .trainer_events import plan_batches
+from .weights_files import generator_of
 
 # another order of sums is as far again: tiny models of 24 kinds came to 1.5 times the noise
 FACTOR = 3.0
@@ -115,7 +115,7 @@ def _wake_adapters(model, plan: run.Plan) -> None:
         generator = generator_of(plan.arguments.training.seed, key)
         return torch.empty(shape).normal_(0, 0.02, generator=generator)
 
-    lora.fill(model, draw)
+    lora.fill_adapters(model, draw)
 
 
 def _first_step(trainer) -> tuple[list[dict], int]:
@@ -139,17 +139,21 @@ class _Part:
     """What this rank has of the first row of the first micro-batch, which its hooks keep."""
 
     def __init__(self, trainer, batch: dict):
-        self.trainer, self.backend, model = trainer, trainer.backend, trainer.backend.model
-        self.is_mca, self.tp_rank = isinstance(model, VirtualModels), 0
+        self.trainer = trainer
+        self.backend = trainer.backend
+        model = trainer.backend.model
+        self.is_mca = isinstance(model, VirtualModels)
+        self.tp_rank = 0
         borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
         self.cuts = [zigzag(borders, *self.backend.context_parallel)]  # of tensor-parallel ranks
         if self.is_mca:
-            from megatron.core import parallel_state as mpu
+            from .mcore import mpu
 
             self.tp_rank = mpu.get_tensor_model_parallel_rank()
             if model.config.sequence_parallel:
                 self.cuts = self.cuts[0].chunk(model.config.tensor_model_parallel_size)
-        self.every, self.outputs = math.ceil(borders[-1] / _LOGITS), {}
+        self.every = math.ceil(borders[-1] / _LOGITS)
+        self.outputs = {}
         if self.backend.dp_rank == 0:
             modules = _megatron_modules(model) if self.is_mca else _torch_modules(model)
             _keep_outputs(modules, int(self.is_mca), self.outputs)
@@ -273,9 +277,11 @@ def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
     batches = [batch for one in sorted(told, key=lambda one: one.replica) for batch in one.batches]
     places = torch.cat([one.places for one in told if one.replica == 0 and one.losses])
     bf16 = plan.arguments.training.bf16
-    exact, usual = torch.float64, torch.float32
+    exact = torch.float64
+    usual = torch.float32
     if bf16:
-        exact, usual = torch.float32, torch.bfloat16
+        exact = torch.float32
+        usual = torch.bfloat16
     with parallel.alone():
         oracle = dict(_plain_step(plan, trainer, batches, places, exact))
         gc.collect()  # the first model goes before the second one comes
@@ -289,7 +295,8 @@ def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
 
 def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
     """Rounding may send a token to another expert: what its part is of a norm over all tokens."""
-    config, shares = _hf_config(plan), {}
+    config = _hf_config(plan)
+    shares = {}
     values = FAMILIES[config.model_type].values(config) if config.model_type in FAMILIES else {}
     if not values.get("num_moe_experts"):
         return {}
@@ -305,7 +312,8 @@ def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dic
 
 def _hf_config(plan: run.Plan):
     """transformers' config of the model, without dropout."""
-    keys, values = plan.arguments.model, plan.arguments.model_config
+    keys = plan.arguments.model
+    values = plan.arguments.model_config
     config = model_config.load_hf_config(str(plan.model.folder), keys.trust_remote_code, values)
     for key in config.to_dict():
         if key.endswith(("dropout", "pdrop")):
@@ -315,7 +323,9 @@ def _hf_config(plan: run.Plan):
 
 def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: torch.dtype):
     """(name, tensor on the CPU) of what a transformers model on this rank makes of the step."""
-    arguments, planned, args = plan.arguments, plan.model, plan.arguments.training
+    arguments = plan.arguments
+    planned = plan.model
+    args = plan.arguments.training
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
     bf16 = dtype == torch.bfloat16
@@ -326,7 +336,8 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
     model = run.build_model(dataclasses.replace(plan, arguments=arguments, model=planned))
     _wake_adapters(model, plan)
     other = copy.copy(trainer)  # the same objective
-    other.model, other.backend = model, TorchBackend(model, arguments.training)
+    other.model = model
+    other.backend = TorchBackend(model, arguments.training)
     # after the backend tried in float32 whether packed documents see each other; buffers stay as
     # they are, since rotary frequencies are float32 in every precision
     if not bf16 or planned.adapters is None:
@@ -349,10 +360,13 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
 @torch.no_grad()
 def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
     """[places, V] of the first row, on the CPU."""
-    inputs, device = trainer._prepare_train_inputs(iter([batch])), parallel.device()
-    ids, positions = inputs["input_ids"][:1], inputs["position_ids"][:1]
+    inputs = trainer._prepare_train_inputs(iter([batch]))
+    device = parallel.device()
+    ids = inputs["input_ids"][:1]
+    positions = inputs["position_ids"][:1]
     with trainer.backend.autocast():
-        model, mask = trainer.backend.loss_model, inputs["attention_mask"]
+        model = trainer.backend.loss_model
+        mask = inputs["attention_mask"]
         return model(ids, positions, mask, places=places.to(device))[0].cpu()
 
 
@@ -380,7 +394,8 @@ def _rows(oracle: dict, noise: dict, least: dict, found: dict) -> list[Row]:
         if row.kind == "gradients":
             scale = max(scale, usual * math.sqrt(tensor.numel()))
         scale = max(scale, 1e-30)
-        distance, moved = found.get(name, math.inf) / scale, noise.get(name, 0.0) / scale
+        distance = found.get(name, math.inf) / scale
+        moved = noise.get(name, 0.0) / scale
         rows.append(row._replace(distance=distance, noise=moved))
         worst[row.group] = max(worst.get(row.group, 0.0), moved, least.get(name, 0.0))
     return [row._replace(bound=EXACT + FACTOR * worst[row.group]) for row in rows]

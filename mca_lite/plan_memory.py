@@ -2,28 +2,37 @@
 
     static = weights + gradients + optimizer state; at the peak activations, the loss, buffers too
 
-Weights are those of the family's rows (model_families.py), cut as the layout cuts them. The facts
+Weights are those of the family's rows (families.py), cut as the layout cuts them. The facts
 about activations are counted storages: on a CPU those that autograd saves (tests/test_plan.py), on
-a GPU, where model_fused.py compiles, the live blocks of one H200.
+a GPU, where kernels.py compiles, the live blocks of one H200.
 
 Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an activation.
 """
 
+import contextlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from . import lora, lora_files
+import torch
+
+from . import lora, lora_files, parallel
+from .args import RunArguments, parse_args
 from .args_rules_model import layout_stages
+from .callbacks import FOLDER, dump_memory
+from .families import Row
+from .files import show_size
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
 from .model_config import AutoConfig, McaModelConfig
-from .model_family_rows import Row
-from .objectives import OBJECTIVES
 from .optim import splits_masters
-from .optimizers import OPTIMIZERS
+from .tables import OBJECTIVES, OPTIMIZERS
 from .weights_convert import VOCABULARY, degree, in_layer_order
-from .weights_sources import InitSource
+from .weights_files import InitSource
+
+# -- memory
 
 
 @dataclass(frozen=True)
@@ -135,15 +144,18 @@ class ModelTensors:
             for name in row.hf:
                 if name.format(layer).removesuffix(".weight") not in self.modules:
                     continue
-                module, rank = name.removesuffix(".weight"), self.spec.rank
+                module = name.removesuffix(".weight")
+                rank = self.spec.rank
                 cut = degree(row, config)
                 if row.mca in VOCABULARY:
-                    out, into = config.padded_vocab_size, config.hidden_size
+                    out = config.padded_vocab_size
+                    into = config.hidden_size
                 else:
                     out, into = self.source.shape(name.format(layer))
                 shapes = {"lora_A.weight": (rank, into), "lora_B.weight": (out // cut, rank)}
                 if row.mca == VOCABULARY[0]:
-                    a, b = (rank, out // cut), (into, rank)
+                    a = (rank, out // cut)
+                    b = (into, rank)
                     shapes = {"lora_embedding_A": a, "lora_embedding_B": b}
                 elif row.kind == "row":
                     shapes = {"lora_A.weight": (rank, into // cut), "lora_B.weight": (out, rank)}
@@ -187,7 +199,8 @@ class ModelTensors:
 
 def _placed(config) -> Iterator[tuple[Row, int | None, int]]:
     """(row, layer, pipeline stage) of the whole model in its order."""
-    stage_of, last = stages_of_layers(config), config.pipeline_model_parallel_size - 1
+    stage_of = stages_of_layers(config)
+    last = config.pipeline_model_parallel_size - 1
     for row, layer in in_layer_order(config):
         home = last
         if layer is not None and layer < config.num_layers:
@@ -199,7 +212,8 @@ def _placed(config) -> Iterator[tuple[Row, int | None, int]]:
 
 def stages_of_layers(config) -> list[int]:
     """The pipeline rank of each decoder layer."""
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    pp = config.pipeline_model_parallel_size
+    vpp = config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
     if layout is None:
         counts = [config.num_layers // (pp * vpp)] * (pp * vpp)
@@ -280,7 +294,9 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
 
 def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
     """(bytes a token of a layer, those of its MLP or experts among them)."""
-    w, h, tp = config.params_dtype.itemsize, config.hidden_size, config.tensor_model_parallel_size
+    w = config.params_dtype.itemsize
+    h = config.hidden_size
+    tp = config.tensor_model_parallel_size
     sp = tp if config.sequence_parallel else 1
     heads = config.num_attention_heads / tp
     groups = max((config.num_query_groups or config.num_attention_heads) / tp, 1)
@@ -310,8 +326,12 @@ def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
 
 def _latent_bytes(config, facts: _Facts, heads: float, sp: int) -> float:
     """Bytes a token of multi-latent attention, without the norm before it."""
-    w, still, turning = config.params_dtype.itemsize, config.qk_head_dim, config.qk_pos_emb_head_dim
-    query, value, scores = still + turning, config.v_head_dim, facts.scores
+    w = config.params_dtype.itemsize
+    still = config.qk_head_dim
+    turning = config.qk_pos_emb_head_dim
+    query = still + turning
+    value = config.v_head_dim
+    scores = facts.scores
     if query == value:
         scores = 4
     of_value = value  # a copy
@@ -331,7 +351,8 @@ def _activations(args, config, stage: int, tokens: float, facts: _Facts) -> tupl
     w = config.params_dtype.itemsize
     sp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     cut = w * config.hidden_size / sp  # what flows between layers, of a token
-    whole, kept = 0.0, []
+    whole = 0.0
+    kept = []
     for layer in layers:
         of_layer, of_mlp = _layer_bytes(config, layer, facts)
         whole = max(whole, of_layer)
@@ -357,7 +378,8 @@ def _activations(args, config, stage: int, tokens: float, facts: _Facts) -> tupl
 
 def _in_flight(args, config, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once: of virtual stages parts of them."""
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    vpp = config.virtual_pipeline_model_parallel_size
     micro_batches = args.gradient_accumulation_steps or 1
     if pp == 1:
         return 1
@@ -369,7 +391,8 @@ def _in_flight(args, config, stage: int) -> float:
 
 def _loss(args, config, tokens: float, trains_head: bool, on_gpu: bool) -> float:
     """Bytes of the loss while it is taken."""
-    w, h = config.params_dtype.itemsize, config.hidden_size
+    w = config.params_dtype.itemsize
+    h = config.hidden_size
     columns = config.padded_vocab_size / config.tensor_model_parallel_size
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     loss = min(chunk, tokens) * columns * w + tokens * h * w
@@ -380,13 +403,16 @@ def _loss(args, config, tokens: float, trains_head: bool, on_gpu: bool) -> float
 
 def _final_norm(config, tokens: float, facts: _Facts) -> float:
     """Bytes that it keeps, with its output whole for the head."""
-    w, h = config.params_dtype.itemsize, config.hidden_size
+    w = config.params_dtype.itemsize
+    h = config.hidden_size
     sp = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return tokens * (h * (facts.norm - w) + 4) / sp + tokens * h * w
 
 
 def _buffers(config, tokens: float) -> float:
-    w, h, tp = config.params_dtype.itemsize, config.hidden_size, config.tensor_model_parallel_size
+    w = config.params_dtype.itemsize
+    h = config.hidden_size
+    tp = config.tensor_model_parallel_size
     whole = tokens * h * w
     total = whole if config.sequence_parallel else 0.0
     if config.pipeline_model_parallel_size > 1:
@@ -434,7 +460,9 @@ class ModelOfRun:
     of its own, and the lengths of a sample's documents. arguments: RunArguments."""
 
     def __init__(self, arguments):
-        config, spec, keys = self.config_of(arguments), None, arguments.finetuning
+        config = self.config_of(arguments)
+        spec = None
+        keys = arguments.finetuning
         if keys.finetuning_type == "lora":
             spec = lora.plan(config, lora_files.adapter_of_keys(keys)[0])
         self.tensors = ModelTensors(config, spec)
@@ -449,19 +477,109 @@ class ModelOfRun:
     @staticmethod
     def config_of(arguments) -> McaModelConfig:
         keys = arguments.model
-        name, remote = keys.model_name_or_path, keys.trust_remote_code
+        name = keys.model_name_or_path
+        remote = keys.trust_remote_code
         return AutoConfig.from_pretrained(name, arguments.training, remote, arguments.model_config)
 
     def fullest_rank(self, args, config, world_size: int, on_gpu: bool) -> tuple[int, RankMemory]:
         """(pipeline stage, memory) of the rank that holds most, in the layout of config."""
-        stages, length = range(config.pipeline_model_parallel_size), sum(self.lengths)
+        stages = range(config.pipeline_model_parallel_size)
+        length = sum(self.lengths)
         each = [
             rank_memory(args, config, self.tensors, stage, length, world_size, on_gpu)
             for stage in stages
         ]
         if self.reference is not None:
             second = AutoConfig.from_pretrained(self.reference, args)
-            tensors, width = ModelTensors(second), second.params_dtype.itemsize
+            tensors = ModelTensors(second)
+            width = second.params_dtype.itemsize
             held = [tensors.of_stage(second, stage)[0].sum for stage in stages]
             each = [replace(each[stage], reference=held[stage] * width) for stage in stages]
         return max(enumerate(each), key=lambda pair: pair[1].total)
+
+
+# -- advice when memory runs out
+
+_SHOWN = 3
+
+
+@contextlib.contextmanager
+def explained(arguments: RunArguments) -> Iterator[None]:
+    """Let torch's error of too little GPU memory say what was planned, which keys help most and
+    where a snapshot of the memory is. It stays a torch.OutOfMemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        lines = [str(error).strip()]
+        with contextlib.suppress(Exception):  # the first words must come through
+            lines += advice(arguments, parallel.world_size())
+        with contextlib.suppress(OSError, RuntimeError):
+            path = dump_memory(Path(arguments.training.output_dir) / FOLDER)
+            if path is not None:
+                lines.append(f"pytorch.org/memory_viz shows what memory holds: {path}")
+        raise torch.OutOfMemoryError("\n  ".join(lines)) from error
+
+
+def advice(arguments: RunArguments, world_size: int) -> list[str]:
+    """Lines: the planned memory by its parts, and the keys that lower it most."""
+    if not arguments.backend.use_mca:
+        return ["what helps: a smaller per_device_train_batch_size or cutoff_len, or use_mca: true"]
+    model = ModelOfRun(arguments)
+
+    def memory_of(run: RunArguments) -> RankMemory:
+        config = model.config_of(run)
+        on_gpu = torch.cuda.is_available()
+        return model.fullest_rank(run.training, config, world_size, on_gpu)[1]
+
+    planned = memory_of(arguments)
+    parts = sorted(PARTS, key=lambda part: -getattr(planned, part))
+    sizes = ", ".join(f"{part} {show_size(getattr(planned, part))}" for part in parts)
+    saved = []
+    for keys in _candidates(arguments.training):
+        with contextlib.suppress(ValueError):  # refused by the rules
+            saves = planned.total - memory_of(_changed(arguments, keys)).total
+            words = ", ".join(f"{key}: {str(value).lower()}" for key, value in keys.items())
+            if saves > 0:
+                saved.append((saves, f"{words} (-{show_size(saves)})"))
+    best = [words for _, words in sorted(saved, reverse=True)]
+    if len(best) < _SHOWN:  # these change what is trained
+        best += ["a lower cutoff_len", "finetuning_type: lora"]
+    return [
+        f"planned were {show_size(planned.total)} on the fullest rank: {sizes}",
+        f"most likely to help: {'; '.join(best[:_SHOWN])}",
+    ]
+
+
+def _candidates(args) -> Iterator[dict]:
+    """Keys that may lower memory, where the run has them not."""
+    if args.micro_batch_size > 1:
+        yield {"per_device_train_batch_size": args.micro_batch_size // 2}
+    if args.recompute_granularity != "full":
+        yield {"recompute_granularity": "full"}
+    if not args.use_distributed_optimizer and args.data_parallel_size > 1:
+        yield {"use_distributed_optimizer": True}
+    if args.data_parallel_size > 1:
+        tp, pp, cp = (f"{name}_parallel_size" for name in _DEGREES)
+        yield {tp: 2 * getattr(args, tp), "sequence_parallel": True}
+        yield {pp: 2 * getattr(args, pp)}
+        yield {cp: 2 * getattr(args, cp)}
+    if not args.optimizer_cpu_offload:
+        yield {"optimizer_cpu_offload": True}
+    if "fp32" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+        yield {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    if not (args.bf16 or args.fp16):
+        yield {"bf16": True}
+    elif args.grad_reduce_in_fp32:
+        yield {"grad_reduce_in_fp32": False}
+
+
+_DEGREES = ("tensor_model", "pipeline_model", "context")
+
+
+def _changed(arguments: RunArguments, keys: dict) -> RunArguments:
+    """The run with other values of keys and the same global batch. ConfigError where the rules
+    refuse it."""
+    values = arguments.to_yaml_dict()
+    values["global_batch_size"] = arguments.training.train_global_batch_size
+    values.pop("gradient_accumulation_steps", None)
+    return parse_args([f"{key}={json.dumps(value)}" for key, value in (values | keys).items()])

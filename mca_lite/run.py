@@ -17,41 +17,46 @@ import torch
 import transformers
 
 from . import (
-    before_megatron,
+    ckpt_folder,
     lora,
     lora_files,
+    mcore,
     model,
     model_config,
-    output_folder,
     parallel,
-    plan_advice,
+    plan_memory,
     watchdog,
     weights_convert,
 )
+from .args import RunArguments
 from .args_rules import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
 from .args_rules_model import check_torch_experts, check_torch_packing
 from .args_rules_training import plan_schedule
-from .args_run import RunArguments
-from .args_values import Judge, refuse, show_count
+from .args_values import show_count
+from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
-from .constants import (
+from .data import DatasetBundle, TokenDataset, load_datasets
+from .data_batches import Packs
+from .errors import Judge, refuse
+from .families import FAMILIES
+from .files import (
     EVAL_RESULTS_NAME,
     GENERATIONS_NAME,
     HF_GENERATION_CONFIG_NAME,
     PREDICTIONS_NAME,
     RUN_CONFIG_NAME,
+    check_can_write,
+    read_json,
+    resolve_folder,
+    write_file,
+    write_json,
 )
-from .data import DatasetBundle, TokenDataset, load_datasets
-from .data_packs import Packs
-from .files import check_can_write, read_json, resolve_folder, write_file, write_json
-from .lora_sites import host_of
+from .generation import generate, scores
+from .lora import host_of
 from .model_config import load_tokenizer
-from .model_families import FAMILIES
-from .objectives import OBJECTIVES, Objective
-from .trainer_callbacks import StopSignals, TrainerCallback
+from .tables import OBJECTIVES, Objective
 from .trainer_evaluation import records_of
-from .trainer_generate import generate, scores
-from .weights_sources import GrownSource, SafetensorsSource, check_shapes
+from .weights_files import GrownSource, SafetensorsSource, check_shapes
 
 
 @dataclass
@@ -92,7 +97,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     them. No collectives: ranks that wait for the token cache poll for it."""
     transformers.utils.logging.disable_progress_bar()
     check_can_write(arguments.training.output_dir, "output_dir")
-    keys, args, of_epoch = arguments.model, arguments.training, 0
+    keys = arguments.model
+    args = arguments.training
+    of_epoch = 0
     objective = OBJECTIVES[arguments.finetuning.stage]
     folder = resolve_folder(keys.model_name_or_path, keys.model_revision)
     planned = _plan_model(arguments, folder, keys.train_from_scratch, arguments.model_config)
@@ -123,7 +130,8 @@ def _plan_model(
 ) -> PlannedModel:
     """The model of a folder, whose weights nobody has opened. values: what its config.json holds,
     where it was read before."""
-    remote, judge = arguments.model.trust_remote_code, Judge(None)
+    remote = arguments.model.trust_remote_code
+    judge = Judge(None)
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
         read_json(folder / HF_GENERATION_CONFIG_NAME)  # exports copy it
     if arguments.backend.use_mca:
@@ -178,10 +186,12 @@ def _plan_tokenizer(
     With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: what is not
     trained stays as it began.
     """
-    keys, finetuning = arguments.model, arguments.finetuning
+    keys = arguments.model
+    finetuning = arguments.finetuning
     asked = bool(keys.add_tokens or keys.add_special_tokens)
     tokenizer = load_tokenizer(planned.folder, keys.trust_remote_code)
-    known, old = len(tokenizer), planned.old_vocab_size
+    known = len(tokenizer)
+    old = planned.old_vocab_size
     tokenizer.add_tokens(keys.add_tokens or [])
     tokenizer.add_tokens(keys.add_special_tokens or [], special_tokens=True)
     size = max(len(tokenizer), old)
@@ -225,7 +235,8 @@ def _plan_adapters(
 ) -> None:
     """Plan the adapters with their modules, by the rules between the finetuning keys and the
     model. num_new: new tokens."""
-    keys, host = arguments.finetuning, planned.config
+    keys = arguments.finetuning
+    host = planned.config
     if not arguments.backend.use_mca:
         with torch.device("meta"):
             host = transformers.AutoModelForCausalLM.from_config(
@@ -258,8 +269,10 @@ def build_model(plan: Plan):
 def build_planned(arguments: RunArguments, planned: PlannedModel):
     """A planned model without adapters, on this rank."""
     # a config of its own: megatron-core keeps functions of the optimizer's in it
-    config, seed = copy.deepcopy(planned.config), arguments.training.seed
-    remote, folder = arguments.model.trust_remote_code, str(planned.folder)
+    config = copy.deepcopy(planned.config)
+    seed = arguments.training.seed
+    remote = arguments.model.trust_remote_code
+    folder = str(planned.folder)
     if not arguments.backend.use_mca:
         return model.load_torch_model(
             folder, planned.from_scratch, seed, remote, planned.vocab_size, config=config
@@ -273,7 +286,8 @@ def build_planned(arguments: RunArguments, planned: PlannedModel):
 
 def add_adapters(built, plan: Plan):
     """The model with the planned adapters: fresh ones, or those of adapter_name_or_path."""
-    args, spec = plan.arguments.training, plan.model.adapters
+    args = plan.arguments.training
+    spec = plan.model.adapters
     # of frozen weights; fp16 would lose too much of them
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     if plan.model.adapter_source is not None:
@@ -288,8 +302,9 @@ def train(plan: Plan):
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
-    quiet, explained = before_megatron.quiet(), plan_advice.explained(plan.arguments)
-    with quiet, watchdog.watch(args), output_folder.hold(args.output_dir), explained:
+    quiet = mcore.quiet()
+    explained = plan_memory.explained(plan.arguments)
+    with quiet, watchdog.watch(args), ckpt_folder.hold(args.output_dir), explained:
         trainer = build_trainer(plan)
         if args.do_train:
             result = trainer.train()
@@ -315,7 +330,8 @@ def _evaluate(trainer) -> None:
 def _predict(trainer) -> None:
     """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
     predict_with_generate generations.jsonl too, a line an answer. Collective."""
-    sets, files = trainer.eval_dataset, {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
+    sets = trainer.eval_dataset
+    files = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
     for name, dataset in sets.items() if isinstance(sets, dict) else [("", sets)]:
         found, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
         of_set = {"dataset": name} if name else {}
@@ -336,10 +352,13 @@ def _predict(trainer) -> None:
 
 def build_trainer(plan: Plan):
     """The objective's trainer with the planned model and data. Collective."""
-    arguments, args, data = plan.arguments, plan.arguments.training, plan.data
+    arguments = plan.arguments
+    args = plan.arguments.training
+    data = plan.data
     if parallel.is_main():
         print("\n".join(data.report), flush=True)
-    built, make = build_model(plan), plan.objective.trainer_class()
+    built = build_model(plan)
+    make = plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:
         second_model = build_planned(arguments, plan.second_model)
@@ -359,12 +378,15 @@ def build_trainer(plan: Plan):
 
 
 def _export(plan: Plan, trainer, result) -> None:
-    args, report, last = plan.arguments.training, trainer.report, trainer.state.max_steps
+    args = plan.arguments.training
+    report = trainer.report
+    last = trainer.state.max_steps
     if args.save_hf_model:
         trainer.save_model()
     if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
         trainer.save_merged_model()
-    steps, first = show_count(result.global_step, "step"), report.first_step
+    steps = show_count(result.global_step, "step")
+    first = report.first_step
     if first:  # resumed: time and loss are those of the steps since
         steps = f"steps {first + 1} to {result.global_step}"
     seconds = result.metrics["train_runtime"]
@@ -394,7 +416,9 @@ class _SaveConfig(TrainerCallback):
 
 def data_summary(plan: Plan) -> dict[str, str]:
     """What the start summary says of the objective and the data."""
-    data, keys, datasets = plan.arguments.data, plan.arguments.finetuning, plan.data
+    data = plan.arguments.data
+    keys = plan.arguments.finetuning
+    datasets = plan.data
     spec = plan.model.adapters
     packing = ""
     if plan.arguments.training.sequence_packing:
@@ -432,7 +456,8 @@ def _count(plan: Plan, part: TokenDataset | Packs) -> str:
 
 
 def _training_summary(plan: Plan) -> str:
-    keys, train = plan.arguments.data, plan.data.train
+    keys = plan.arguments.data
+    train = plan.data.train
     if not keys.streaming:
         trained = f"{train.num_trained_tokens:,} trained"
         return f"{_count(plan, train)}, {train.num_tokens:,} tokens, {trained}"

@@ -17,15 +17,14 @@ from typing import Any, cast
 
 import torch
 
-from . import before_megatron, ckpt, output_folder, parallel, watchdog
+from . import ckpt, ckpt_folder, mcore, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .constants import IGNORE_INDEX
+from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
 from .data_batches import BatchPlan, Collator, Limits, make_loader, pad_batch
 from .data_stream import TokenStream
-from .files import replacing
-from .log import Report, run_summary
-from .log_speed import ModelWork, Throughput, model_work
+from .files import IGNORE_INDEX, replacing
+from .log import ModelWork, Report, Throughput, model_work, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .packed_rows import (
@@ -35,9 +34,12 @@ from .packed_rows import (
     packed_row,
     pad_packed,
 )
-from .trainer_callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
 from .trainer_evaluation import PredictionOutput, check_metrics, evaluate, predict, run_loop
 from .trainer_events import (
+    EvalLoopOutput,
+    Numbers,
+    RunSums,
+    TrainOutput,
     agree,
     as_callback,
     begin_step,
@@ -46,10 +48,11 @@ from .trainer_events import (
     check_hooks,
     end_step,
     finish_run,
+    plan_batches,
+    read_step,
     steady_host,
 )
 from .trainer_nonfinite import FiniteGuard
-from .trainer_step import EvalLoopOutput, Numbers, RunSums, TrainOutput, plan_batches, read_step
 
 __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
 
@@ -111,7 +114,9 @@ class McaTrainer:
         self._given = given_optimizers(optimizers, model, is_megatron)
         tokenizer = processing_class if tokenizer is None else tokenizer
         parallel.start_process_group(args.ddp_timeout)
-        self.args, self.model, self.tokenizer = args, model, tokenizer
+        self.args = args
+        self.model = model
+        self.tokenizer = tokenizer
         self.settings = ckpt.settings_of(args)
         self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
         self._guard.check_weights("before training")
@@ -122,12 +127,16 @@ class McaTrainer:
         if self.backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         self.data_collator = data_collator or Collator(self._pad_token_id)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.shuffle, self.extra_summary = shuffle, summary or {}
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.shuffle = shuffle
+        self.extra_summary = summary or {}
         self.lr_scheduler = self._given[1]
         self.optimizer = self.batch_plan = cast(Any, None)  # made when training begins
-        self.state, self.control = TrainerState(), TrainerControl()
-        self._signals, self.report = StopSignals(), Report(args, parallel.is_main())
+        self.state = TrainerState()
+        self.control = TrainerControl()
+        self._signals = StopSignals()
+        self.report = Report(args, parallel.is_main())
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         check_metrics(self)
@@ -147,14 +156,16 @@ class McaTrainer:
         SIGTERM, SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
         SystemExit with the code trainer_callbacks.EXIT_CODE.
         """
-        held, quiet = output_folder.hold(self.args.output_dir), before_megatron.quiet()
+        held = ckpt_folder.hold(self.args.output_dir)
+        quiet = mcore.quiet()
         with quiet, watchdog.watch(self.args), held, StopSignals() as self._signals:
             with steady_host(self.args):
                 return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
-        started, batches = time.perf_counter(), None
+        started = time.perf_counter()
+        batches = None
         self._notify("on_train_begin")
         agree(self)
         while not (self.state.is_over or self.control.should_training_stop):
@@ -266,9 +277,12 @@ class McaTrainer:
         """
         ahead = None
         if isinstance(labels, Targets):
-            ahead, labels = labels.next_labels, labels.labels
-            more, losses = losses[..., 1:].sum(), losses[..., 0]
-        total, count = losses.sum(), (labels != IGNORE_INDEX).sum()
+            ahead = labels.next_labels
+            labels = labels.labels
+            more = losses[..., 1:].sum()
+            losses = losses[..., 0]
+        total = losses.sum()
+        count = (labels != IGNORE_INDEX).sum()
         # megatron divides `total` in place afterwards: the metric is a copy
         metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
         if ahead is not None:
@@ -288,9 +302,11 @@ class McaTrainer:
         return self._train_loader(plan_batches(self, self.train_dataset), 0, 0)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
-        workers, dataset = self.args.dataloader_num_workers, self.train_dataset
+        workers = self.args.dataloader_num_workers
+        dataset = self.train_dataset
         if isinstance(dataset, TokenStream):
-            position, speaks = self.state.data_position, parallel.is_main()
+            position = self.state.data_position
+            speaks = parallel.is_main()
             return dataset.loader(self.data_collator, plan, position, workers, speaks)
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 

@@ -11,37 +11,199 @@ micro-batch, s positions.
 
 import contextlib
 import functools
+import hashlib
+import io
+import json
 import math
+import os
+import time
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
-from . import lora, loss_preference, parallel
-from .args import FinetuningArguments
-from .args_run import check_together
-from .args_values import Judge, refuse
-from .ckpt_folder import CheckpointError
-from .data_batches import documents_of, split_documents
-from .data_cache import cache_folder
+from . import ckpt_folder, lora, parallel, tables
+from .args import FinetuningArguments, check_together
+from .callbacks import Interrupted
+from .ckpt_folder import CheckpointError, measure
+from .data_batches import Packs, WithReference, documents_of, samples_of, split_documents
+from .data_encode import cache_folder
 from .data_files import SIDES
-from .data_packs import Packs, WithReference, samples_of
-from .files import resolve_folder
-from .loss_preference import LOSSES, METRICS, REFERENCES, Responses
-from .objectives import OBJECTIVES
+from .errors import Judge, refuse
+from .files import HF_CONFIG_NAME, describe_error, read_json, resolve_folder, write_file, write_json
 from .packed_rows import join_packed, pack_batch
+from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
 from .trainer_evaluation import by_sample, collecting, sum_documents
-from .trainer_events import check_given
-from .trainer_reference import is_same_model, reference_of
-from .trainer_step import arrange
+from .trainer_events import arrange, check_given
+
+# -- log-probabilities of a reference
+
+FORMAT = 2
+META_NAME = "meta.json"
+SAY_EVERY_S = 10.0
+PART_PAIRS = 1024  # pairs of a part that the pass keeps: what is lost when it dies
+_NONE = np.zeros((0, 2), np.float32)  # of no pairs
+
+
+def files_of_model(name_or_path: str | None) -> list:
+    """[name, bytes, time of change] of what a model's folder loads; [] for what is no folder."""
+    found: list = []
+    for pattern in ("*.safetensors", "dist/*", HF_CONFIG_NAME) if name_or_path else ():
+        for path in Path(name_or_path).glob(pattern):
+            name = path.relative_to(name_or_path).as_posix()
+            state = path.stat()
+            found.append([name, state.st_size, state.st_mtime_ns])
+    return sorted(found)
+
+
+class ReferenceStore:
+    """What is on disk for one model and one data set of `num_pairs` pairs."""
+
+    def __init__(self, cache_dir: str | os.PathLike, identity: dict, num_pairs: int):
+        self.identity = {"format": FORMAT, "pairs": num_pairs, **identity}
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
+        self.folder = Path(cache_dir) / "reference" / digest
+        self._files: dict[str, dict] = {}  # name -> size and checksum
+
+    def load(self, say=print) -> np.ndarray:
+        """float32 [n, 2] of the first n pairs, as many as are there and as they were written. What
+        is not is computed again, and one line says so."""
+        self._files = {}
+        found = [_NONE]
+        if not (self.folder / META_NAME).is_file():
+            return _NONE
+        try:
+            meta = read_json(self.folder / META_NAME)
+            if meta["identity"] != self.identity:
+                raise ValueError(f"{META_NAME} is of another run")
+            for name, entry in sorted(meta["files"].items()):
+                if measure(self.folder / Path(name).name) != entry:
+                    raise ValueError(f"{name} is not as it was written")
+                found.append(np.load(self.folder / Path(name).name))
+                self._files[name] = entry
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            error = describe_error(error)
+            say(f"{self.folder}: {error}: the reference is computed again from there")
+        return np.concatenate(found)
+
+    def add(self, start: int, logps: np.ndarray) -> None:
+        """Keep the pairs from `start` on. On the disk when the call returns."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write(f"part-{start:012d}.npy", logps)
+
+    def finish(self, logps: np.ndarray) -> None:
+        """All pairs are there: one file in place of the parts."""
+        self._files = {}
+        self._write("logps.npy", logps)
+        for part in self.folder.glob("part-*.npy"):
+            part.unlink(missing_ok=True)
+
+    def _write(self, name: str, logps: np.ndarray) -> None:
+        stream = io.BytesIO()
+        np.save(stream, logps.astype(np.float32))
+        write_file(self.folder / name, stream.getvalue())
+        self._files[name] = measure(self.folder / name)
+        meta = {"identity": self.identity, "files": self._files}
+        write_json(self.folder / META_NAME, meta)
+
+
+# -- the pass; trainer: a DPOTrainer, whose model is not trained yet
+
+
+def reference_of(trainer, pairs) -> np.ndarray:
+    """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now.
+    Collective."""
+    args = trainer.args
+    store = _store_of(trainer, pairs)
+    num = len(pairs)
+    done = _NONE
+    if store is not None:
+        done = parallel.on_main(lambda: store.load(trainer.report.print), CheckpointError)
+    if len(done):
+        _check_kept(trainer, pairs, done, store)
+    if store is not None and len(done) == num:
+        trainer.report.print(f"reference model: {num:,} pairs from {store.folder}")
+        return done
+    per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
+    whole_steps = per_rank * trainer.backend.dp_size
+    part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
+    said = time.monotonic()
+    for start in range(len(done), num, part):
+        logps = trainer._score(Subset(pairs, range(start, min(start + part, num))))
+        done = np.concatenate([done, logps])
+        if store is not None:
+            parallel.on_main(functools.partial(store.add, start, logps), CheckpointError)
+        if time.monotonic() - said > SAY_EVERY_S or len(done) == num:
+            said = time.monotonic()
+            trainer.report.print(f"reference model: {len(done):,} of {num:,} pairs")
+        _stop_if_asked(trainer, store)
+    if store is not None:
+        parallel.on_main(functools.partial(store.finish, done), CheckpointError)
+    return done
+
+
+def is_same_model(args, ours: np.ndarray, theirs: np.ndarray) -> bool:
+    """Whether two passes over the same pairs differ by rounding only."""
+    share = 3e-2 if args.bf16 or args.fp16 else 1e-3
+    return bool(np.allclose(ours, theirs, rtol=share, atol=share))
+
+
+def _check_kept(trainer, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
+    """CheckpointError where the model gives other log-probabilities to the first pairs than what
+    was kept says."""
+    count = min(len(kept), trainer.args.per_device_eval_batch_size * trainer.backend.dp_size)
+    now = trainer._score(Subset(pairs, range(count)))
+    if not is_same_model(trainer.args, now, kept[:count]):
+        raise CheckpointError(
+            f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} to "
+            f"the first pair, and this model gives {now[0].tolist()}: remove the folder, and the "
+            "reference is computed again"
+        )
+
+
+def _stop_if_asked(trainer, store: ReferenceStore | None) -> None:
+    """Interrupted between two parts of the pass, which may take longer than a scheduler waits.
+    Collective."""
+    [number] = parallel.largest(trainer._signals.received)
+    if not number:
+        return
+    kept = "nothing of the pass is kept"
+    if store is not None:
+        kept = f"the pass goes on from what is in {store.folder}"
+    stop = Interrupted(number, trainer.state.global_step)
+    trainer.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
+    raise stop
+
+
+def _store_of(trainer, pairs) -> ReferenceStore | None:
+    """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times
+    of files may differ."""
+    config = trainer.train_config
+    fingerprint = getattr(pairs, "fingerprint", None)  # other people's datasets have none
+    if config.cache_dir is None or fingerprint is None:
+        return None
+    name = getattr(getattr(trainer.model, "config", None), "name_or_path", None) or None
+    backend = trainer.backend
+    identity = {
+        "model": [name, config.model_source, ckpt_folder.model_identity(backend.hf_config)],
+        "files": files_of_model(name),
+        "precision": backend.precision,
+        "data": fingerprint,
+    }
+    return ReferenceStore(config.cache_dir, identity, len(pairs))
+
+
+# -- preference training
 
 PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
 # micro-batches, and tokens of all of them, in a forward pass of the reference: with fewer a GPU
 # waits for the host's launches, with more it might hold more than in training
-JOINED, JOINED_TOKENS = 2, 16384
+JOINED = 2
+JOINED_TOKENS = 16384
 # DPOConfig's fields -> the configuration keys that mean the same
 _KEYS = {
     "pref_loss": "pref_loss",
@@ -78,7 +240,8 @@ class DPOConfig:
         keys = self.check_with()
         for name, key in _KEYS.items():  # as their types say
             setattr(self, name, getattr(keys, key))
-        judge, needs = Judge(self), LOSSES[self.pref_loss].has_reference
+        judge = Judge(self)
+        needs = LOSSES[self.pref_loss].has_reference
         if self.reference not in (None, *REFERENCES):
             judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
         if self.use_ref_model not in (None, needs):
@@ -185,7 +348,8 @@ class DPOTrainer(McaTrainer):
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        keys, source = arguments.finetuning, ""
+        keys = arguments.finetuning
+        source = ""
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
         config = DPOConfig(
@@ -202,10 +366,11 @@ class DPOTrainer(McaTrainer):
         """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of
         pref_loss. Those of DPO and ORPO go through dpo_loss and odds_ratio_loss, which a subclass
         may override."""
-        r, formula = responses, LOSSES[self.train_config.pref_loss].formula
-        if formula is loss_preference.dpo_loss:
+        r = responses
+        formula = LOSSES[self.train_config.pref_loss].formula
+        if formula is tables.dpo_loss:
             return self.dpo_loss(r.chosen, r.rejected, r.reference_chosen, r.reference_rejected)
-        if formula is loss_preference.odds_ratio_loss:
+        if formula is tables.odds_ratio_loss:
             lens = torch.cat([r.chosen_lens, r.rejected_lens])
             return self.odds_ratio_loss(r.chosen, r.rejected, lens)
         return formula(r, self.train_config)
@@ -214,7 +379,7 @@ class DPOTrainer(McaTrainer):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of
         chosen, then rejected."""
         responses = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
-        return loss_preference.odds_ratio_loss(responses, self.train_config)
+        return tables.odds_ratio_loss(responses, self.train_config)
 
     def dpo_loss(
         self,
@@ -227,10 +392,11 @@ class DPOTrainer(McaTrainer):
         logps = policy_chosen_logps, policy_rejected_logps
         reference = reference_chosen_logps, reference_rejected_logps
         responses = Responses(*logps, None, None, *reference)
-        return loss_preference.dpo_loss(responses, self.train_config)
+        return tables.dpo_loss(responses, self.train_config)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
-        known, of_reference = batch.get("reference"), (None, None)
+        known = batch.get("reference")
+        of_reference = (None, None)
         if known is not None:
             of_reference = parallel.to_device(known, parallel.device()).unbind(-1)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch, *of_reference)
@@ -248,7 +414,8 @@ class DPOTrainer(McaTrainer):
         pair that only fills it; ref_*_logps float32 [P], None for a loss without reference.
         """
         logps, lens = self._response_logps(labels, batch, losses)
-        real, config = parallel.to_device(batch["real"], parallel.device()), self.train_config
+        real = parallel.to_device(batch["real"], parallel.device())
+        config = self.train_config
         responses = Responses(
             logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
         )
@@ -374,7 +541,8 @@ class DPOTrainer(McaTrainer):
 
         Collectives: those of the schedule, forward only.
         """
-        own, was_training = models is self.models, self.models[0].training
+        own = models is self.models
+        was_training = self.models[0].training
 
         def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
             logps, _ = self._response_logps(inputs["labels"], batch, losses)
@@ -473,7 +641,8 @@ class DPOTrainer(McaTrainer):
         return {"reference": view.logps[:4].tolist()} if isinstance(view, WithReference) else {}
 
     def check_objective(self, facts: dict, folder: Path) -> None:
-        theirs, ours = facts.get("reference"), self.objective_facts().get("reference")
+        theirs = facts.get("reference")
+        ours = self.objective_facts().get("reference")
         if theirs and ours and not is_same_model(self.args, np.array(ours), np.array(theirs)):
             raise CheckpointError(
                 f"{folder} was trained against another reference model, which gave {theirs[0]} to "
@@ -494,7 +663,8 @@ def _fit_together(batches: list[dict]) -> bool:
 
 def _check_pairs(dataset, packs: bool) -> None:
     """ValueError for a dataset of something else, and for packs where rows hold one pair."""
-    first, of_sample = dataset[0], getattr(dataset, "documents_per_sample", len(SIDES))
+    first = dataset[0]
+    of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
     count = len(documents_of(first))
     if of_sample != len(SIDES) or count % len(SIDES):
         got = sorted(first) if isinstance(first, dict) else f"{count} documents"

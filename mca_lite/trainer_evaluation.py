@@ -16,19 +16,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
-from .args_values import Judge
-from .constants import GENERATION_METRICS, IGNORE_INDEX
-from .data_batches import FILLER, BatchPlan, make_loader
+from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
-from .data_packs import samples_of
+from .errors import Judge
+from .files import GENERATION_METRICS, IGNORE_INDEX
+from .generation import check_room, generate, scores
 from .packed_rows import Targets
-from .trainer_generate import check_room, generate, scores
-from .trainer_step import EvalLoopOutput, Numbers, plan_batches
+from .trainer_events import EvalLoopOutput, Numbers, plan_batches
 
 
 def check_metrics(trainer) -> None:
     """ValueError for metrics that an evaluation cannot give."""
-    compute, preprocess = trainer.compute_metrics, trainer.preprocess_logits_for_metrics
+    compute = trainer.compute_metrics
+    preprocess = trainer.preprocess_logits_for_metrics
     for function in (compute, preprocess):
         if function is not None and not callable(function):
             raise TypeError(f"compute_metrics: expected functions, got {function!r}")
@@ -69,7 +69,8 @@ def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
     """Metrics over the whole set, named <prefix>_<metric>; of a dict, over all of its sets, and
     over each, named <prefix>_<its name>_<metric>. Collective."""
     if isinstance(dataset, dict):
-        found, answers = [], []
+        found = []
+        answers = []
         for name, part in dataset.items():
             one, written = _measure(trainer, part, f"{prefix}_{name}")
             found.append(one)
@@ -90,7 +91,8 @@ def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
 
 def _measure(trainer, dataset, prefix: str) -> tuple[EvalLoopOutput, list[dict]]:
     """(the numbers of a set, the answers that were generated for it)"""
-    loader, answers = _loader_of(trainer, dataset), []
+    loader = _loader_of(trainer, dataset)
+    answers = []
     found = trainer.evaluation_loop(loader, "evaluation", metric_key_prefix=prefix)
     if trainer.compute_metrics is not None:
         found.metrics.update(user_metrics(trainer, dataset, prefix))
@@ -107,7 +109,8 @@ def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
 @torch.no_grad()
 def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
     """Forward passes over a loader of make_loader's kind. Collective."""
-    plan, whole = getattr(dataloader.batch_sampler, "plan", None), trainer._numbers()
+    plan = getattr(dataloader.batch_sampler, "plan", None)
+    whole = trainer._numbers()
     if plan is None:
         raise ValueError(
             "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset call "
@@ -149,7 +152,8 @@ def _forward(trainer, forward_step: Callable, data: list[dict], seq_length: int)
 def passes(trainer, dataset, run: Callable[[list[dict], int], list]) -> Iterator[list[tuple]]:
     """[(numbers of the samples, what run(micro-batches, length) found)] of the micro-batches of
     each step, on this rank; [] on pipeline stages before the last. Collective."""
-    loader, per_sample = _loader_of(trainer, dataset), trainer.documents_per_sample
+    loader = _loader_of(trainer, dataset)
+    per_sample = trainer.documents_per_sample
     plan = loader.batch_sampler.plan
     for step, data, seq_length, _ in _steps(trainer, loader, plan):
         chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]
@@ -240,10 +244,12 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
     group.
     """
     if isinstance(labels, Targets):
-        labels, losses = labels.labels, losses[..., 0]
+        labels = labels.labels
+        losses = losses[..., 0]
     both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
     if "cu_seqlens" in batch:
-        cu, cp = batch["cu_seqlens"], backend.context_parallel[0]
+        cu = batch["cu_seqlens"]
+        cp = backend.context_parallel[0]
         lengths = [(end - start) // cp for start, end in zip(cu, cu[1:], strict=False)]
         sums = torch.stack([part.sum(-1) for part in both[:, 0].split(lengths, -1)], -1)
     else:
@@ -299,7 +305,8 @@ def user_metrics(trainer, dataset, prefix: str) -> dict[str, float]:
     samples are padded with IGNORE_INDEX. Held at once: the logits of a micro-batch, and on the main
     rank what was returned.
     """
-    dataset, backend = samples_of(dataset), trainer.backend
+    dataset = samples_of(dataset)
+    backend = trainer.backend
 
     def collect(inputs: dict, batch: dict, logits: torch.Tensor) -> list[tuple]:
         logits = backend.whole_logits(logits, inputs)
@@ -344,7 +351,8 @@ def _borders(batch: dict) -> list[tuple[int, int, int]]:
     if "cu_seqlens" not in batch:
         lengths = (batch["attention_mask"] > 0).sum(1).tolist()
         return [(row, 0, length) for row, length in enumerate(lengths)]
-    cu, real = batch["cu_seqlens"], ~batch["padding_mask"][0]
+    cu = batch["cu_seqlens"]
+    real = ~batch["padding_mask"][0]
     return [
         (0, start, start + int(real[start:end].sum()))
         for start, end in zip(cu, cu[1:], strict=False)

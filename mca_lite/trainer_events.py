@@ -9,27 +9,211 @@ import contextlib
 import gc
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from . import ckpt, ckpt_folder, parallel, watchdog
 from .args import TrainingArguments
 from .args_rules_training import parse_steps
-from .ckpt_folder import CheckpointError
-from .constants import TRAINER_STATE_NAME
-from .log_speed import peak_memory_gib
-from .trainer_callbacks import (
+from .callbacks import (
     FLAGS,
     BestModel,
     EarlyStopping,
     Interrupted,
+    Profiler,
     TrainerCallback,
     export_states,
     raise_flags,
 )
-from .trainer_profile import Profiler
-from .trainer_step import TrainOutput
+from .ckpt_folder import CheckpointError
+from .data_batches import BatchPlan, check_batch, count_tokens, samples_of
+from .data_stream import TokenStream
+from .files import IGNORE_INDEX, TRAINER_STATE_NAME
+from .log import peak_memory_gib
+
+# -- micro-batches and numbers of a step
+
+_COUNTS = 3
+
+
+class TrainOutput(NamedTuple):
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class EvalLoopOutput(NamedTuple):
+    predictions: None
+    label_ids: None
+    metrics: dict[str, float]
+    num_samples: int
+    numbers: "Numbers | None" = None  # what the metrics are means of, over all ranks
+
+
+@dataclass
+class Numbers:
+    """One float64 vector, so that one collective sums it over the ranks: (sum, count) of each
+    metric in the order of `keys`, then the tokens, the sum of squared document lengths, and the
+    positions with padding."""
+
+    keys: list[str]
+    vector: torch.Tensor
+
+    @classmethod
+    def zeros(cls, keys: list[str], device: torch.device) -> "Numbers":
+        size = 2 * len(keys) + _COUNTS
+        return cls(keys, torch.zeros(size, dtype=torch.float64, device=device))
+
+    def __add__(self, other: "Numbers") -> "Numbers":
+        return Numbers(self.keys, self.vector + other.vector)
+
+    def add_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> "Numbers":
+        """Add the (sum, count) pairs of micro-batches in place -> self."""
+        for i, key in enumerate(self.keys):
+            for of_micro_batch in metrics:
+                self.vector[2 * i : 2 * i + 2] += of_micro_batch[key].to(self.vector.dtype)
+        return self
+
+    def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
+        self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
+
+    def read(self) -> tuple[float | None, list[float]]:
+        """(the mean of the first metric, None where nothing was counted; [tokens, sum of squared
+        document lengths, positions]). Waits for the device."""
+        total, count, *rest = self.vector.tolist()
+        return total / count if count else None, rest[-_COUNTS:]
+
+    def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
+        """Metric -> sum / count; `uncounted` where nothing was counted. Waits for the device."""
+        values = self.vector.tolist()
+        means = {}
+        for key, total, count in zip(self.keys, values[::2], values[1::2], strict=False):
+            means[key] = total / max(count, 1) if count else uncounted
+        return means
+
+
+class RunSums:
+    """The numbers of all steps of a run, and those of the steps since the last line of the log.
+    nothing: the Numbers of no step. carried: what to_record() gave before the run was resumed."""
+
+    def __init__(self, nothing: Numbers, carried: dict[str, Any] | None):
+        self._nothing = self.whole_run = self._window = nothing
+        self._skipped = 0
+        self._last_step = {}
+        self._line = {}
+        if carried is not None and carried["metrics"] == nothing.keys:
+            self._window = Numbers(nothing.keys, nothing.vector.new_tensor(carried["sums"]))
+            self._skipped = carried["skipped"]
+
+    def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:
+        self.whole_run = self.whole_run + numbers
+        self._window = self._window + numbers
+        self._skipped += skipped
+        self._last_step = {"grad_norm": grad_norm, "num_zeros_in_grad": num_zeros}
+
+    def take(self) -> dict[str, Any]:
+        """For a line of the log: means since the last line (None where nothing was counted, as
+        updates were skipped), skipped updates, numbers of the last step. A second line of a step
+        has the same. Waits for the device."""
+        if self._window is not self._nothing or not self._line:
+            means = self._window.means(uncounted=None if self._skipped else 0.0)
+            of_step = {key: value for key, value in self._last_step.items() if value is not None}
+            self._line = {**means, **of_step, "skipped_iter": self._skipped}
+            self._window = self._nothing
+            self._skipped = 0
+        return dict(self._line)
+
+    def to_record(self) -> dict[str, Any] | None:
+        """The sums since the last line, for a checkpoint; None where no step was made since."""
+        if self._window is self._nothing:
+            return None
+        sums = self._window.vector.tolist()
+        return {"metrics": self._window.keys, "sums": sums, "skipped": self._skipped}
+
+
+# -- micro-batches
+
+
+def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
+    """Which samples make up which micro-batch on which rank. ValueError for a dataset without a
+    length, and for one whose documents are known to be too long for the model."""
+    args = trainer.args
+    backend = trainer.backend
+    size = trainer.args.per_device_eval_batch_size
+    streams = training and isinstance(dataset, TokenStream)
+    if streams and args.max_steps <= 0:
+        raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
+    if isinstance(dataset, dict) or not (streams or hasattr(dataset, "__len__")):
+        name = "train_dataset" if training else "eval_dataset"
+        what = "a dataset with a length (a list; streaming: true reads files as they come)"
+        if isinstance(dataset, dict):
+            what = "one dataset"
+        raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
+    # other people's datasets have none
+    lengths = getattr(samples_of(dataset), "document_lengths", None)
+    if lengths is not None and len(lengths):
+        trainer.limits.check_positions(int(lengths.max()))
+    if training:
+        size = args.per_device_train_batch_size
+    if streams:
+        of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
+        num_samples = args.max_steps * of_a_step
+    else:
+        num_samples = len(dataset)
+    return BatchPlan(
+        num_samples,
+        size,
+        # evaluation takes as many micro-batches at once: a pipeline wants more than one
+        args.gradient_accumulation_steps,
+        backend.dp_rank,
+        backend.dp_size,
+        seed=args.order_seed,
+        shuffle=trainer.shuffle and training and not streams,  # it has an order of its own
+        costs=getattr(dataset, "costs", None),  # other people's datasets have none
+    )
+
+
+def read_step(
+    trainer, loader: Iterator, plan: BatchPlan, step: int
+) -> tuple[list[dict], tuple[int, int, int]]:
+    """(this rank's micro-batches of a step, padded to one length; their tokens, squared document
+    lengths and positions)."""
+    watchdog.note("reading data", trainer.state.global_step)
+    batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
+    found = arrange(trainer, batches)
+    if "data_position" in batches[-1]:  # of a stream
+        trainer.state.data_position = batches[-1]["data_position"]
+    watchdog.note("running the model")
+    return found
+
+
+def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, int]]:
+    """What read_step returns, of the batches of a data collator. Collective where the layout wants
+    one length on all ranks."""
+    backend = trainer.backend
+    names = trainer._language_input_names
+    # whether a row may hold several documents, which its attention_mask numbers
+    numbered = trainer.args.sequence_packing or trainer.documents_per_sample > 1
+    batches = [check_batch(batch, names, numbered, trainer.limits) for batch in batches]
+    counts = [count_tokens(batch) for batch in batches]
+    # the schedule wants a multiple: others of the same shape follow, which carry no loss, and are
+    # padding where tokens are counted
+    if missing := -len(batches) % backend.micro_batch_multiple:
+        nothing = torch.zeros_like(batches[0]["labels"])
+        empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
+        batches += [empty] * missing
+    batches = [trainer._arrange(batch) for batch in batches]
+    longest = backend.common_length(max(batch["input_ids"].shape[1] for batch in batches))
+    batches = [trainer._to_length(batch, longest) for batch in batches]
+    tokens = sum(tokens for tokens, _ in counts)
+    squared_lengths = sum(squares for _, squares in counts)
+    return batches, (tokens, squared_lengths, sum(b["input_ids"].numel() for b in batches))
+
+
+# -- events around a step
 
 _STEPS_PER_LOOK = 1000  # for garbage of all ages
 _NEVER = 2**31 - 1  # younger collections before one of all ages
@@ -152,7 +336,8 @@ def _check_signature(where: str, member: Callable, ours: Callable) -> None:
 def agree(trainer) -> list[int]:
     """[a signal, whether a checkpoint is being written, whether the loss was a spike], over all
     ranks; a flag that was raised on any rank is raised on all. Collective."""
-    control, writer = trainer.control, trainer._writer
+    control = trainer.control
+    writer = trainer._writer
     flags = [int(getattr(control, name)) for name in FLAGS]
     own = [trainer._signals.received, writer.still_writes, trainer._guard.is_spike]
     of_all = parallel.largest(*own, *flags)
@@ -175,7 +360,8 @@ def steady_host(args):
     as gc.unfreeze() would take what a host program froze along. And torch computes on one thread,
     unless the host makes updates: the others spin after each operation, and take the time of that
     one."""
-    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    threads = torch.get_num_threads()
+    thresholds = gc.get_threshold()
     if torch.cuda.is_available():
         gc.set_threshold(*thresholds[:2], _NEVER)
         if not args.optimizer_cpu_offload:
@@ -201,7 +387,9 @@ def begin_step(trainer, epoch_begins: bool) -> None:
 def end_step(trainer) -> None:
     """Log, evaluate, save and answer signals where it is time, after a step that has been counted.
     Collective; Interrupted after a signal."""
-    args, state, steps_per_epoch = trainer.args, trainer.state, trainer.batch_plan.steps_per_epoch
+    args = trainer.args
+    state = trainer.state
+    steps_per_epoch = trainer.batch_plan.steps_per_epoch
     watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
     if trainer._guard.steps % _STEPS_PER_LOOK == 1:
         collect_garbage()  # first what compiling left behind
@@ -242,7 +430,8 @@ def _act(trainer) -> list[str]:
 def _agree_on_epoch(trainer) -> list[int]:
     """agree(), and the steps that an epoch has left count as left out where it is to stop: before a
     checkpoint is written."""
-    agreed, state = agree(trainer), trainer.state
+    agreed = agree(trainer)
+    state = trainer.state
     if trainer.control.should_epoch_stop:
         state.left_out_steps += -state.position % trainer.batch_plan.steps_per_epoch
     return agreed
@@ -251,7 +440,8 @@ def _agree_on_epoch(trainer) -> list[int]:
 def log_line(trainer) -> None:
     """Add a line to the log, with the numbers of the steps since the line before, and tell the
     callbacks. Collective."""
-    state, of_routers = trainer.state, trainer.backend.router_statistics()
+    state = trainer.state
+    of_routers = trainer.backend.router_statistics()
     logs = {
         "step": state.global_step,
         "epoch": state.epoch,
@@ -314,7 +504,8 @@ def finish_checkpoint(trainer) -> None:
 
 def prune(trainer, folder) -> None:
     """Delete the oldest checkpoints beyond save_total_limit; `folder` is the newest. Collective."""
-    best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
+    best = trainer.state.best_model_checkpoint
+    limit = trainer.args.save_total_limit
     parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
 
 

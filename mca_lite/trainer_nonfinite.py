@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 
 from . import ckpt_folder, parallel
-from .data_batches import FILLER, BatchPlan
-from .data_packs import Packs
+from .data_batches import FILLER, BatchPlan, Packs
 from .files import write_file
 from .model import VirtualModels
 from .trainer_events import finish_checkpoint, prune
@@ -32,7 +31,9 @@ from .trainer_events import finish_checkpoint, prune
 NOT_FINITE_EXIT_CODE = 86  # of a run that numbers which are not finite have stopped
 _SHOWN = 3  # micro-batches that a message names
 # a loss is a spike where it is so many standard deviations above the mean of the losses before it
-_SPIKE, _SPIKE_STEPS, _SPIKE_AFTER = 6.0, 100, 20
+_SPIKE = 6.0
+_SPIKE_STEPS = 100
+_SPIKE_AFTER = 20
 
 
 class NotFiniteError(ArithmeticError):
@@ -52,7 +53,8 @@ class BadLoss(NamedTuple):
     samples: list[int]
 
     def __str__(self) -> str:
-        samples, more = self.samples[:20], len(self.samples) - 20
+        samples = self.samples[:20]
+        more = len(self.samples) - 20
         return (
             f"loss {self.loss:.4g} on rank {self.rank} (data parallel replica {self.replica}), "
             f"micro-batch {self.micro_batch}, samples {', '.join(map(str, samples))}"
@@ -65,7 +67,9 @@ class FiniteGuard:
     ranks must call its methods together."""
 
     def __init__(self, trainer, plan: BatchPlan | None = None):
-        self.trainer, self.args, self.plan = trainer, trainer.args, plan
+        self.trainer = trainer
+        self.args = trainer.args
+        self.plan = plan
         self.is_on = trainer.args.check_for_nan_in_loss_and_grad
         self.steps = self.skipped = 0
         self.dropped = 0  # of those that are skipped: for numbers that are not finite
@@ -80,7 +84,9 @@ class FiniteGuard:
 
     def start_step(self) -> None:
         state = self.trainer.state
-        self._losses, self.step, self.position = [], state.global_step + 1, state.position
+        self._losses = []
+        self.step = state.global_step + 1
+        self.position = state.position
 
     def mark(self, loss_func: Callable) -> Callable:
         """A loss_func that gives the same numbers; where its loss is not finite, the gradient is
@@ -104,7 +110,8 @@ class FiniteGuard:
         NotFiniteError where the run stops. An overflow of fp16's loss scale, with finite losses,
         stays as it is.
         """
-        self.steps, self.skipped = self.steps + 1, self.skipped + skipped
+        self.steps = self.steps + 1
+        self.skipped = self.skipped + skipped
         if not skipped:
             self.prune_if_proven()
         if not skipped or not self.is_on:
@@ -114,7 +121,8 @@ class FiniteGuard:
         if not found and math.isfinite(grad_norm):
             return metrics, grad_norm
         self.dropped += 1
-        what, limit = f"step {self.step}: {_describe(found, grad_norm)}", self.args.nan_skip_limit
+        what = f"step {self.step}: {_describe(found, grad_norm)}"
+        limit = self.args.nan_skip_limit
         if self.args.nan_policy == "skip" and self.dropped <= limit:
             self.trainer.report.print(
                 f"warning: {what}: its update is left out ({self.dropped} of at most {limit}, "
@@ -133,7 +141,8 @@ class FiniteGuard:
         self._last_loss = loss, metrics
         before = self._losses_before
         if len(before) >= _SPIKE_AFTER:
-            mean, deviation = statistics.fmean(before), statistics.pstdev(before)
+            mean = statistics.fmean(before)
+            deviation = statistics.pstdev(before)
             # losses that hardly differ have no deviation to measure by
             self.is_spike = loss > mean + _SPIKE * max(deviation, 0.01 * abs(mean))
         before.append(loss)
@@ -156,7 +165,8 @@ class FiniteGuard:
     def prune_if_proven(self) -> None:
         """Delete older checkpoints for the newest, once a step from its weights was good."""
         if self.unproven is not None:
-            folder, self.unproven = self.unproven, None
+            folder = self.unproven
+            self.unproven = None
             prune(self.trainer, folder)
 
     # -- beside the steps
@@ -244,7 +254,8 @@ class FiniteGuard:
 
     def _first_cause(self, found: list[BadLoss], micro_batches: list, seq_length: int) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
-        replica, parameters = self.trainer.backend.dp_rank, list(_parameters(self.trainer.model))
+        replica = self.trainer.backend.dp_rank
+        parameters = list(_parameters(self.trainer.model))
         outputs = self._bad_outputs(micro_batches, seq_length)
         if found:  # those of the first micro-batch that has a bad loss
             outputs = [place for place in outputs if (replica, place[0]) == found[0][:2]]
@@ -274,7 +285,8 @@ class FiniteGuard:
     def _bad_outputs(self, micro_batches, seq_length) -> list[tuple[int, int, str]]:
         """(micro-batch, chunk, the first module there, on this rank, whose output is not finite),
         found by another forward pass. Collective."""
-        trainer, calls = self.trainer, Counter()
+        trainer = self.trainer
+        calls = Counter()
         first: dict[tuple[int, int], str] = {}
 
         def count(chunk: int, *_) -> None:
@@ -301,7 +313,8 @@ class FiniteGuard:
         """Write the micro-batches whose loss is not finite, or all of the step where only the
         gradient is not, to output_dir: a file of one rank of each replica -> their paths, or why
         nothing could be written: the run stops for another reason. Collective."""
-        rank, replica = parallel.rank(), self.trainer.backend.dp_rank
+        rank = parallel.rank()
+        replica = self.trainer.backend.dp_rank
         numbers = [bad.micro_batch for bad in found if bad.rank == rank]
         if not found and parallel.gather(replica).index(replica) == rank:
             numbers = list(range(len(micro_batches)))
@@ -314,7 +327,8 @@ class FiniteGuard:
 
     def _write(self, record: dict) -> str:
         """Write a record -> its path, or why there is no file."""
-        data, path = io.BytesIO(), Path(self.args.output_dir)
+        data = io.BytesIO()
+        path = Path(self.args.output_dir)
         path /= f"nonfinite-step-{record['step']}-rank-{record['rank']}.pt"
         torch.save(record, data)
         try:
@@ -362,7 +376,8 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> tuple[int, str] | None:
     """(chunk, name) of the first tensor that is not finite. Waits for the device once."""
-    names, known = [], []
+    names = []
+    known = []
     for chunk, name, tensor in tensors:
         if tensor is not None and tensor.is_floating_point() and tensor.numel():
             names.append((chunk, name))

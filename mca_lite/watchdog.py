@@ -32,7 +32,9 @@ from .world import tell_torchrun
 HANG_EXIT_CODE = 87  # of a run in which a rank hung
 # phases that take as long as they take, as everything before the first step's end does: told of at
 # half of ddp_timeout
-STARTING, SAVING, ENDING = "starting", "saving a checkpoint", "ending the run, with its export"
+STARTING = "starting"
+SAVING = "saving a checkpoint"
+ENDING = "ending the run, with its export"
 BETWEEN_STEPS = "between steps"
 _LONG = (STARTING, SAVING, ENDING)
 _SHOWN = 3  # ranks whose stacks are printed
@@ -138,25 +140,36 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], Any] = os._exit,
     ):
-        self.store, self.rank, self.size = store, rank, size
-        self._clock, self._leave = clock, leave
-        self.hang_timeout, self.ddp_timeout = hang_timeout, ddp_timeout
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self._clock = clock
+        self._leave = leave
+        self.hang_timeout = hang_timeout
+        self.ddp_timeout = ddp_timeout
         self.poll_s = min(5.0, max(0.2, min(hang_timeout, ddp_timeout / 2) / 10))
-        self.count, self.step, self.phase, self.ticks = 0, 0, STARTING, 0
+        self.count = 0
+        self.step = 0
+        self.phase = STARTING
+        self.ticks = 0
         self._is_settled = False  # a step is done: what is compiled or connected once, is
         self._thread_id = threading.get_ident()
-        self._seen, self.waited, self._looked = (0, 0), 0.0, clock()
+        self._seen = (0, 0)
+        self.waited = 0.0
+        self._looked = clock()
         self._answered: str | None = None  # the last question that this rank has answered
         self._asked: str | None = None  # this rank's own question, ...
         self._answers_due = 0.0  # ... the time by which it is to be answered, ...
         self._behind: list[int] | None = None  # ... and the ranks that the answers show behind
         self._leave_at: float | None = None  # once there is a verdict
-        self._stopped, self._thread = threading.Event(), None
+        self._stopped = threading.Event()
+        self._thread = None
         self._parent = os.getppid()  # torchrun, under it
         store.set(f"host/{rank}", f"on {socket.gethostname()} (process {os.getpid()})")
 
     def note(self, phase: str, step: int | None = None) -> None:
-        self.phase, self.step = phase, self.step if step is None else step
+        self.phase = phase
+        self.step = self.step if step is None else step
         self.count += 1
         if phase == BETWEEN_STEPS:
             self._is_settled = True
@@ -195,7 +208,8 @@ class Watchdog:
         """Answer who asks, ask where this rank stands still, and leave where the ranks leave."""
         now = self._clock()
         # a process that was suspended has not waited all that time
-        elapsed, self._looked = min(now - self._looked, 2 * self.poll_s), now
+        elapsed = min(now - self._looked, 2 * self.poll_s)
+        self._looked = now
         if (self.count, self.ticks) == self._seen:
             self.waited += elapsed
         else:
@@ -258,7 +272,9 @@ class Watchdog:
             self.store.set("report", "")
         if self._asked is not None:
             self.store.set("question", "")
-        self._asked, self._behind, self.waited = None, None, 0.0
+        self._asked = None
+        self._behind = None
+        self.waited = 0.0
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} {self._read(f'host/{rank}') or ''}"
@@ -311,7 +327,8 @@ class Watchdog:
             words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._judge(f"{self._name(self.rank)} failed: {words}", code=1)
             return None
-        verdict, report = self._read("verdict"), self._read("report")
+        verdict = self._read("verdict")
+        report = self._read("report")
         if verdict is not None:
             record = json.loads(verdict)
             return RankFailed(record["text"], record["code"])
@@ -350,7 +367,8 @@ def describe(behind: list[int], answers: dict[int, dict], names: list[str]) -> s
         lines = [f"none of {len(names)} ranks is behind the others:"]
     for rank in (behind or list(answers))[:_SHOWN]:
         if rank in answers:
-            waited, stack = answers[rank]["waited"], answers[rank]["stack"].rstrip()
+            waited = answers[rank]["waited"]
+            stack = answers[rank]["stack"].rstrip()
             lines += [f"{names[rank]}: {places[rank]} for {waited:.0f} s", stack]
         else:
             lines.append(

@@ -1,6 +1,6 @@
 """Loads Hugging Face weights into megatron's parameters and exports them, at any parallel layout.
 
-Both directions follow the rows of the model's family (model_family_rows.py). fill() reads for each
+Both directions follow the rows of the model's family (families.py). fill() reads for each
 parameter of this rank the slices of the Hugging Face tensors that its row names, and only those
 bytes. export_hf() walks the rows in layer order: the ranks that hold the parts of a tensor join
 them, and one rank writes it.
@@ -19,12 +19,18 @@ import torch
 import torch.distributed as dist
 
 from . import parallel
-from .args_values import parse_size
-from .files import describe_error
-from .model_families import rows_of
-from .model_family_rows import PREDICTION_LAYERS, Row, is_of_expert
-from .weights_files import copy_beside, name_shards, remove_shards, write_hf_config, write_shards
-from .weights_sources import carried_tensors, is_unused, original_of
+from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
+from .files import describe_error, parse_size
+from .weights_files import (
+    carried_tensors,
+    copy_beside,
+    is_unused,
+    name_shards,
+    original_of,
+    remove_shards,
+    write_hf_config,
+    write_shards,
+)
 
 # Their rows are tokens: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -34,7 +40,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def fill(models, source, only: Container[tuple[str, int | None]] | None = None) -> None:
-    """Fill the parameters of this rank from `source` (see weights_sources.py).
+    """Fill the parameters of this rank from `source` (see weights_files.py).
 
     models: VirtualModels. only: the (megatron name, layer) that are filled; None: all, and the
     source must hold the model's tensors and no others. No collectives. ValueError, on every rank,
@@ -54,7 +60,7 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
             if name not in rows:
                 raise ValueError(
                     f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: "
-                    "no row of the family's table fills it (model_families.py)"
+                    "no row of the family's table fills it (families.py)"
                 )
             row = rows[name]
             _check_shapes(row, layer, parameter, source, config)
@@ -185,12 +191,15 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     total = sum(shape[0] for shape in shapes.values())
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
-    mine, groups = share(total), _num_groups(row, config)
+    mine = share(total)
+    groups = _num_groups(row, config)
     in_group = total // groups
-    first, last = mine.start // in_group, -(-mine.stop // in_group)
+    first = mine.start // in_group
+    last = -(-mine.stop // in_group)
     pieces = []
     for part in _parts_of(row, layer, total, config):
-        stored, size = shapes[part.name][0], part.rows // groups
+        stored = shapes[part.name][0]
+        size = part.rows // groups
         start, stop = (min(part.first + group * size, stored) for group in (first, last))
         piece = source.read(part.name, rows=slice(start, stop))
         missing = (last - first) * size - piece.shape[0]  # rows that only pad the vocabulary
@@ -212,7 +221,8 @@ def vocabulary_names(config) -> set[str]:
 
 def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, tensor) of the parts that a whole megatron tensor consists of."""
-    names, groups = [hf.format(layer) for hf in row.hf], _num_groups(row, config)
+    names = [hf.format(layer) for hf in row.hf]
+    groups = _num_groups(row, config)
     sizes = [part.rows // groups for part in _parts_of(row, layer, full.shape[0], config)]
     parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(sizes, dim=1)]
     if row.fused:
@@ -262,7 +272,8 @@ def _written_here(
         holders, shape, dtype = located[key]
         writer = writers.get(key, 0)
         holder = writer if writer in holders else holders[0]
-        group, full = parallel.cut_group(row.expert is not None), None
+        group = parallel.cut_group(row.expert is not None)
+        full = None
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(mine[key].detach(), row.axis, group)
             if here == holder != writer:
@@ -280,7 +291,8 @@ def _written_here(
 def _writers(config, located: dict, max_shard_size) -> dict:
     """{(megatron name, layer): the holder that writes it}: each holder writes a run of what it
     holds, in layer order. {} where the model fits one file, or no other rank could write."""
-    size, shares = 0, dict[tuple, list]()
+    size = 0
+    shares = dict[tuple, list]()
     for row, layer in _exported(config):
         key = (row.mca, layer)
         holders, shape, dtype = located[key]
@@ -342,7 +354,8 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     first = rows.index(layered[0])
     yield from ((row, None) for row in rows[:first])
     for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
-        ahead, is_moe = layer >= config.num_layers, config.is_moe_layer(layer)
+        ahead = layer >= config.num_layers
+        is_moe = config.is_moe_layer(layer)
         here = (row for row in layered if row.mca.startswith(PREDICTION_LAYERS) == ahead)
         yield from ((row, layer) for row in here if row.is_in(is_moe))
     yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
@@ -365,7 +378,8 @@ def export_hf(
     writer: one shard. All ranks must call it. Collectives: those of iter_hf_tensors. OSError, on
     every rank, if any rank cannot write.
     """
-    config, mine = models.config, own_parameters(models)
+    config = models.config
+    mine = own_parameters(models)
     located = _locate(mine)
     writers = _writers(config, located, max_shard_size) if change is None else {}
     tensors = _written_here(config, mine, located, writers)
@@ -390,13 +404,15 @@ def write_model(
     source: the model that this one was. num_trained: of its layers for multi-token prediction.
     Collective over all ranks. OSError, on every rank, if any rank cannot write.
     """
-    folder, written = Path(save_directory), tensors
+    folder = Path(save_directory)
+    written = tensors
     if change is not None:
         written = ((name, change(name, tensor)) for name, tensor in tensors)
     if parallel.is_main():
         written = itertools.chain(written, carried_tensors(source, hf_config, num_trained))
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
-    shards, problem = [], None
+    shards = []
+    problem = None
     try:
         shards = write_shards(written, folder, max_shard_size, tag=str(parallel.rank()))
     except Exception as error:  # safetensors has its own

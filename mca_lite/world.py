@@ -89,8 +89,10 @@ def _check() -> None:
 def why_not_met(error: Exception) -> str:
     """Words for a meeting of the ranks that failed with torch's `error`: what this rank saw, and
     what to set."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    rank = os.environ["RANK"]
+    size = os.environ["WORLD_SIZE"]
+    host = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     came = re.search(r"(\d+)/\d+ clients joined", str(error))
     why = f"the others do not answer ({str(error).splitlines()[0]})"
     remedy = "see why one of them ended, or was not started"

@@ -10,9 +10,8 @@ import torch
 
 from mca_lite.args import TrainingArguments
 from mca_lite.args_rules_training import ADDITIONAL_FIELDS
-from mca_lite.args_values import ConfigError
-from mca_lite.model_config import AutoConfig, McaModelConfig
-from mca_lite.model_te import TE_SWITCHES
+from mca_lite.errors import ConfigError
+from mca_lite.model_config import TE_SWITCHES, AutoConfig, McaModelConfig
 from tests.shared import te_standins, tiny, world
 from tests.shared.commands import keys_of
 from tests.shared.training import attempt, train

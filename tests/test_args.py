@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from mca_lite.args import DataArguments, Seq2SeqTrainingArguments, TrainingArguments
+from mca_lite.args import (
+    GROUPS,
+    DataArguments,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    own_keys,
+    parse_args,
+    read_words,
+)
 from mca_lite.args_rules_model import balanced_layout, check_model, numbers_of
-from mca_lite.args_run import GROUPS, own_keys, parse_args, read_words
-from mca_lite.args_values import ConfigError, Judge, cast, read_config_file, show_count
+from mca_lite.args_values import cast, read_config_file, show_count
+from mca_lite.errors import ConfigError, Judge
 from tests.shared.commands import keys_of
 
 NUMBERS = {

@@ -67,7 +67,7 @@ def test_a_family_whose_routers_are_not_found_is_refused():
     """Otherwise its balancing losses and biases would be left out without a word."""
     from types import SimpleNamespace
 
-    from mca_lite.backend_torch_moe import TorchRouters
+    from mca_lite.backend_torch import TorchRouters
     from tests.shared import tiny_moe
 
     model = torch.nn.Linear(1, 1)

@@ -130,7 +130,7 @@ def test_the_first_line_after_a_resume_has_the_steps_before_it_too(
 
 
 def test_a_second_line_of_a_step_has_the_numbers_of_the_first():
-    from mca_lite.trainer_step import Numbers, RunSums
+    from mca_lite.trainer_events import Numbers, RunSums
 
     nothing = Numbers.zeros(["loss"], torch.device("cpu"))
     sums = RunSums(nothing, None)
@@ -144,7 +144,7 @@ def test_a_second_line_of_a_step_has_the_numbers_of_the_first():
 
 
 def test_sums_of_a_line_are_carried_where_the_metrics_are_the_same():
-    from mca_lite.trainer_step import Numbers, RunSums
+    from mca_lite.trainer_events import Numbers, RunSums
 
     def numbers(name: str, *pairs) -> Numbers:
         metrics = [{name: torch.tensor(pair)} for pair in pairs]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mca_lite import ckpt_folder
 from mca_lite.ckpt_folder import CheckpointError
-from mca_lite.ckpt_index import IndexedReader, read_index
+from mca_lite.ckpt_megatron import IndexedReader, read_index
 from tests.shared import tiny, world
 from tests.shared.layouts import SAVE
 from tests.shared.training import attempt, train

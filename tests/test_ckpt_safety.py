@@ -144,7 +144,7 @@ def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
     """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is
     there.
     """
-    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.callbacks import TrainerCallback
     from tests.shared import training
 
     class Fill(TrainerCallback):
@@ -193,7 +193,7 @@ def blocked(path: str, out: str) -> str:
     """The error of a run in which something else takes the name that checkpoint-2 is
     written under.
     """
-    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.callbacks import TrainerCallback
     from tests.shared import training
 
     class Block(TrainerCallback):
@@ -216,7 +216,7 @@ def unwritable(path: str, out: str) -> str:
     """The error of a run that may no longer write into its folder when checkpoint-4 is due: a root
     becomes nobody first.
     """
-    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.callbacks import TrainerCallback
     from tests.shared import training
 
     class Forbid(TrainerCallback):
@@ -318,8 +318,8 @@ def named_late(path: str, out: str) -> list:
     """
     import threading
 
+    from mca_lite.callbacks import TrainerCallback
     from mca_lite.ckpt_megatron import MegatronSnapshot
-    from mca_lite.trainer_callbacks import TrainerCallback
     from tests.shared import training
 
     gates, write, is_late = (
@@ -365,7 +365,7 @@ def test_in_the_background_a_checkpoint_is_named_once_all_have_written_and_befor
 
 def interrupted(path: str, out: str, number: int, **keys):
     """A run whose rank 1 gets a signal in step 3; (exit code, step of the newest checkpoint)."""
-    from mca_lite.trainer_callbacks import Interrupted, TrainerCallback
+    from mca_lite.callbacks import Interrupted, TrainerCallback
     from tests.shared import training
 
     class Send(TrainerCallback):
@@ -650,23 +650,23 @@ def lost(tensors: dict, name: str) -> dict:
 def test_tensors_of_the_torch_backend_are_checked_by_name_and_shape(tmp_path, file):
     from safetensors.torch import load_file, save_file
 
-    from mca_lite import ckpt_torch
+    from mca_lite import ckpt
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    ckpt_torch.TorchSnapshot(model, optimizer).write(tmp_path)
+    ckpt.TorchSnapshot(model, optimizer).write(tmp_path)
     path, name = tmp_path / f"{file}.safetensors", "weight" if file == "model" else "exp_avg.weight"
     whole, bytes_before = load_file(path), path.read_bytes()
     for changed in (lost(whole, name), {**whole, name: torch.zeros(5)}):
         save_file(changed, path)
         with pytest.raises(ckpt_folder.CheckpointError, match=f"{path}: expected {name} of shape"):
-            ckpt_torch.load_torch(tmp_path, model, optimizer)
+            ckpt.load_torch(tmp_path, model, optimizer)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="damaged or cut"):
-        ckpt_torch.load_torch(tmp_path, model, optimizer)
+        ckpt.load_torch(tmp_path, model, optimizer)
     path.write_bytes(bytes_before)
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
-    ckpt_torch.load_torch(tmp_path, model, optimizer)
+    ckpt.load_torch(tmp_path, model, optimizer)
     assert all(torch.equal(optimizer.state[model.weight][key], before[key]) for key in before)

@@ -2,7 +2,6 @@
 history.
 """
 
-import importlib
 import io
 import json
 import shutil
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mca_lite import cli_chat, cli_generate, generation
+from mca_lite import cli_generate, generation
+from mca_lite.__main__ import main as package_main
 from mca_lite.generation import Decoding
 from tests.shared import tiny
 from tests.shared.commands import convert, ended
@@ -34,7 +34,7 @@ def models(tmp_path_factory):
 
 def chat(monkeypatch, lines: list[str], *words: str) -> tuple[int, list[str], str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    code, out, error = ended(cli_chat.main, [*words, *GREEDY])
+    code, out, error = ended(cli_generate.main_chat, [*words, *GREEDY])
     return code, [line.rstrip() for line in out.splitlines()], error
 
 
@@ -78,7 +78,7 @@ def test_a_piped_session_keeps_the_history_that_the_template_writes(models, monk
     plain.messages.clear()
     wanted.append(plain.say("w5"))
     plain.messages[:] = [{"role": "system", "content": "w7"}]
-    wanted += [plain.say("w5"), cli_chat._COMMANDS, plain.say("w6")]
+    wanted += [plain.say("w5"), cli_generate._COMMANDS, plain.say("w6")]
     assert out == wanted and prompts == plain.prompts
 
 
@@ -95,7 +95,7 @@ def test_the_model_before_training_answers_with_a_history_of_its_own(models, mon
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_session(models, monkeypatch):
-    write, pieces = cli_chat._Printer.write, []
+    write, pieces = cli_generate._Printer.write, []
 
     def interrupted(printer, text):
         write(printer, text)
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(models, monkeypatch):
         if len(pieces) == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(cli_chat._Printer, "write", interrupted)
+    monkeypatch.setattr(cli_generate._Printer, "write", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     try:
         code, out, error = chat(monkeypatch, ["w3 w4", "w5"], models[0])
@@ -121,7 +121,9 @@ def test_a_seed_repeats_a_sampled_session(models, monkeypatch):
     def sampled(seed: str) -> list[str]:
         words = [models[0], "--seed", seed, "--top-p", "0.99"]
         monkeypatch.setattr(sys, "stdin", io.StringIO("w3\nw4"))
-        return ended(cli_chat.main, [*words, "--temperature", "2", "--max-new-tokens", "20"])[1]
+        return ended(
+            cli_generate.main_chat, [*words, "--temperature", "2", "--max-new-tokens", "20"]
+        )[1]
 
     with torch.random.fork_rng():
         assert sampled("1") == sampled("1") != sampled("2")
@@ -131,7 +133,7 @@ def printed(pieces: list[str], is_thinking: bool = False) -> tuple[str, str]:
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", shown)
-        printer = cli_chat._Printer("", is_thinking)
+        printer = cli_generate._Printer("", is_thinking)
         for piece in pieces:
             printer.write(piece)
         printer.close()
@@ -244,8 +246,7 @@ def test_no_other_command_lets_a_folders_code_run(models, tmp_path, command):
             keys = {"model_name_or_path": out, "output_dir": tmp_path / "run", "stage": "pt"}
             keys |= {"dataset": tmp_path / "data.jsonl", "cache_dir": tmp_path / "cache"}
             words = [f"{key}={value}" for key, value in keys.items()]
-        main = importlib.import_module(f"mca_lite.cli_{command}").main
-        code, _, error = ended(main, words)
+        code, _, error = ended(package_main, [command, *words])
     assert code == 0 and not marker.exists(), error
 
 

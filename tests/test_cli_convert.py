@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError
+from mca_lite.args import parse_args
+from mca_lite.errors import ConfigError
 from mca_lite.files import lies_in
 from mca_lite.model_config import AutoConfig
 from tests.shared import tiny, tiny_moe, world

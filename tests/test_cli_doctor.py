@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from mca_lite import cli_doctor, model_fused, model_te
+from mca_lite import cli_doctor, kernels, model_config
 from tests.shared import commands, world
 
 Usage = collections.namedtuple("Usage", "total used free")
@@ -100,18 +100,18 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
 
 
 def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
-    monkeypatch.setattr(model_te, "why_unusable", lambda: "undefined symbol")
+    monkeypatch.setattr(model_config, "why_unusable", lambda: "undefined symbol")
     found = levels(cli_doctor._transformer_engine())["Transformer Engine"]
     assert "undefined symbol" in found[0] and "warning" in found[0]
-    monkeypatch.setattr(model_te, "why_unusable", lambda: None)
-    monkeypatch.setattr(model_te, "found_here", lambda: "cuDNN 9.14 (torch was built for 9.19)")
+    monkeypatch.setattr(model_config, "why_unusable", lambda: None)
+    monkeypatch.setattr(model_config, "found_here", lambda: "cuDNN 9.14 (torch was built for 9.19)")
     assert "cuDNN" in levels(cli_doctor._transformer_engine())["Transformer Engine"][1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for broken in ("why_no_kernels", "why_no_torch_compile"):
-        monkeypatch.setattr(model_fused, "why_no_kernels", lambda: None)
-        monkeypatch.setattr(model_fused, "why_no_torch_compile", lambda: None)
+        monkeypatch.setattr(kernels, "why_no_kernels", lambda: None)
+        monkeypatch.setattr(kernels, "why_no_torch_compile", lambda: None)
         assert "compiler" not in levels(cli_doctor._compiler())
-        monkeypatch.setattr(model_fused, broken, lambda: "no gcc")
+        monkeypatch.setattr(kernels, broken, lambda: "no gcc")
         found = levels(cli_doctor._compiler())["compiler"]
         assert "Triton" in found[1] and "no gcc" in found[0]
 

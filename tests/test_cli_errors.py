@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import mca_lite
-from mca_lite import __main__, cli, cli_errors
-from mca_lite.args_values import ConfigError, read_config_file
+from mca_lite import __main__, cli
+from mca_lite.args_values import read_config_file
+from mca_lite.errors import ConfigError
 from mca_lite.files import check_can_write, describe_error
 from tests.shared import tiny, world
 from tests.shared.commands import ROOT, SHORT
@@ -57,7 +58,7 @@ def ended(monkeypatch, capsys, tmp_path):
 )
 def test_what_a_user_can_put_right_ends_with_its_words_and_code_2(ended, tmp_path, error, words):
     code, shown = ended(error)
-    assert code == cli_errors.USER_ERROR and shown.startswith("error: ") and words in shown
+    assert code == cli.USER_ERROR and shown.startswith("error: ") and words in shown
     assert shown.count("\n") == 1 and not list(tmp_path.glob("traceback*"))
 
 
@@ -126,7 +127,7 @@ def test_an_output_dir_with_checkpoints_is_refused_before_anything_is_planned(
     monkeypatch.chdir(ROOT)
     (tmp_path / "checkpoint-2").mkdir()
     words = f"configs/sft.yaml {SHORT} output_dir={tmp_path} overwrite_output_dir=false"
-    assert cli.main(words.split()) == cli_errors.USER_ERROR
+    assert cli.main(words.split()) == cli.USER_ERROR
     assert "holds checkpoints of an earlier run" in capsys.readouterr().err
 
 
@@ -236,7 +237,7 @@ def test_the_version_is_told(capsys):
 def test_memory_that_torch_does_not_get_is_told_as_such():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
-    assert cli_errors.user_words(caught.value).startswith("out of memory: ")
+    assert cli.user_words(caught.value).startswith("out of memory: ")
 
 
 def test_a_resumed_run_that_is_done_says_so(tmp_path, capsys):
@@ -268,7 +269,7 @@ def test_a_world_too_small_for_the_layout_is_told_to_python_too(monkeypatch):
 
 
 def test_a_flag_that_the_loop_does_not_know_is_an_error():
-    from mca_lite.trainer_callbacks import TrainerControl
+    from mca_lite.callbacks import TrainerControl
 
     control = TrainerControl()
     control.should_training_stop = True
@@ -278,7 +279,7 @@ def test_a_flag_that_the_loop_does_not_know_is_an_error():
 
 def test_a_deepseek_without_its_number_of_experts_is_refused_on_plain_torch():
     from mca_lite.args_rules_model import check_torch_experts
-    from mca_lite.args_values import Judge
+    from mca_lite.errors import Judge
 
     for first, number, is_bad in ((0, None, True), (0, 2, False), (2, None, False)):
         config = tiny.hf_config("deepseek_v2", first_k_dense_replace=first)
@@ -331,14 +332,14 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(monkeypatch, lines
     os.close(write_end)
     os.close(read_end)  # as `| head -0` does
     _, shown = process.communicate(timeout=120)
-    assert process.returncode == cli_errors.NOT_READ and shown == b""
+    assert process.returncode == cli.NOT_READ and shown == b""
 
 
 def test_other_broken_pipes_are_told(capsys):
     def work():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe of a worker")
 
-    assert cli_errors.finish(work) == cli_errors.USER_ERROR
+    assert cli.finish(work) == cli.USER_ERROR
     assert "of a worker" in capsys.readouterr().err
 
 
@@ -346,18 +347,18 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
     def work():
         raise KeyboardInterrupt
 
-    assert cli_errors.finish(work) == cli_errors.INTERRUPTED
-    assert cli_errors.finish(lambda: None) == 0 and capsys.readouterr().err == ""
+    assert cli.finish(work) == cli.INTERRUPTED
+    assert cli.finish(lambda: None) == 0 and capsys.readouterr().err == ""
 
 
 def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys, monkeypatch):
-    assert __main__.main(["doctr"]) == __main__.main(["zebra"]) == cli_errors.USER_ERROR
+    assert __main__.main(["doctr"]) == __main__.main(["zebra"]) == cli.USER_ERROR
     assert capsys.readouterr().err == (
         "error: there is no command doctr, did you mean doctor? see --help\n"
         "error: there is no command zebra: see --help\n"
     )
     monkeypatch.setattr(sys, "argv", ["mca-lite", "inspct"])
-    assert __main__.main() == cli_errors.USER_ERROR
+    assert __main__.main() == cli.USER_ERROR
     assert "did you mean inspect?" in capsys.readouterr().err
     assert __main__.main([]) == __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -382,13 +383,13 @@ def test_a_wrong_key_or_folder_is_told_before_torch_is_imported(words, told):
     script += "assert 'torch' not in sys.modules; sys.exit(code)"
     command = [sys.executable, "-c", script, *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == cli_errors.USER_ERROR and told in done.stderr, done.stderr
+    assert done.returncode == cli.USER_ERROR and told in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind, text", [(int, "0"), (int, "2.5"), (float, "nan"), (float, "x")])
 def test_an_option_that_is_no_such_number_is_refused_with_what_was_expected(kind, text, capsys):
-    parser = cli_errors.parser_of("any", "")
-    parser.add_argument("--number", type=cli_errors.at_least(1, kind))
+    parser = cli.parser_of("any", "")
+    parser.add_argument("--number", type=cli.at_least(1, kind))
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args(["--number", text])
     numbers = "a whole number" if kind is int else "a number"
@@ -400,6 +401,6 @@ def test_an_option_that_is_no_such_number_is_refused_with_what_was_expected(kind
 def test_colours_are_for_terminals_without_no_color(monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert cli_errors.has_colors()
+    assert cli.has_colors()
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not cli_errors.has_colors()
+    assert not cli.has_colors()

@@ -152,7 +152,7 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
 
 
 def test_the_question_is_told_from_the_rest_of_a_prompt():
-    from mca_lite.chat_templates import TEMPLATES
+    from mca_lite.tables import TEMPLATES
     from tests.shared.toy_tokenizer import byte_tokenizer
 
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}]

@@ -22,15 +22,21 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite import data, data_cache, data_encode
+from mca_lite import data, data_encode
 from mca_lite.args import DataArguments
-from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets, show_document
-from mca_lite.data_batches import FILLER, BatchPlan, Collator, Limits, check_batch, make_loader
-from mca_lite.data_cache import build_once
-from mca_lite.data_encode import Encoder
-from mca_lite.data_packs import WithReference
-from mca_lite.trainer_step import plan_batches
+from mca_lite.data_batches import (
+    FILLER,
+    BatchPlan,
+    Collator,
+    Limits,
+    WithReference,
+    check_batch,
+    make_loader,
+)
+from mca_lite.data_encode import Encoder, build_once
+from mca_lite.files import IGNORE_INDEX
+from mca_lite.trainer_events import plan_batches
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -63,7 +69,7 @@ def tokenizer():
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_cache, "POLL_S", 0.01)
+    monkeypatch.setattr(data_encode, "POLL_S", 0.01)
 
 
 def write(path, *answers: str) -> str:
@@ -289,7 +295,7 @@ def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
 ):
     file = write(tmp_path / "a.jsonl", "b", "c")
     first = load(tokenizer, "sft", file, packing=packing).train
-    monkeypatch.setattr(data_cache, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
+    monkeypatch.setattr(data_encode, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
     again = load(tokenizer, "sft", file, packing=packing).train
     assert again.fingerprint != first.fingerprint and again.identity == first.identity
     assert WithReference(again, None).identity == first.identity
@@ -309,7 +315,7 @@ def test_a_tokenizer_that_cuts_special_tokens_is_another_one(tokenizer):
     changed.split_special_tokens = True
     text = f"b{tokenizer.eos_token}"
     assert changed.encode(text) != tokenizer.encode(text)
-    assert data_cache.tokenizer_identity(changed) != data_cache.tokenizer_identity(tokenizer)
+    assert data_encode.tokenizer_identity(changed) != data_encode.tokenizer_identity(tokenizer)
 
 
 def test_tokenizers_in_python_differ_by_their_merges_and_by_what_they_add(tmp_path):
@@ -327,7 +333,7 @@ def test_tokenizers_in_python_differ_by_their_merges_and_by_what_they_add(tmp_pa
         (tmp_path / "merges.txt").write_text(f"#version\n{merges}\n")
         made = [kind(tmp_path / "vocab.json", tmp_path / "merges.txt") for _ in range(2)]
         assert not made[0].is_fast
-        one, again = map(data_cache.tokenizer_identity, made)
+        one, again = map(data_encode.tokenizer_identity, made)
         assert one == again
         identities.append(str(one))
     assert len(set(identities)) == 3
@@ -358,7 +364,7 @@ def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer
 
 
 def test_a_large_file_is_hashed_again_where_its_time_has_changed(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_cache, "HASH_DIRECTLY_BELOW_BYTES", 0)
+    monkeypatch.setattr(data_encode, "HASH_DIRECTLY_BELOW_BYTES", 0)
     for answer, written_at in (("b", 1_000_000), ("c", 2_000_000)):  # of one size
         file = write(tmp_path / "a.jsonl", answer)
         os.utime(file, (written_at, written_at))
@@ -505,7 +511,7 @@ def test_a_dead_writer_blocks_nobody_and_leaves_nothing(tmp_path, another_proces
 def test_who_waits_says_for_whom_and_goes_on_when_it_dies(
     tmp_path, monkeypatch, another_process, capsys
 ):
-    monkeypatch.setattr(data_cache, "SAY_EVERY_S", 0.2)
+    monkeypatch.setattr(data_encode, "SAY_EVERY_S", 0.2)
     waiting = threading.Thread(
         target=build_once,
         args=(tmp_path / "target", lambda temporary, progress: temporary.mkdir(), "building"),
@@ -534,7 +540,7 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(data_cache, "sync", full)
+    monkeypatch.setattr(data_encode, "sync", full)
     with pytest.raises(ValueError, match=r"cannot be written \(No space left.*set cache_dir"):
         load(tokenizer, "sft", file)
     # what cannot be read is no fault of the cache
@@ -583,7 +589,7 @@ def test_a_damaged_shard_is_tokenised_anew_with_one_line(
     file = write(tmp_path / "a.jsonl", "bc", "def", "g")
     train = load(tokenizer, "sft", file).train
     wanted, folder = contents(train), train.shards[0].folder
-    monkeypatch.setattr(data_cache, "_whole", set())  # another process
+    monkeypatch.setattr(data_encode, "_whole", set())  # another process
     part, harm, line = DAMAGE[name]
     harm(folder / part)
     capsys.readouterr()
@@ -597,9 +603,9 @@ def test_a_damaged_shard_is_tokenised_anew_with_one_line(
 
 def test_checksums_are_compared_once_in_a_process(tokenizer, tmp_path, monkeypatch):
     file, read = write(tmp_path / "a.jsonl", "b"), []
-    checksum = data_cache.checksum
+    checksum = data_encode.checksum
     monkeypatch.setattr(
-        data_cache, "checksum", lambda path: (read.append(path.name), checksum(path))[1]
+        data_encode, "checksum", lambda path: (read.append(path.name), checksum(path))[1]
     )
     for _ in range(3):
         load(tokenizer, "sft", file)

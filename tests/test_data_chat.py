@@ -7,11 +7,11 @@ import json
 import pytest
 
 from mca_lite.args import DataArguments
-from mca_lite.args_values import ConfigError
-from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
 from mca_lite.data import load_datasets
 from mca_lite.data_chat import ChatRenderer, chat_renderer
 from mca_lite.data_records import Conversation
+from mca_lite.errors import ConfigError
+from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
 from tests.shared import toy_tokenizer
 from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mca_lite.args import DataArguments
-from mca_lite.args_values import ConfigError
-from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
 from mca_lite.data_batches import Turns
+from mca_lite.errors import ConfigError
+from mca_lite.files import IGNORE_INDEX
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 SHARES = [0.7, 0.2, 0.1]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from mca_lite import objectives
+from mca_lite import tables
 from mca_lite.args import DataArguments
-from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
 from mca_lite.data_batches import BatchPlan, split_documents
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import DatasetSpec
 from mca_lite.data_records import conversations, detect_format
+from mca_lite.files import IGNORE_INDEX
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 PROMPT = len(
@@ -294,8 +294,8 @@ def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
 
 
 def test_a_stage_that_a_script_registers_reads_its_kind_of_records(tmp_path, monkeypatch):
-    row = objectives.Objective(stage="mine", records=objectives.PAIRS)
-    monkeypatch.setitem(objectives.OBJECTIVES, "mine", row)
+    row = tables.Objective(stage="mine", records=tables.PAIRS)
+    monkeypatch.setitem(tables.OBJECTIVES, "mine", row)
     file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
     bundle = load(tmp_path, file, stage="mine", packing=True)
     assert "train: 1 pairs" in "\n".join(bundle.report) and len(bundle.train[0]) == 2
@@ -408,7 +408,7 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
 )
 def test_a_bad_pair_is_an_error_with_its_place(record, message):
     with pytest.raises(ValueError, match=rf"t\.json:1.*{message}"):
-        form = detect_format(record, NONE, objectives.OBJECTIVES["dpo"], "t.json:1")
+        form = detect_format(record, NONE, tables.OBJECTIVES["dpo"], "t.json:1")
         conversations(record, NONE, form, True, None, "t.json:1")
 
 

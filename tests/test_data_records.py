@@ -13,7 +13,7 @@ from mca_lite.args import DataArguments
 from mca_lite.data_encode import Encoder, Reader, mask_of_spans, num_learned
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
-from mca_lite.objectives import OBJECTIVES
+from mca_lite.tables import OBJECTIVES
 from tests.shared import toy_tokenizer
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 

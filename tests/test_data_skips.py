@@ -10,10 +10,10 @@ import pytest
 from huggingface_hub import constants
 
 from mca_lite.args import DataArguments
-from mca_lite.constants import IGNORE_INDEX
 from mca_lite.data import load_datasets
 from mca_lite.data_files import read_records, resolve
-from mca_lite.objectives import OBJECTIVES
+from mca_lite.files import IGNORE_INDEX
+from mca_lite.tables import OBJECTIVES
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 

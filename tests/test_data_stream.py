@@ -14,10 +14,10 @@ import pytest
 
 from mca_lite import data_encode, data_files
 from mca_lite.args import DataArguments
-from mca_lite.args_values import ConfigError
 from mca_lite.data import load_datasets
 from mca_lite.data_batches import BatchPlan
 from mca_lite.data_stream import Position
+from mca_lite.errors import ConfigError
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 SFT = ({}, dict(packing=True))

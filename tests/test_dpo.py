@@ -181,7 +181,7 @@ def oracle_of_packs(path, objective, capacity) -> list:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mca_lite.data_packs import Packs
+    from mca_lite.data_batches import Packs
 
     packs = [pack.tolist() for pack in Packs(Pairs(), capacity).packs]
     assert sorted(j for pack in packs for j in pack) == list(range(len(Pairs()))), (

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError
+from mca_lite.args import parse_args
+from mca_lite.errors import ConfigError
 from tests.shared import tiny, world
 from tests.shared.commands import ROOT, run
 from tests.shared.small_runs import save_tokenizer, train, write_data
@@ -127,7 +127,7 @@ def test_keys_of_preferences_on_another_stage_are_named(monkeypatch):
 
 
 def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
-    from mca_lite import cli, cli_errors
+    from mca_lite import cli
 
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(
@@ -146,7 +146,7 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
             f"output_dir={tmp_path / 'out'}",
             f"cache_dir={tmp_path / 'c'}",
         ]
-        assert cli.main(argv) == cli_errors.USER_ERROR
+        assert cli.main(argv) == cli.USER_ERROR
         assert wanted in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 

@@ -235,7 +235,7 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_pa
 
 def store_of(folder: Path):
     """The store of a folder that it has written."""
-    from mca_lite.trainer_reference import ReferenceStore
+    from mca_lite.trainer_dpo import ReferenceStore
 
     identity = json.loads((folder / "meta.json").read_text())["identity"]
     store = ReferenceStore(folder.parents[1], identity, identity["pairs"])
@@ -258,7 +258,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_reference_is_computed_again_from_there_with_one_line(tmp_path, kind):
-    from mca_lite.trainer_reference import ReferenceStore
+    from mca_lite.trainer_dpo import ReferenceStore
 
     said, logps = [], np.arange(24, dtype=np.float32).reshape(12, 2)
     store = ReferenceStore(tmp_path, {"model": "mine"}, 12)
@@ -282,9 +282,9 @@ def asked_to_stop(path, out, cache) -> tuple:
     """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the
     first part of the pass.
     """
-    from mca_lite import trainer_reference
+    from mca_lite import trainer_dpo
 
-    trainer_reference.PART_PAIRS = 4
+    trainer_dpo.PART_PAIRS = 4
     said = io.StringIO()
 
     def at_first_part(trainer):

@@ -4,7 +4,7 @@ nothing else, or refused with the reason.
 
 import pytest
 
-from mca_lite.args_run import parse_args
+from mca_lite.args import parse_args
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import run_train
 from tests.shared.foreign_examples import LLAMA_FACTORY, REFUSED, ROLL, write_demo_data

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mca_lite.args import TrainingArguments
+from mca_lite.args import FIELDS, GROUPS, TrainingArguments, own_keys, parse_args
 from mca_lite.args_keys import (
     ALIASES,
     FOREIGN_VALUES,
@@ -22,9 +22,8 @@ from mca_lite.args_keys import (
     lookup,
     unsupported,
 )
-from mca_lite.args_run import FIELDS, GROUPS, own_keys, parse_args
 from mca_lite.args_values import check_keys
-from mca_lite.loss_preference import LOSSES
+from mca_lite.tables import LOSSES
 from tests.shared.commands import keys_of
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER, TRANSFORMERS, TRL, VERSIONS
 from tests.tools import foreign_keys

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 
 from mca_lite import generation
-from mca_lite.args_values import ConfigError
 from mca_lite.cli_convert import merge
+from mca_lite.errors import ConfigError
 from mca_lite.generation import Decoding, load_for_generation
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.lora_tools import EVERYTHING, TARGETS, peft_model, save_start

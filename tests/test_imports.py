@@ -35,7 +35,7 @@ class Stopped(BaseException):
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "megatron":
-            early = "mca_lite.before_megatron" not in sys.modules
+            early = "mca_lite.mcore" not in sys.modules
             unset = not torch.cuda.is_available() and "TORCHDYNAMO_DISABLE" not in os.environ
             raise Stopped("before the CPU settings" if early or unset else "after them")
 
@@ -69,7 +69,7 @@ def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first(
     answers = dict(line.split(": ") for line in result.stdout.splitlines())
     assert [name for name, answer in answers.items() if answer == "before the CPU settings"] == []
     assert answers["AutoModel"] == answers["model_config"] == answers["optim"] == "after them"
-    assert answers["args"] == answers["constants"] == "never"
+    assert answers["args"] == answers["files"] == "never"
 
 
 VENDORED = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite.chat_templates import TEMPLATES
+from mca_lite.tables import TEMPLATES
 from tests.shared import commands, small_runs, tiny, tiny_moe, world
 from tests.shared.layouts import CP2, EP2, ETP1, PP2, TP2_SP
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
@@ -148,7 +148,7 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
 
 def test_a_terminal_gets_colours(tmp_path):
     from mca_lite.cli_inspect import _sample_lines
-    from mca_lite.inspect_data import Sample, Side
+    from mca_lite.inspection import Sample, Side
 
     sample = Sample(0, [Side("sample 0", [("q\n", False), ("a\x1b«", True)])], [])
     lines = _sample_lines(sample, is_coloured=True)
@@ -192,7 +192,7 @@ def test_rows_name_their_documents(tmp_path):
 def test_lengths_fall_into_round_bars():
     import numpy as np
 
-    from mca_lite.inspect_data import histogram
+    from mca_lite.inspection import histogram
 
     assert histogram(np.array([7, 7, 9])) == [("7", 2), ("8", 0), ("9", 1)]
     bars = histogram(np.array([3, 999, 1000]))
@@ -254,8 +254,8 @@ def real(keys: dict) -> dict:
     from megatron.core import parallel_state as mpu
 
     from mca_lite import lora, parallel, run
-    from mca_lite.args_run import parse_args
-    from mca_lite.trainer_step import plan_batches, read_step
+    from mca_lite.args import parse_args
+    from mca_lite.trainer_events import plan_batches, read_step
     from mca_lite.weights_convert import own_parameters
 
     plan = run.make_plan(parse_args(small_runs.words_of(keys)))

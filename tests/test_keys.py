@@ -275,7 +275,7 @@ def test_a_key_is_in_the_models_configuration(key):
 
 
 def test_transformer_engine_is_used_only_where_it_is_asked_for_or_works():
-    from mca_lite.model_te import transformer_engine_works
+    from mca_lite.model_config import transformer_engine_works
 
     if not transformer_engine_works():
         with pytest.raises(ValueError, match="[Tt]ransformer.?[Ee]ngine"):

@@ -16,16 +16,16 @@ import pytest
 import torch.distributed as dist
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mca_lite import cli, files, output_folder
+from mca_lite import ckpt_folder, cli, files
 from mca_lite import world as launcher
-from mca_lite.args import DataArguments
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError, read_config_file
+from mca_lite.args import DataArguments, parse_args
+from mca_lite.args_values import read_config_file
+from mca_lite.ckpt_folder import OutputFolderError
 from mca_lite.data import load_datasets
 from mca_lite.data_files import resolve
+from mca_lite.errors import ConfigError
 from mca_lite.files import resolve_folder
-from mca_lite.objectives import OBJECTIVES
-from mca_lite.output_folder import OutputFolderError
+from mca_lite.tables import OBJECTIVES
 from mca_lite.weights_files import name_shards, write_shards
 from tests.shared import world
 from tests.shared.commands import ROOT, SHORT, keys_of, run
@@ -115,32 +115,32 @@ def test_a_folder_belongs_to_one_run_until_its_process_is_gone(tmp_path):
     try:
         assert other.stdout.readline() == "has it\n"
         words = f"another run trains in .*: process {other.pid} on {socket.gethostname()}, since 2"
-        with pytest.raises(OutputFolderError, match=words), output_folder.hold(out):
+        with pytest.raises(OutputFolderError, match=words), ckpt_folder.hold(out):
             raise AssertionError("two runs have the folder")
     finally:
         other.kill()
         other.wait()
-    with output_folder.hold(out), output_folder.hold(out):  # of one process: counted
-        assert (out / output_folder.OWNER_NAME).is_file()
+    with ckpt_folder.hold(out), ckpt_folder.hold(out):  # of one process: counted
+        assert (out / ckpt_folder.OWNER_NAME).is_file()
     assert not out.exists(), "nothing was written there"
-    with output_folder.hold(out):
+    with ckpt_folder.hold(out):
         (out / "checkpoint-1").mkdir()
     # another run may be waiting for the lock's file
-    assert {path.name for path in out.iterdir()} == {"checkpoint-1", output_folder.LOCK_NAME}
+    assert {path.name for path in out.iterdir()} == {"checkpoint-1", ckpt_folder.LOCK_NAME}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": ' + "[" * 99_999, None])
 def test_a_folder_whose_owner_cannot_be_read_has_one(tmp_path, content):
-    path = tmp_path / output_folder.OWNER_NAME
+    path = tmp_path / ckpt_folder.OWNER_NAME
     path.write_text(json.dumps({"pid": 7, "host": "\x1b[2J", "since": "now"}))
-    assert output_folder._owner(tmp_path) == "process 7 on \ufffd[2J, since now"
+    assert ckpt_folder._owner(tmp_path) == "process 7 on \ufffd[2J, since now"
     path.unlink()
     os.mkfifo(path) if content is None else path.write_text(content)
-    assert output_folder._owner(tmp_path) == "a process that has not said yet who it is"
+    assert ckpt_folder._owner(tmp_path) == "a process that has not said yet who it is"
 
 
 def test_the_command_line_says_who_has_the_folder(tmp_path):
-    with output_folder.hold(tmp_path / "out"):
+    with ckpt_folder.hold(tmp_path / "out"):
         there = sorted((tmp_path / "out").iterdir())
         result = run(
             f"configs/sft.yaml {SHORT} use_mca=false max_samples=50 output_dir={tmp_path / 'out'}",
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(OutputFolderError, match="output_dir .*file cannot be written .*exists"),
-        output_folder.hold(tmp_path / "file"),
+        ckpt_folder.hold(tmp_path / "file"),
     ):
         pass
 
@@ -166,31 +166,31 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         # filelock's own error on such a file system
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    monkeypatch.setattr(output_folder.FileLock, "acquire", without)
-    with output_folder.hold(tmp_path / "out"):
+    monkeypatch.setattr(ckpt_folder.FileLock, "acquire", without)
+    with ckpt_folder.hold(tmp_path / "out"):
         assert "has no locks: let no other run write there" in capsys.readouterr().out
 
 
 def hold_from_a_folder_of_ones_own(folder: str) -> str:
     import torch.distributed as dist
 
-    from mca_lite import output_folder
+    from mca_lite import ckpt_folder
 
-    output_folder._SEE_S = 0.5
+    ckpt_folder._SEE_S = 0.5
     os.makedirs(f"{folder}/{dist.get_rank()}")
     os.chdir(f"{folder}/{dist.get_rank()}")
     try:
-        with output_folder.hold("out"):
+        with ckpt_folder.hold("out"):
             return "held"
-    except output_folder.OutputFolderError as error:
+    except ckpt_folder.OutputFolderError as error:
         return str(error)
 
 
 def hold(folder: str) -> list[str]:
     """What is there for the rank that has removed the probe."""
-    from mca_lite import output_folder, parallel
+    from mca_lite import ckpt_folder, parallel
 
-    with output_folder.hold(folder):
+    with ckpt_folder.hold(folder):
         return sorted(os.listdir(folder)) if parallel.is_main() else []
 
 
@@ -200,7 +200,7 @@ def test_nodes_that_share_no_folder_are_found_before_the_first_step(tmp_path):
     assert f"not found by rank 1 on {socket.gethostname()} in {tmp_path}/1/out" in answers[0]
     assert not (tmp_path / "1/out").exists()
     names = world.run(hold, 2, str(tmp_path / "shared"))[0]
-    assert names == [output_folder.OWNER_NAME, output_folder.LOCK_NAME]
+    assert names == [ckpt_folder.OWNER_NAME, ckpt_folder.LOCK_NAME]
 
 
 @pytest.mark.full

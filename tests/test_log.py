@@ -18,11 +18,8 @@ import torch
 from transformers import AutoTokenizer
 from transformers import TrainerState as HFTrainerState
 
-from mca_lite.args import TrainingArguments
-from mca_lite.args_run import parse_args
-from mca_lite.log import Report, format_progress, format_summary
-from mca_lite.log_read import format_duration, smooth
-from mca_lite.trainer_callbacks import (
+from mca_lite.args import TrainingArguments, parse_args
+from mca_lite.callbacks import (
     BestModel,
     EarlyStopping,
     TrainerCallback,
@@ -31,6 +28,8 @@ from mca_lite.trainer_callbacks import (
     export_states,
     restore_states,
 )
+from mca_lite.log import Report, format_progress, format_summary
+from mca_lite.log_html import format_duration, smooth
 from tests.shared.training import Clock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,7 +286,7 @@ def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_time_that_kernels_took_to_compile_is_said_once(is_on, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mca_lite.model_fused.is_on", lambda: is_on)
+    monkeypatch.setattr("mca_lite.kernels.is_on", lambda: is_on)
     clock = Clock()
     report = make_report(tmp_path, clock=clock)
     state = begin(report, global_step=10, max_steps=30)

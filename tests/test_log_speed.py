@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mca_lite.log_speed import ModelWork, Throughput, model_sizes, peak_flops, peak_memory_gib
+from mca_lite.log import ModelWork, Throughput, model_sizes, peak_flops, peak_memory_gib
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import EP2
 from tests.shared.training import GLOBAL_BATCH, Clock, read_log, train

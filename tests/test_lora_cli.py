@@ -49,7 +49,7 @@ def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(tmp_
 
 @pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])
 def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backend, capsys):
-    from mca_lite import cli, cli_errors
+    from mca_lite import cli
 
     for words, wanted in {
         "lora_target=q_porj": "did you mean q_proj?",
@@ -65,7 +65,7 @@ def test_adapters_that_cannot_be_are_told_before_anything_starts(tmp_path, backe
             f"output_dir={tmp_path / 'out'}",
             f"cache_dir={tmp_path / 'cache'}",
         ]
-        assert cli.main(argv) == cli_errors.USER_ERROR
+        assert cli.main(argv) == cli.USER_ERROR
         assert wanted in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 

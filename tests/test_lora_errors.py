@@ -261,9 +261,8 @@ def finetuning(**keys):
 
 
 def test_the_keys_are_those_of_llama_factory():
-    from mca_lite.args import FinetuningArguments
-    from mca_lite.args_run import own_keys
-    from mca_lite.args_values import Judge
+    from mca_lite.args import FinetuningArguments, own_keys
+    from mca_lite.errors import Judge
 
     values = dict(
         finetuning_type="lora",

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError
+from mca_lite.args import parse_args
+from mca_lite.errors import ConfigError
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import convert
 from tests.shared.files import changed, flip_bit, tensors

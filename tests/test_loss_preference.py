@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mca_lite.loss_preference import Responses, log1mexp
-from mca_lite.loss_preference import dpo_loss as dpo_of_responses
-from mca_lite.loss_preference import odds_ratio_loss as odds_ratio_of_responses
+from mca_lite.tables import Responses, log1mexp
+from mca_lite.tables import dpo_loss as dpo_of_responses
+from mca_lite.tables import odds_ratio_loss as odds_ratio_of_responses
 
 
 def t(*values):
@@ -92,7 +92,7 @@ def test_certain_responses_give_finite_losses_and_gradients():
 )
 def test_a_subclass_may_override_the_seeds_methods(pref_loss, method):
     from mca_lite import DPOConfig, DPOTrainer
-    from mca_lite.loss_preference import LOSSES, Responses
+    from mca_lite.tables import LOSSES, Responses
 
     trainer = object.__new__(DPOTrainer)
     trainer.train_config = config = DPOConfig(pref_loss=pref_loss)

@@ -15,7 +15,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from mca_lite.args import TrainingArguments
-from mca_lite.args_values import ConfigError, Judge
+from mca_lite.errors import ConfigError, Judge
+from mca_lite.families import check_type
 from mca_lite.model_config import (
     AutoConfig,
     McaModelConfig,
@@ -24,8 +25,7 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
-from mca_lite.model_families import check_type
-from mca_lite.model_rope import rope_frequencies, rotary_tables
+from mca_lite.model_layers import rope_frequencies, rotary_tables
 from mca_lite.packed_rows import row_layout
 from tests.shared import tiny
 
@@ -608,7 +608,7 @@ NO_MEDIA, PLAIN = "images, audio or video are not trained here yet", "use_mca: f
 def test_a_model_that_no_backend_trains_is_refused_with_a_true_remedy(
     values, backend, reason, remedy, tmp_path
 ):
-    from mca_lite.args_run import parse_args
+    from mca_lite.args import parse_args
 
     (tmp_path / "config.json").write_text(json.dumps(values))
     words = [f"model_name_or_path={tmp_path}", "dataset=none.jsonl", "output_dir=out", backend]

@@ -350,7 +350,7 @@ def test_what_only_local_layers_have_is_refused_with_transformer_engine():
 @pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
 def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     from mca_lite.args import TrainingArguments
-    from mca_lite.log_speed import model_sizes
+    from mca_lite.log import model_sizes
     from mca_lite.model_config import from_hf_config
 
     hf = tiny.hf_config(name)
@@ -371,7 +371,7 @@ def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
 
 
 def test_readme_names_the_families_that_there_are_and_why_others_are_not():
-    from mca_lite.model_families import FAMILIES as TABLE
+    from mca_lite.families import FAMILIES as TABLE
     from tests.tools.family_table import NOT_BUILT, README, named_families
 
     there, absent = named_families(README.read_text())

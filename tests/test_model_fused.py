@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite import TrainingArguments, model, model_fused, model_kernels, model_layers, model_norms
+from mca_lite import TrainingArguments, kernels, model, model_layers
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -21,7 +21,7 @@ def test_rms_norm_equals_its_formula(zero_centered):
     x, weight = rows(5, 2, 24), rows(24)
     scale = 1 + weight if zero_centered else weight
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
-    torch.testing.assert_close(model_fused.rms_norm(x, weight, 1e-6, zero_centered), expected)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6, zero_centered), expected)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -30,7 +30,7 @@ def test_rotation_turns_each_pair_by_its_angle(interleaved, rotary):
     query, key = rows(5, 2, 4, 8), rows(5, 2, 2, 8)
     angles = torch.outer(torch.arange(5.0), torch.linspace(1, 2, rotary // 2))
     table = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
-    turned = model_fused.rotate(
+    turned = kernels.rotate(
         query, key, table.cos()[:, None, None], table.sin()[:, None, None], interleaved
     )
     for x, got in zip((query, key), turned, strict=True):
@@ -49,7 +49,7 @@ def test_heads_are_split_by_groups(with_bias):
     by_group = [query.unflatten(2, (2, 3)), key[:, :, :, None], value[:, :, :, None]]
     mixed = torch.cat(by_group, 3).flatten(2)
     bias = rows(mixed.shape[-1]) if with_bias else None
-    got = model_fused.split_heads(mixed if bias is None else mixed - bias, bias, 2, 4)
+    got = kernels.split_heads(mixed if bias is None else mixed - bias, bias, 2, 4)
     for x, expected in zip(got, (query, key, value), strict=True):
         torch.testing.assert_close(x, expected)
         assert x.is_contiguous()
@@ -58,24 +58,24 @@ def test_heads_are_split_by_groups(with_bias):
 def test_swiglu_is_silu_of_the_first_half_times_the_second():
     gate, up, weights = rows(7, 10), rows(7, 10) + 1, torch.rand(7)
     both = torch.cat([gate, up], -1)
-    torch.testing.assert_close(model_fused.swiglu(both), F.silu(gate) * up)
+    torch.testing.assert_close(kernels.swiglu(both), F.silu(gate) * up)
     expected = F.silu(gate) * up * weights[:, None]
-    torch.testing.assert_close(model_fused.weighted_swiglu(both, weights), expected)
+    torch.testing.assert_close(kernels.weighted_swiglu(both, weights), expected)
 
 
 def test_the_weights_of_experts_are_float32_and_their_product_is_rounded_once():
     both, weights = rows(64, 32, dtype=torch.bfloat16), torch.rand(64)
-    product = model_fused.swiglu(both).float() * weights[:, None]
-    got = model_fused.weighted_swiglu(both, weights)
+    product = kernels.swiglu(both).float() * weights[:, None]
+    got = kernels.weighted_swiglu(both, weights)
     assert got.dtype == torch.bfloat16 and torch.equal(got, product.bfloat16())
 
 
 def test_torch_compile_true_warns_where_there_is_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_fused, "_asked", None)
+    monkeypatch.setattr(kernels, "_asked", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = TrainingArguments(output_dir=str(tmp_path), torch_compile=True)
     with pytest.warns(UserWarning, match="there is no GPU"):
-        model_fused.switch(args.torch_compile)
+        kernels.switch(args.torch_compile)
 
 
 @pytest.mark.parametrize(("asked", "runs_compiled"), [(None, True), (True, True), (False, False)])
@@ -83,9 +83,9 @@ def test_torch_compile_switches_what_runs_on_a_gpu(asked, runs_compiled, monkeyp
     class OnGpu:
         is_cuda = True
 
-    monkeypatch.setattr(model_fused, "_kernels_work", lambda: True)
-    monkeypatch.setattr(model_fused, "_asked", asked)
-    assert model_fused.compiles(OnGpu()) is runs_compiled
+    monkeypatch.setattr(kernels, "_kernels_work", lambda: True)
+    monkeypatch.setattr(kernels, "_asked", asked)
+    assert kernels.compiles(OnGpu()) is runs_compiled
 
 
 def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypatch):
@@ -95,17 +95,17 @@ def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypat
     def fails(*args, **kwargs):
         raise RuntimeError("no C compiler\nand a long trace")
 
-    monkeypatch.setattr(model_fused, "_asked", None)
+    monkeypatch.setattr(kernels, "_asked", None)
     monkeypatch.setattr(torch, "ones", fails)  # of the kernel that is tried
-    monkeypatch.setattr(model_fused, "triton", "there")
-    model_fused._kernels_work.cache_clear()
+    monkeypatch.setattr(kernels, "triton", "there")
+    kernels._kernels_work.cache_clear()
     with pytest.warns(UserWarning, match=r"can be compiled here \(no C compiler\)") as said:
-        assert not model_fused.compiles(OnGpu())
-        assert not model_fused.compiles(OnGpu())
-    model_fused._kernels_work.cache_clear()
+        assert not kernels.compiles(OnGpu())
+        assert not kernels.compiles(OnGpu())
+    kernels._kernels_work.cache_clear()
     assert len(said) == 1
-    monkeypatch.setattr(model_fused, "triton", None)
-    assert model_fused.why_no_kernels() == "Triton cannot be imported"
+    monkeypatch.setattr(kernels, "triton", None)
+    assert kernels.why_no_kernels() == "Triton cannot be imported"
 
 
 def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monkeypatch):
@@ -113,13 +113,13 @@ def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monke
         raise RuntimeError("Python 3.99 is not supported")
 
     monkeypatch.setattr(torch, "compile", fails)
-    monkeypatch.setattr(model_fused, "compiles", lambda x: True)
-    model_fused._torch_compile_works.cache_clear()
+    monkeypatch.setattr(kernels, "compiles", lambda x: True)
+    kernels._torch_compile_works.cache_clear()
     both, weights = rows(7, 10), torch.rand(7)
     gate, up = both.chunk(2, -1)
     with pytest.warns(UserWarning, match=r"does not work here \(Python 3.99"):
-        got = model_fused.weighted_swiglu(both, weights)
-    model_fused._torch_compile_works.cache_clear()
+        got = kernels.weighted_swiglu(both, weights)
+    kernels._torch_compile_works.cache_clear()
     torch.testing.assert_close(got, F.silu(gate) * up * weights[:, None])
 
 
@@ -129,7 +129,7 @@ def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monke
 def train_both_ways(path: str, out: str, **keys) -> list:
     """Curves with layers as they run on a CPU and on a GPU; how often a norm had something beside;
     whether each loss was told where labels are."""
-    calls, told, beside, losses = [], [], model_fused.norm_beside, model.token_losses
+    calls, told, beside, losses = [], [], kernels.norm_beside, model.token_losses
 
     def noted(*args):
         told.append(args[-1] is not None)
@@ -141,7 +141,7 @@ def train_both_ways(path: str, out: str, **keys) -> list:
 
     model.token_losses = noted
     plain = train(path, f"{out}/plain", **keys)
-    model_layers.compiles, model_norms.norm_beside = lambda x: True, counted
+    model_layers.compiles, model_layers.norm_beside = lambda x: True, counted
     return [plain, train(path, f"{out}/beside", **keys), len(calls), told]
 
 
@@ -168,8 +168,8 @@ def test_a_norm_gives_what_it_has_beside_to_its_own_input_alone(monkeypatch):
     def sevens(x, *constants):
         return torch.full_like(x, 7.0), x.view_as(x)
 
-    monkeypatch.setattr(model_norms, "norm_beside", sevens)
-    norm = model_norms.RMSNorm.__new__(model_norms.RMSNorm)
+    monkeypatch.setattr(model_layers, "norm_beside", sevens)
+    norm = model_layers.RMSNorm.__new__(model_layers.RMSNorm)
     torch.nn.Module.__init__(norm)
     norm.weight, norm.eps, norm.zero_centered = torch.nn.Parameter(rows(24)), 1e-6, False
     norm._beside = None, None
@@ -183,17 +183,17 @@ def test_a_norm_gives_what_it_has_beside_to_its_own_input_alone(monkeypatch):
 
 def parts_called(path: str, out: str) -> list[str]:
     """What model_attention calls of model_fused in a step, by name."""
-    from mca_lite import model_attention
+    from mca_lite import model_layers
 
     calls = []
     for name in ("rotated_heads", "split_heads", "rotate"):
-        function = getattr(model_attention, name)
+        function = getattr(model_layers, name)
 
         def noted(*args, name=name, function=function):
             calls.append(name)
             return function(*args)
 
-        setattr(model_attention, name, noted)
+        setattr(model_layers, name, noted)
     train(path, out, steps=2)
     return sorted(set(calls))
 
@@ -213,5 +213,5 @@ def test_heads_are_split_normed_and_rotated_at_once(family, wanted, tmp_path):
 
 
 def test_loops_of_wide_rows_ask_for_no_more_memory_than_small_gpus_have():
-    of_rows = {width: model_kernels._stages(3 * width * 4) for width in (2048, 4096, 8192)}
+    of_rows = {width: kernels._stages(3 * width * 4) for width in (2048, 4096, 8192)}
     assert of_rows == {2048: 3, 4096: 3, 8192: 1}  # float32; two of three iterations wait

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from mca_lite.args_run import parse_args
+from mca_lite.args import parse_args
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import keys_of
 from tests.shared.files import assert_same_bytes, tensors
@@ -113,7 +113,7 @@ def reference(path: str, out: str, **changes) -> list:
     """(loss, grad norm, loss of the extra layers) of each step, in plain torch; out/end holds the
     weights.
     """
-    from mca_lite.constants import IGNORE_INDEX
+    from mca_lite.files import IGNORE_INDEX
     from mca_lite.trainer import McaTrainer
 
     class Oracle(McaTrainer):
@@ -294,7 +294,7 @@ def test_files_come_out_as_they_went_in_whether_layers_are_trained_or_carried(na
 
 
 def test_copies_of_embedding_and_head_that_are_carried_grow_with_the_vocabulary(path):
-    from mca_lite.weights_sources import carried_tensors
+    from mca_lite.weights_files import carried_tensors
 
     config, original = json.loads((Path(path) / "config.json").read_text()), tensors(path)
     rows = config["vocab_size"]
@@ -308,7 +308,7 @@ def test_copies_of_embedding_and_head_that_are_carried_grow_with_the_vocabulary(
 
 
 def test_layers_that_cannot_be_carried_any_more_are_missed(path):
-    from mca_lite.weights_sources import carried_tensors
+    from mca_lite.weights_files import carried_tensors
 
     config = json.loads((Path(path) / "config.json").read_text())
     assert (

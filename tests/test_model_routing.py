@@ -7,7 +7,7 @@ import torch
 
 from mca_lite.args import TrainingArguments
 from mca_lite.backend import Backend
-from mca_lite.model_routing import (
+from mca_lite.model_moe import (
     BalancingLosses,
     RouterStatistics,
     balancing_parts,

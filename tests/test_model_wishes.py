@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from mca_lite import TrainingArguments
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError
-from mca_lite.backend_torch_moe import losses_of
+from mca_lite.args import parse_args
+from mca_lite.backend_torch import losses_of
+from mca_lite.errors import ConfigError
+from mca_lite.families import FAMILIES
 from mca_lite.log import balance_summary
 from mca_lite.model_config import McaModelConfig, from_hf_config
-from mca_lite.model_families import FAMILIES
-from mca_lite.model_routing import BalancingLosses
+from mca_lite.model_moe import BalancingLosses
 from tests.shared import tiny, tiny_moe
 
 # {field: why another value trains alike}

@@ -8,10 +8,9 @@ import re
 import pytest
 import torch
 
-from mca_lite.args import TrainingArguments
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError
-from mca_lite.log_speed import model_sizes
+from mca_lite.args import TrainingArguments, parse_args
+from mca_lite.errors import ConfigError
+from mca_lite.log import model_sizes
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, BIAS, EP2, ETP1, TP2_SP

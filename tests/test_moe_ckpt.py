@@ -141,9 +141,9 @@ def test_a_line_of_the_log_has_the_routers_of_all_its_steps_after_a_restart(path
 
 def lines_of_the_log(path: str, out: str, interrupted: bool, **keys) -> list[dict]:
     from mca_lite import TrainingArguments
+    from mca_lite.callbacks import Interrupted, TrainerCallback
     from mca_lite.model import AutoModel
     from mca_lite.trainer import McaTrainer
-    from mca_lite.trainer_callbacks import Interrupted, TrainerCallback
 
     class Interrupt(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -174,7 +174,7 @@ MODULE = ("model.layers.1.mlp.experts.gate_up_proj", (2, 16, 8))
 
 
 def test_names_of_experts_in_files_are_those_of_the_familys_rows():
-    from mca_lite.model_families import FAMILIES
+    from mca_lite.families import FAMILIES
     from mca_lite.weights_files import file_parts
 
     families = [

@@ -384,8 +384,8 @@ def test_a_spike_is_far_above_what_losses_do():
 def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
     from types import SimpleNamespace as Record
 
+    from mca_lite.callbacks import TrainerState
     from mca_lite.data_batches import BatchPlan
-    from mca_lite.trainer_callbacks import TrainerState
     from mca_lite.trainer_nonfinite import FiniteGuard
 
     plan, state = BatchPlan(12, 2, 2, 0, 1, seed=1), TrainerState(global_step=2, left_out_steps=1)
@@ -399,9 +399,8 @@ def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
 def test_samples_of_packs_are_those_of_the_data():
     from types import SimpleNamespace as Record
 
-    from mca_lite.data_batches import BatchPlan
-    from mca_lite.data_packs import Packs
-    from mca_lite.trainer_callbacks import TrainerState
+    from mca_lite.callbacks import TrainerState
+    from mca_lite.data_batches import BatchPlan, Packs
     from mca_lite.trainer_nonfinite import FiniteGuard
 
     lengths = np.array([[6], [2], [5], [3], [9], [4]])  # in rows of 9: 4; 0 and 3; 2 and 5; 1
@@ -420,8 +419,8 @@ def test_samples_of_packs_are_those_of_the_data():
 def test_a_spike_is_named_once():
     from types import SimpleNamespace as Record
 
+    from mca_lite.callbacks import TrainerState
     from mca_lite.data_batches import BatchPlan
-    from mca_lite.trainer_callbacks import TrainerState
     from mca_lite.trainer_nonfinite import FiniteGuard
 
     said: list[str] = []

@@ -11,7 +11,7 @@ import transformers
 
 from mca_lite.args import TrainingArguments
 from mca_lite.args_rules_training import warmup_steps
-from mca_lite.args_values import ConfigError
+from mca_lite.errors import ConfigError
 from mca_lite.optim import (
     create_torch_optimizer,
     decays,

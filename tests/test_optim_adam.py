@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mca_lite.optim_adam import AdamW, join, round_by_chance, split_into
+from mca_lite.kernels import AdamW, join, round_by_chance, split_into
 from tests.shared import tiny, world
 from tests.shared.layouts import DIST_OPT, SAVE
 from tests.shared.training import assert_same_curve, train
@@ -285,8 +285,8 @@ def test_an_update_of_split_masters_is_on_its_way_before_the_norm_is_read(model_
 
 def counts_behind_a_skipped_step(path: str, out: str) -> list[int]:
     """The updates that a run in bf16 has counted, of whose four steps one is left out."""
+    from mca_lite.callbacks import TrainerCallback
     from mca_lite.optim import parts_of
-    from mca_lite.trainer_callbacks import TrainerCallback
 
     counts = set()
 
@@ -377,7 +377,7 @@ def lora_run(path: str, out: str) -> tuple[list, list, str]:
 
     def adapt(models):
         lora.inject(models, lora.LoraSpec(rank=4))
-        lora.fill(models, lambda key, shape: 0.05 * draw(*shape, seed=len(key)))
+        lora.fill_adapters(models, lambda key, shape: 0.05 * draw(*shape, seed=len(key)))
         return models
 
     class Trainer(McaTrainer):

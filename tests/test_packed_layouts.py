@@ -220,7 +220,7 @@ def packs_of(path: str, out: str, **keys) -> list:
     import numpy as np
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.data_packs import best_fit
+    from mca_lite.data_batches import best_fit
     from mca_lite.model import load_torch_model
 
     class Packs:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.data_packs import best_fit
-from mca_lite.model_attention import CoreAttention
+from mca_lite.data_batches import best_fit
+from mca_lite.model_layers import CoreAttention
 from mca_lite.packed_rows import (
     block_diagonal_mask,
     check_pack_seq_aligned,

@@ -6,8 +6,8 @@ import re
 
 from transformers import TrainerCallback as TheirCallback
 
-from mca_lite.chat_templates import BUILT_IN_FOR, TEMPLATES
-from mca_lite.trainer_callbacks import FLAGS, TrainerCallback, TrainerState
+from mca_lite.callbacks import FLAGS, TrainerCallback, TrainerState
+from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
 from tests.shared.commands import ROOT
 from tests.shared.toy_tokenizer import word_tokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite import TrainingArguments, lora, plan_memory, plan_time
+from mca_lite import TrainingArguments, cli_plan, lora, plan_memory
 from mca_lite.model_config import from_hf_config
 from tests.shared import tiny, world
 from tests.shared.layouts import PP2, TP2, TP2_SP
@@ -46,8 +46,8 @@ def planned_on_h200(name: str, world_size: int = 1, link: float | None = None, *
     tensors = plan_memory.ModelTensors(config, spec)
     lengths = [length] * (2 if pairs else 1)
     memory = plan_memory.rank_memory(args, config, tensors, 0, sum(lengths), world_size, True)
-    rates = plan_time.RATES["H200"]._replace(link=link)
-    times = plan_time.step_time(
+    rates = cli_plan.RATES["H200"]._replace(link=link)
+    times = cli_plan.step_time(
         *(args, config, memory, lengths, world_size, rates), frozen="lora" in case, reference=pairs
     )
     return times, args.train_global_batch_size * sum(lengths)

@@ -55,7 +55,7 @@ def found_in(path, out, backend, layout) -> dict:
     what a user's metrics are.
     """
     from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments
-    from mca_lite.data_packs import Packs
+    from mca_lite.data_batches import Packs
     from mca_lite.model import load_torch_model
 
     found = {}

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mca_lite import TrainingArguments, cli, plan_advice, plan_memory, trainer_profile
-from mca_lite.args_run import parse_args
-from mca_lite.args_values import ConfigError, parse_size
+from mca_lite import TrainingArguments, callbacks, cli, plan_memory
+from mca_lite.args import parse_args
+from mca_lite.errors import ConfigError
+from mca_lite.files import parse_size
 from tests.shared import commands, tiny, world
 from tests.shared.layouts import TP2_SP
 from tests.shared.small_runs import save_tokenizer, write_data
@@ -75,7 +76,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_kernel_has_its_kind(kind):
-    assert {name: trainer_profile.kind_of(name) for name in KERNELS[kind].split()} == dict.fromkeys(
+    assert {name: callbacks.kind_of(name) for name in KERNELS[kind].split()} == dict.fromkeys(
         KERNELS[kind].split(), kind
     )
 
@@ -98,7 +99,7 @@ def test_of_a_gpu_kernels_alone_count():
         event("aten::mm", 600e3, 5e3, is_kernel=False),  # launched them
         event("nccl:all_gather", 100e3, 0, is_user_annotation=True),
     ]
-    lines = trainer_profile.table(events, 1.0)
+    lines = callbacks.table(events, 1.0)
     assert [line.split()[:4] for line in lines] == [
         ["matmul", "600.0", "ms", "60.0%"],
         ["communication", "100.0", "ms", "10.0%"],
@@ -155,7 +156,7 @@ def advised(words: list[str]) -> tuple[plan_memory.RankMemory, list[str]]:
     model = plan_memory.ModelOfRun(arguments)
     config = model.config_of(arguments)
     planned = model.fullest_rank(arguments.training, config, 4, False)[1]
-    first, second = plan_advice.advice(arguments, 4)
+    first, second = plan_memory.advice(arguments, 4)
     assert f"{planned.total / 2**30:.2f} GiB" in first or f"{planned.total / 2**20:.2f} Mi" in first
     return planned, second.removeprefix("most likely to help: ").split("; ")
 
@@ -181,7 +182,7 @@ def test_a_run_that_has_them_all_is_told_what_is_left(folder, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     has = "recompute_granularity=full per_device_train_batch_size=1 bf16=true optim=sgd "
     arguments = parse_args(words_of(folder, f"{has} grad_reduce_in_fp32=false"))
-    last = plan_advice.advice(arguments, 1)[1]
+    last = plan_memory.advice(arguments, 1)[1]
     assert "a lower cutoff_len" in last and "lora" in last
     assert os.environ.get("WORLD_SIZE") is None
 
@@ -192,5 +193,5 @@ def test_a_snapshot_of_the_memory_ends_its_recording(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: done.append(path))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", done.append)
-    path = trainer_profile.dump_memory(tmp_path / "profile")
+    path = callbacks.dump_memory(tmp_path / "profile")
     assert done == [str(path), None] and path.parent.is_dir()

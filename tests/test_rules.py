@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from mca_lite import args_rules_model
-from mca_lite.args import DataArguments, FinetuningArguments, TrainingArguments
+from mca_lite.args import (
+    DataArguments,
+    FinetuningArguments,
+    TrainingArguments,
+    check_together,
+    parse_args,
+)
 from mca_lite.args_rules_training import _BESIDE, ADDITIONAL_FIELDS
-from mca_lite.args_run import check_together, parse_args
-from mca_lite.args_values import ConfigError, Judge
+from mca_lite.errors import ConfigError, Judge
 from mca_lite.model_config import AutoConfig, load_hf_config
 from tests.shared import tiny, tiny_moe
 

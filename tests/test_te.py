@@ -10,8 +10,8 @@ import warnings
 import pytest
 import torch
 
-from mca_lite import TrainingArguments, model_te
-from mca_lite.args_values import ConfigError
+from mca_lite import TrainingArguments, model_config
+from mca_lite.errors import ConfigError
 from mca_lite.model import VirtualModels
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import commands, te_standins, tiny, tiny_moe, world
@@ -28,7 +28,7 @@ YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_positio
 
 @pytest.fixture
 def te_works(monkeypatch):
-    monkeypatch.setattr(model_te, "transformer_engine_works", lambda: True)
+    monkeypatch.setattr(model_config, "transformer_engine_works", lambda: True)
 
 
 def config_of(hf, **keys) -> McaModelConfig:
@@ -147,15 +147,15 @@ def test_a_broken_installation_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.warns(UserWarning, match="cannot be imported .libcudnn_cnn.so.9: undefined"):
-        assert not model_te.transformer_engine_works.__wrapped__()
+        assert not model_config.transformer_engine_works.__wrapped__()
     monkeypatch.setattr(builtins, "__import__", real)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is said where it is not installed
-        assert not model_te.transformer_engine_works.__wrapped__()
+        assert not model_config.transformer_engine_works.__wrapped__()
 
 
 def test_the_summary_says_which_cudnn_was_found(monkeypatch):
-    assert model_te.found_here() is None
+    assert model_config.found_here() is None
 
     def version():
         raise RuntimeError(
@@ -166,13 +166,13 @@ def test_the_summary_says_which_cudnn_was_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
     said = "no Transformer Engine, cuDNN 9.14.0 (torch was built for 9.19.0)"
-    assert model_te.found_here() == said
+    assert model_config.found_here() == said
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert model_te.found_here() == "no Transformer Engine, cuDNN 9.19.0"
+    assert model_config.found_here() == "no Transformer Engine, cuDNN 9.19.0"
 
 
 def test_cudnns_attention_comes_first_without_a_mask_and_never_with_one():
-    from mca_lite.model_attention import _kernels
+    from mca_lite.model_layers import _kernels
 
     on_cuda, mask = types.SimpleNamespace(is_cuda=True), torch.ones(1)
     with _kernels(on_cuda, None):
@@ -275,7 +275,7 @@ def with_adapters(models):
     from mca_lite import lora
 
     lora.inject(models, lora.LoraSpec(rank=4))
-    lora.fill(models, draw)
+    lora.fill_adapters(models, draw)
     return models
 
 
@@ -300,11 +300,11 @@ def test_adapters_train_on_its_linears_as_on_local_ones(tmp_path):
 
 def test_its_linears_add_gradients_in_place_where_their_weight_is_trained():
     linear = torch.nn.Linear(2, 2)
-    assert not model_te.accumulate_in_place(linear)
+    assert not model_config.accumulate_in_place(linear)
     linear.fuse_wgrad_accumulation = False
-    assert model_te.accumulate_in_place(linear) and linear.fuse_wgrad_accumulation
+    assert model_config.accumulate_in_place(linear) and linear.fuse_wgrad_accumulation
     linear.weight.requires_grad_(False)
-    assert model_te.accumulate_in_place(linear) and not linear.fuse_wgrad_accumulation
+    assert model_config.accumulate_in_place(linear) and not linear.fuse_wgrad_accumulation
 
 
 def test_a_forward_pass_of_its_own_rounds_fp8s_weights_anew():

@@ -5,7 +5,7 @@ for those who move in. What libraries say to each rank is not among it.
 import re
 import warnings
 
-from mca_lite.args_run import FIELDS, format_help
+from mca_lite.args import FIELDS, format_help
 from mca_lite.log import _connections
 from tests.shared import world
 from tests.shared.commands import ROOT, SHORT, run, run_train

@@ -109,7 +109,7 @@ def test_the_loss_of_one_set_may_decide_which_step_is_best(folder):
     ],
 )
 def test_nothing_to_do_or_to_evaluate_on_is_refused(folder, words, key):
-    from mca_lite.args_values import ConfigError
+    from mca_lite.errors import ConfigError
 
     with pytest.raises(ConfigError) as refused:
         parse(folder, words)
@@ -128,7 +128,7 @@ def test_the_best_model_is_told_by_any_metric_of_an_evaluation(folder, metric):
 
 
 def parse(folder, words: str):
-    from mca_lite.args_run import parse_args
+    from mca_lite.args import parse_args
 
     base = "model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir=unused "
     return parse_args((base + words).format(folder=folder).split(), needs_world=False)

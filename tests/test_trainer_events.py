@@ -330,7 +330,7 @@ def test_an_import_line_of_mcore_adapter_names_what_takes_its_place(line, said):
 def test_what_takes_the_place_of_names_of_mcore_adapter_is_there():
     from mca_lite import AutoModel, McaTrainer, parallel
     from mca_lite.backend import Backend
-    from mca_lite.constants import MCA_CONFIG_NAME
+    from mca_lite.files import MCA_CONFIG_NAME
     from mca_lite.lora import inject
     from mca_lite.lora_layers import LoraSpec
     from mca_lite.loss_tokens import token_losses
@@ -493,7 +493,7 @@ def lives_on(path: str, out: str, host_freezes: bool) -> tuple[list[str], bool]:
     import torch
 
     from mca_lite import McaTrainer, trainer_events
-    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.callbacks import TrainerCallback
 
     class WithGpu:
         cuda = SimpleNamespace(is_available=lambda: True)
@@ -534,7 +534,7 @@ def test_nothing_of_a_trainer_lives_on_and_what_a_host_froze_stays_frozen(
 def looks_of_the_collector(path: str, out: str) -> list[int]:
     """The steps after which a run of four looks for garbage of all ages, every third one."""
     from mca_lite import trainer_events
-    from mca_lite.trainer_callbacks import TrainerCallback
+    from mca_lite.callbacks import TrainerCallback
 
     steps, found = [0], []
     trainer_events.collect_garbage = lambda: found.append(steps[-1])

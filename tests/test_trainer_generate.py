@@ -69,9 +69,9 @@ def samples_of(answers) -> list[dict]:
 
 def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.generation import generate
     from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
-    from mca_lite.trainer_generate import generate
 
     args = TrainingArguments(
         output_dir=out, disable_tqdm=True, predict_with_generate=True, max_new_tokens=NEW,
@@ -124,7 +124,7 @@ def test_answers_are_those_of_transformers_generate(folder, tmp_path, name):
 
 
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
-    from mca_lite.trainer_generate import rouge_l
+    from mca_lite.generation import rouge_l
 
     generator = np.random.default_rng(0)
     for _ in range(200):
@@ -153,19 +153,19 @@ def test_the_last_answer_is_asked_for():
 
 
 def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):
-    from mca_lite import trainer_generate
+    from mca_lite import generation
 
     config = tiny.hf_config("qwen3", vocab_size=WORDS)
     backend = SimpleNamespace(name="megatron", hf_config=config.to_dict(), dtype=torch.float32)
     trainer = SimpleNamespace(backend=backend)
-    monkeypatch.setattr(trainer_generate, "free_memory", lambda: 4 * 32_000)
-    monkeypatch.setattr(trainer_generate.parallel, "largest", lambda *numbers: [*numbers])
+    monkeypatch.setattr(generation, "free_memory", lambda: 4 * 32_000)
+    monkeypatch.setattr(generation.parallel, "largest", lambda *numbers: [*numbers])
     with pytest.raises(ValueError, match="a copy of the whole model takes 0.0 GiB on each rank"):
-        trainer_generate.check_room(trainer)
+        generation.check_room(trainer)
     monkeypatch.undo()
-    assert trainer_generate.free_memory() > 2**20
-    monkeypatch.setattr(trainer_generate.parallel, "largest", lambda *numbers: [*numbers])
-    trainer_generate.check_room(trainer)
+    assert generation.free_memory() > 2**20
+    monkeypatch.setattr(generation.parallel, "largest", lambda *numbers: [*numbers])
+    generation.check_room(trainer)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_report, cli_watch, log
+from mca_lite import TrainingArguments, cli_watch, log
+from mca_lite.callbacks import TrainerControl, TrainerState
 from mca_lite.cli_watch import curve, frame
 from mca_lite.log import Report
-from mca_lite.log_html import page
-from mca_lite.log_read import LineFile, RunFolder
-from mca_lite.trainer_callbacks import TrainerControl, TrainerState
+from mca_lite.log_html import LineFile, RunFolder, page
 from tests.shared import tiny, world
 from tests.shared.training import Clock
 
@@ -213,9 +212,7 @@ def test_a_folder_of_other_things_is_left_out_beside_runs(tmp_path, capsys, monk
 
 
 def test_neither_command_waits_for_torch():
-    script = (
-        "import sys, mca_lite.cli_watch, mca_lite.cli_report; assert 'torch' not in sys.modules"
-    )
+    script = "import sys, mca_lite.cli_watch, mca_lite.cli_watch; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
 
 
@@ -346,14 +343,14 @@ def test_a_frame_of_folders_without_a_run_ends_with_the_code_of_an_error(tmp_pat
 
 def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     first, second = (make_run(tmp_path / name, [1.0]) for name in "ab")
-    assert cli_report.main([str(first)]) == 0
+    assert cli_watch.main_report([str(first)]) == 0
     assert capsys.readouterr().out == f"{first}/report.html\n"
     parse((first / "report.html").read_text())
     monkeypatch.chdir(tmp_path)
-    assert cli_report.main([str(first), str(second)]) == 0
+    assert cli_watch.main_report([str(first), str(second)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/comparison.html: {first}, {second}\n"
     assert "a: loss" in (tmp_path / "comparison.html").read_text()
-    assert cli_report.main([str(tmp_path / "nothing")]) == 2
+    assert cli_watch.main_report([str(tmp_path / "nothing")]) == 2
     assert "expected a run's folder with trainer_log.jsonl" in capsys.readouterr().err
 
 
@@ -388,7 +385,7 @@ def watched_and_reported(folder: Path, capsys, monkeypatch) -> str:
     """What `watch` shows of the folder's run beside a good one, after `report` drew both."""
     monkeypatch.chdir(folder)
     make_run(folder / "good", [3.0, 1.2345], **HERE, pid=os.getpid())
-    assert cli_report.main(["odd", "good"]) in (0, 2), capsys.readouterr().err
+    assert cli_watch.main_report(["odd", "good"]) in (0, 2), capsys.readouterr().err
     page_of_both = (folder / "comparison.html").read_text()
     assert "1.234" in page_of_both
     parse(page_of_both)
@@ -452,7 +449,7 @@ def test_an_odd_file_in_one_folder_leaves_the_others_shown(tmp_path, capsys, mon
     seen_by_watch = name in ("run_summary.json", "trainer_log.jsonl") and words != ""
     assert ("cannot be read" in out) == seen_by_watch
     page_of_both = (tmp_path / "comparison.html").read_text()
-    code = cli_report.main(["odd"])
+    code = cli_watch.main_report(["odd"])
     told = capsys.readouterr().err + page_of_both
     assert code == (2 if name == "trainer_log.jsonl" else 0)
     assert words in told and ("cannot be read" in told) == bool(words)

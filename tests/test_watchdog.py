@@ -302,7 +302,7 @@ class Watched(Watchdog):
 def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, **keys) -> None:
     """A run of which rank 1 sleeps, stops or dies after two steps; what ranks say is in files."""
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.cli_errors import end
+    from mca_lite.cli import end
     from mca_lite.model import load_torch_model
 
     Watched.leave_s, watchdog.Watchdog = leave_s, Watched

@@ -94,9 +94,9 @@ def through_every_family(sources: dict, bf16_sources: dict, out: str, keys: dict
 
 
 def count_bytes(models, path: str) -> dict:
-    from mca_lite import weights_convert, weights_sources
+    from mca_lite import weights_convert, weights_files
 
-    class Counting(weights_sources.SafetensorsSource):
+    class Counting(weights_files.SafetensorsSource):
         num_bytes = 0
 
         def read(self, *args, **kwargs):
@@ -360,7 +360,7 @@ def test_model_may_be_written_over_the_folder_that_it_came_from(sources, tmp_pat
 
 
 def test_folder_with_a_file_and_an_index_is_read_as_transformers_reads_it(tmp_path):
-    from mca_lite.weights_sources import SafetensorsSource
+    from mca_lite.weights_files import SafetensorsSource
 
     path = tiny.save_model(tmp_path / "model", "qwen3", max_shard_size="10KB")
     other = tiny.save_model(tmp_path / "other", "qwen3", seed=5)
@@ -469,7 +469,7 @@ def test_weights_from_scratch_in_bf16_are_the_float32_ones_rounded(family, layou
 
 
 def test_weights_from_scratch_have_the_distribution_that_the_config_asks_for():
-    from mca_lite.weights_sources import InitSource
+    from mca_lite.weights_files import InitSource
 
     hf = tiny.hf_config("qwen2", hidden_size=64, initializer_range=0.05).to_dict()
     source, other = InitSource(hf, SEED), InitSource(hf, SEED + 1)
@@ -499,7 +499,7 @@ def test_parts_of_qkv_join_to_the_whole_with_fewer_groups_than_ranks(tp, width):
     from types import SimpleNamespace
 
     from mca_lite import weights_convert
-    from mca_lite.model_family_rows import Row
+    from mca_lite.families import Row
 
     config = SimpleNamespace(
         num_attention_heads=8, num_query_groups=2, kv_channels=4, tensor_model_parallel_size=tp
@@ -539,7 +539,7 @@ def test_the_parts_that_ranks_read_join_and_split_into_the_tensors_of_the_files(
 ):
     from types import SimpleNamespace
 
-    from mca_lite.model_family_rows import Row
+    from mca_lite.families import Row
     from mca_lite.weights_convert import _split, read_part
 
     config = SimpleNamespace(

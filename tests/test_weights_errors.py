@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from mca_lite import lora, lora_files
 from mca_lite.args import TrainingArguments
-from mca_lite.weights_files import write_safetensors
-from mca_lite.weights_sources import SafetensorsSource
+from mca_lite.weights_files import SafetensorsSource, write_safetensors
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import ROOT
 from tests.shared.files import EMBEDDING, changed, make_args
@@ -270,7 +269,7 @@ def test_a_deepseek_without_experts_takes_adapters_on_the_torch_backend():
 def plan_error(model: str, out, *words: str) -> str:
     """The text of the ValueError with which a run is refused before ranks meet."""
     from mca_lite import run
-    from mca_lite.args_run import parse_args
+    from mca_lite.args import parse_args
 
     keys = [f"model_name_or_path={model}", "train_from_scratch=false", f"output_dir={out}", *words]
     with pytest.raises(ValueError) as caught:

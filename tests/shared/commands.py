@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_lite.args_values import ConfigError
+from mca_lite.errors import ConfigError
 from tests.shared import world
 
 ROOT = Path(__file__).parents[2]

@@ -85,7 +85,7 @@ def our_run(
     it a second model. before: what is done with the trainer first.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
-    from mca_lite.data_packs import Packs
+    from mca_lite.data_batches import Packs
     from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
 

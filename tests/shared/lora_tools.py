@@ -144,5 +144,5 @@ def save_start(path: str, folder: str, targets: tuple) -> None:
 
     model = lora.inject(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
     generator = torch.Generator().manual_seed(3)
-    lora.fill(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
+    lora.fill_adapters(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
     lora_files.save_adapter(model, folder)

@@ -12,8 +12,7 @@ def _modules():
     """(linear, norm and linear, norm, core attention); megatron is imported here."""
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    from mca_lite.model_attention import CoreAttention
-    from mca_lite.model_norms import RMSNorm
+    from mca_lite.model_layers import CoreAttention, RMSNorm
 
     class Linear(torch.nn.Module):
         cut = 1
@@ -79,7 +78,7 @@ def installed():
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from mca_lite import model_layers, model_te
+    from mca_lite import model_config, model_layers
 
     linear, norm_linear, norm, attention = _modules()
 
@@ -97,11 +96,11 @@ def installed():
             return None, None
 
     was = gpt_layer_specs.__dict__.get("TESpecProvider"), model_layers.TENorm
-    works = model_te.transformer_engine_works
+    works = model_config.transformer_engine_works
     gpt_layer_specs.TESpecProvider, model_layers.TENorm = Provider, norm
-    model_te.transformer_engine_works = lambda: True
+    model_config.transformer_engine_works = lambda: True
     try:
         yield
     finally:
         gpt_layer_specs.TESpecProvider, model_layers.TENorm = was
-        model_te.transformer_engine_works = works
+        model_config.transformer_engine_works = works

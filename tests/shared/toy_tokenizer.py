@@ -75,7 +75,7 @@ def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> Simple
     from mca_lite.data_encode import Encoder
     from mca_lite.data_files import DatasetSpec
     from mca_lite.data_records import conversations
-    from mca_lite.objectives import OBJECTIVES
+    from mca_lite.tables import OBJECTIVES
 
     data_args = DataArguments(dataset=["t"], **{"cutoff_len": 9999, **keys})
     renderer, _ = chat_renderer(tokenizer, data_args)

@@ -60,7 +60,7 @@ def _trained(*words: str) -> tuple[str, ...]:
 
 
 def keys() -> Iterator[Case]:
-    from mca_lite.args_run import FIELDS, GROUPS
+    from mca_lite.args import FIELDS, GROUPS
 
     hints = {k: v for group in GROUPS for k, v in typing.get_type_hints(group).items()}
     for key, item in FIELDS.items():

@@ -97,7 +97,7 @@ def train_run(model: str, out: str, packs: bool, seed: int = 0, **keys) -> tuple
     import numpy as np
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.data_packs import best_fit
+    from mca_lite.data_batches import best_fit
 
     random = np.random.default_rng(seed)
     lengths = np.clip(

@@ -185,7 +185,7 @@ def dataset(config, s: int, rows: int, packed: bool) -> tuple[list[dict], int, i
     rng = np.random.default_rng(0)
     packs = [[s]] * rows
     if packed:
-        from mca_lite.data_packs import best_fit
+        from mca_lite.data_batches import best_fit
 
         lengths = document_lengths(rows * s * 1.15, s, mean=min(400, s // 4))
         fullest = sorted(best_fit(lengths, s), key=lambda pack: -int(lengths[pack].sum()))
@@ -262,10 +262,10 @@ def run_ours(
 ) -> tuple[Clock, list, int, int]:
     """keys: further TrainingArguments; folder: of the run, the same on every rank."""
     from mca_lite import DPOConfig, DPOTrainer, McaTrainer, TrainingArguments, parallel
+    from mca_lite.callbacks import TrainerCallback
     from mca_lite.lora import LoraSpec, inject
     from mca_lite.model import build_chunks, load_torch_model
     from mca_lite.model_config import AutoConfig
-    from mca_lite.trainer_callbacks import TrainerCallback
 
     folder, clock = folder or tempfile.mkdtemp(), Clock()
     config, profile = hf_config(shape), None

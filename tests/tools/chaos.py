@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 
 from mca_lite import ckpt_folder
-from mca_lite.trainer_callbacks import TrainerCallback
+from mca_lite.callbacks import TrainerCallback
 from tests.shared import small_runs, tiny, training, world
 from tests.shared.files import tensors
 from tests.shared.layouts import DIST_OPT, PACKED, PP2, TP2
@@ -80,9 +80,9 @@ def victim(keys: dict, folders: list[str], rank: int, event: int | None, seconds
     seconds, or not at all.
 
     -> how often this rank touched a file there"""
-    from mca_lite import trainer_reference
+    from mca_lite import trainer_dpo
 
-    trainer_reference.PART_PAIRS = 4  # of this process: a pass of several parts
+    trainer_dpo.PART_PAIRS = 4  # of this process: a pass of several parts
     count = 0
 
     def watch(name, args):

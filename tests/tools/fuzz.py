@@ -223,7 +223,7 @@ def attempt(keys: dict) -> str:
     raised.
     """
     from mca_lite import run
-    from mca_lite.args_run import parse_args
+    from mca_lite.args import parse_args
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

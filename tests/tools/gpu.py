@@ -239,7 +239,7 @@ def memory() -> int:
 
 
 def parity() -> int:
-    from mca_lite.model_fused import why_no_kernels, why_no_torch_compile
+    from mca_lite.kernels import why_no_kernels, why_no_torch_compile
 
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if reason := why_no_kernels() or why_no_torch_compile():

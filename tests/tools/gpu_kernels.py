@@ -12,7 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from mca_lite import loss_tokens, model_fused, model_kernels
+from mca_lite import kernels, loss_tokens
 
 # of the largest number
 TOLERANCE = {
@@ -75,7 +75,7 @@ def norm_cases(dtype):
         inputs = [drawn(*shape, dtype=dtype), drawn(shape[-1], dtype=dtype, grad=trained)]
 
         def kernel(x, weight, zero=zero, beside=beside):
-            out = model_kernels.Norm.apply(x, weight, 1e-6, zero, beside)
+            out = kernels.Norm.apply(x, weight, 1e-6, zero, beside)
             return out if beside else (out,)
 
         def formula(x, weight, zero=zero, beside=beside):
@@ -101,15 +101,15 @@ def heads_cases(dtype):
         sizes, flags = (groups, d), (1e-6, zero, interleaved)
 
         def kernel(*inputs, sizes=sizes, tables=tables, flags=flags):
-            return model_kernels.RotatedHeads.apply(*inputs, *tables, *sizes, *flags)
+            return kernels.RotatedHeads.apply(*inputs, *tables, *sizes, *flags)
 
         def formula(mixed, bias, q, k, sizes=sizes, tables=tables, flags=flags):
             eps, zero, interleaved = flags
-            query, key, value = model_fused._split_heads(mixed, bias, *sizes)
+            query, key, value = kernels._split_heads(mixed, bias, *sizes)
             if q is not None:
                 query, key = normed(query, q, eps, zero), normed(key, k, eps, zero)
             turn = (*(table.double() for table in tables), interleaved)
-            return model_fused._rotate(query, *turn), model_fused._rotate(key, *turn), value
+            return kernels._rotate(query, *turn), kernels._rotate(key, *turn), value
 
         words = f"heads {groups} x {queries} of {d}, {rotary} turn, {bias=} {norms=} {frozen=}"
         yield words, kernel, formula, inputs
@@ -121,7 +121,7 @@ def other_cases(dtype):
         return (F.silu(gate) * up,)
 
     def kernel(both):
-        return (model_kernels.SwiGLU.apply(both),)
+        return (kernels.SwiGLU.apply(both),)
 
     yield "SwiGLU", kernel, gated, [drawn(3, 5, 2 * 1500, dtype=dtype)]
     column, columns = torch.tensor([3, 0, 20_008], device=device()), 20_009
@@ -161,7 +161,7 @@ def other_cases(dtype):
 def main() -> int:
     torch.manual_seed(0)
     if device() == "cpu":
-        model_kernels._num_programs = lambda device: 3  # it asks the GPU
+        kernels._num_programs = lambda device: 3  # it asks the GPU
     start, bad = time.time(), 0
     for dtype, tolerance in TOLERANCE.items():
         worst = {}

@@ -61,7 +61,7 @@ def held(name: str) -> tuple[float, float]:
 
 def speeds(args, config, memory, seconds: float) -> str:
     """Tokens a second as planned, where the GPU's rates are known, and as measured."""
-    from mca_lite.plan_time import RATES, step_time
+    from mca_lite.cli_plan import RATES, step_time
 
     tokens, gpu = args.train_global_batch_size * 4096, torch.cuda.get_device_name()
     rates = next((rates for name, rates in RATES.items() if name in gpu), None)

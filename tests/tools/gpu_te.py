@@ -1011,9 +1011,9 @@ def one_by_one(words: list[str], end: float) -> dict[str, str]:
 def main(words: list[str]) -> int:
     """Run the cases that the words choose. Returns 1 where one is not ok, or there is none."""
     global TMP
-    from mca_lite import model_te
+    from mca_lite import model_config
 
-    if not model_te.transformer_engine_works():
+    if not model_config.transformer_engine_works():
         print("Transformer Engine does not work here: its cases are left out")
         return 0
     options = dict(word.split("=") for word in words if word.startswith(("jobs=", "limit=")))
@@ -1022,7 +1022,7 @@ def main(words: list[str]) -> int:
     end = started + float(options.get("limit", 3600))
     signal.signal(signal.SIGALRM, _stop)
     world.end_when_told()
-    print(model_te.found_here(), flush=True)
+    print(model_config.found_here(), flush=True)
     with tempfile.TemporaryDirectory() as TMP:
         alone = jobs == 1 or words
         states = one_by_one(words, end) if alone else side_by_side(jobs, end)

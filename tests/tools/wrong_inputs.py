@@ -219,7 +219,7 @@ def _command(case: Case, folder: Path) -> int:
 
 
 def _end(error: Exception, output_dir: str | None) -> int:
-    from mca_lite.cli_errors import end
+    from mca_lite.cli import end
 
     if isinstance(error, Taken):
         raise error
@@ -227,7 +227,7 @@ def _end(error: Exception, output_dir: str | None) -> int:
 
 
 def _python(case: Case, folder: Path) -> int:
-    from mca_lite.cli_errors import end
+    from mca_lite.cli import end
 
     module, _, name = case.call.partition(":")
     try:

@@ -1,25 +1,25 @@
-"""TrainerState, TrainerControl, the callbacks, and the signals that end a run early.
+"""torch's profiler over some steps of a run: a trace of each rank, and a table by kind of kernel.
 
-They bear the names of transformers' trainer, whose own callbacks work as they are. The loop calls
-every callback on every rank with the same numbers. A flag of `TrainerControl` that any rank raises
-counts on all. A callback that writes files does so on one rank only (state.is_world_process_zero).
-
-SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGINT (Ctrl-C)
-mean: finish the step, save, leave. torchrun passes SIGTERM and SIGINT on to its ranks by itself. It
-passes on SIGUSR1 with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; without that,
-SIGUSR1 ends torchrun, and its ranks save and leave once they miss it. It kills ranks
---shutdown-timeout seconds (30 by default) after it has passed a signal on: set that above the time
-of a step and a checkpoint.
+On a GPU the history of its memory is recorded until then too, with the place of each allocation in
+the code: memory_rank0.pickle has it, of the last profiled step or of the moment when memory ran
+out. Runs without profile_steps record nothing and are not slowed down.
 """
 
 import math
 import os
+import re
 import signal
 import threading
+import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
 
 from . import parallel
 from .files import read_json, write_json
+
+# -- state and callbacks
 
 _COUNTS = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
 _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are not looked at
@@ -129,7 +129,8 @@ FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch: bool) -> None:
     """Raise what the TrainingArguments ask for after the step that `state` has just counted."""
-    step, last = state.global_step, state.is_over
+    step = state.global_step
+    last = state.is_over
 
     def is_time(strategy: str, interval: int | None) -> bool:
         if strategy == "no":
@@ -255,7 +256,8 @@ class BestModel(TrainerCallback):
         value = _value_of(args, metrics)
         if value is None or not _is_better(args, value, state.best_metric):
             return
-        state.best_metric, state.best_global_step = value, state.global_step
+        state.best_metric = value
+        state.best_global_step = state.global_step
         if self._last_saved is not None and self._last_saved[0] == state.global_step:
             state.best_model_checkpoint = self._last_saved[1]
         elif args.load_best_model_at_end:
@@ -281,10 +283,12 @@ class EarlyStopping(TrainerCallback):
     def _count(self, args, value: float) -> None:
         self.evaluations_without_gain += 1
         if _is_better(args, value, self._best, args.early_stopping_threshold):
-            self._best, self.evaluations_without_gain = value, 0
+            self._best = value
+            self.evaluations_without_gain = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._best, self.evaluations_without_gain = None, 0
+        self._best = None
+        self.evaluations_without_gain = 0
         metric = _deciding_metric(args)
         for record in state.log_history:
             if metric in record:
@@ -351,7 +355,8 @@ class Interrupted(SystemExit):
 
     def __init__(self, number: int, step: int):
         super().__init__(EXIT_CODE)
-        self.signal, self.step = signal.Signals(number), step
+        self.signal = signal.Signals(number)
+        self.step = step
 
 
 class StopSignals:
@@ -373,3 +378,107 @@ class StopSignals:
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+# -- profiler
+
+FOLDER = "profile"  # in output_dir
+_MAX_ALLOCATIONS = 200_000  # the last ones, whose places are kept
+_OTHER = "other"
+# the kind of a kernel, or of an operation of the CPU, by its name: the first row that fits counts.
+# A rank of gloo waits within the autograd function that communicates.
+_KINDS = (
+    ("communication", "nccl|gloo|c10d|ParallelRegion|AsyncCommunication"),
+    ("attention", "attention|flash|fmha|sdpa"),
+    ("matmul", r"gemm|nvjet|cutlass|::(add|baddb|b)?mm\b|matmul|linear\b|grouped_mm"),
+    ("optimizer", "adam|sgd|optimizer|multi_tensor|foreach"),
+    ("norm, elementwise", "triton_"),  # their names say copy too
+    ("copy", r"memcpy|memset|copy|\bcat\b|CatArray|clone|contiguous|::fill_|FillFunctor"),
+    (
+        "norm, elementwise",
+        "norm|elementwise|reduce|silu|swiglu|softmax|TokenLosses|::(mul|add|sub|div|pow|sum|mean"
+        "|neg|exp|log|rsqrt|sqrt|where|masked_fill|max|min|gelu)",
+    ),
+)
+
+
+class Profiler(TrainerCallback):
+    """Profiles the steps from `first` to `last`, counted from 1, on every rank."""
+
+    def __init__(self, first: int, last: int):
+        self.first = first
+        self.last = last
+        self.running: torch.profiler.profile | None = None
+        self.began = self.since = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if torch.cuda.is_available() and state.global_step < self.last:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.running is None and self.first <= state.global_step + 1 <= self.last:
+            self.running = torch.profiler.profile(acc_events=True)  # False warns
+            self.running.start()
+            self.began = time.perf_counter()
+            self.since = state.global_step
+
+    def on_step_end(self, args, state, control, trainer, **kwargs):
+        if state.global_step >= self.last:
+            self.on_train_end(args, state, control, trainer)
+
+    def on_train_end(self, args, state, control, trainer, **kwargs):
+        if self.running is None:
+            return
+        folder = Path(args.output_dir) / FOLDER
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.began
+        profile = self.running
+        self.running = None
+        profile.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
+        dump_memory(folder)
+        if parallel.is_main():
+            steps = f"profile of steps {self.since + 1} to {state.global_step}, rank 0"
+            head = f"{steps}, {seconds:.2f} s; traces of all ranks are in {folder}"
+            trainer.report.print("\n".join([head, *table(profile.key_averages(), seconds)]))
+
+
+def dump_memory(folder: Path) -> Path | None:
+    """Write what this rank's GPU memory holds, with its history where that is recorded, which ends
+    here -> the file, which pytorch.org/memory_viz shows; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"memory_rank{parallel.rank()}.pickle"
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(None)  # a process that ends while it goes on crashes
+    return path
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel or an operation by its name."""
+    fitting = (kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
+    return next(fitting, _OTHER)
+
+
+def table(events, seconds: float) -> list[str]:
+    """Lines: the time of each kind with its share of `seconds`, and its longest kernel; of kernels
+    where a GPU was seen, else of operations without those that they call."""
+    cuda = torch.autograd.DeviceType.CUDA
+    on_gpu = [one for one in events if one.device_type == cuda and not one.is_user_annotation]
+    times: dict[str, dict[str, float]] = {}
+    for one in on_gpu or events:
+        spent = (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e6
+        of_kind = times.setdefault(kind_of(one.key), {})
+        of_kind[one.key] = of_kind.get(one.key, 0.0) + spent
+    sums = {kind: sum(of_kind.values()) for kind, of_kind in times.items()}
+    lines = []
+    for kind in sorted(sums, key=lambda kind: -sums[kind]):
+        longest = max(times[kind], key=lambda name: times[kind][name])
+        share = sums[kind] / seconds
+        lines.append(f"  {kind:18} {sums[kind] * 1e3:9,.1f} ms {share:6.1%}  {longest:.60}")
+    between = max(0.0, seconds - sum(sums.values()))
+    idle = "no kernel runs" if on_gpu else "Python between them"
+    return [*lines, f"  {idle:18} {between * 1e3:9,.1f} ms {between / seconds:6.1%}"]

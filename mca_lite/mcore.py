@@ -1,0 +1,105 @@
+"""Imported before megatron-core by every module that needs it: the CPU settings, and quiet imports.
+
+megatron-core reads settings while it is imported (TORCHDYNAMO_DISABLE), and warns about packages
+that local layers do not need. So cpu.apply() comes first whichever module is imported first, and
+the modules that warn are imported here. The warning filters of the host program stay as they are.
+"""
+
+# ruff: noqa: F401
+import contextlib
+import warnings
+
+from . import cpu
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message=".*(Apex is not installed|Engine and Apex)")
+    cpu.apply()
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        get_cuda_rng_tracker,
+        mappings,
+        reduce_from_tensor_model_parallel_region,
+        set_tensor_model_parallel_attributes,
+    )
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.enums import AttnBackend, LayerType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_utils import (
+        MoEAuxLossAutoScaler,
+        get_default_pg_collection,
+    )
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlockSubmodules,
+        mtp_on_this_rank,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlock,
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        get_transformer_layer_offset,
+    )
+    from megatron.core.transformer.utils import (
+        ensure_metadata_has_dp_cp_group,
+        make_sharded_tensors_for_checkpoint,
+    )
+
+
+@contextlib.contextmanager
+def quiet():
+    """A run, without what libraries tell each rank of what its user has no part in."""
+    with warnings.catch_warnings():
+        # megatron-core calls collectives by names that newer versions of torch have others for
+        warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
+        # as it reads checkpoints, and what holds their tensors
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        # a resumed run counts a scheduler of the user's on, before its first step
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        # megatron-core asks every tensor for a gradient
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        # the summary says it once, on a GPU
+        warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
+        yield

@@ -1,0 +1,514 @@
+"""The optimizers: one table, OPTIMIZERS, by the names that the key `optim` takes.
+
+The rules of configuration keys read the table too, so torch is imported in the functions: a typing
+error must not wait for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import Judge
+from .files import HF_CONFIG_NAME
+
+# -- chat templates
+
+_SYSTEM_IN_QUESTION = (
+    "{% set ns = namespace(system='') %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set ns.system = messages[0]['content'] + '\n\n' %}{% endif %}{{ bos_token }}"
+)
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}",
+    "mistral": _SYSTEM_IN_QUESTION + "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + ns.system + m['content'] + '[/INST]' }}"
+    "{% set ns.system = '' %}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
+    "{% elif m['role'] != 'system' %}{{ raise_exception('no role ' + m['role']) }}"
+    "{% endif %}{% endfor %}",
+    "deepseek": "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] + '<｜Assistant｜>' }}"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% else %}{{ m['content'] + '\n\n' }}{% endif %}{% endfor %}",
+    "gemma": _SYSTEM_IN_QUESTION + "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}"
+    "{{ '<start_of_turn>user\n' + ns.system + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% set ns.system = '' %}"
+    "{% elif m['role'] == 'assistant' %}"
+    "{{ '<start_of_turn>model\n' + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% elif m['role'] != 'system' %}{{ raise_exception('no role ' + m['role']) }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    "plain": "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ 'Human: ' + m['content'] + '\nAssistant:' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token + '\n' }}"
+    "{% else %}{{ m['role'] | capitalize + ': ' + m['content'] + '\n' }}{% endif %}{% endfor %}",
+    # as the tokenizers of Qwen3 have it: thinking is written from the last question on, and the
+    # last turn has a block even where nothing was thought
+    "qwen3": """
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\n\n' }}
+    {%- endif %}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and ' }}
+    {{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": ' }}
+    {{- '<function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(question=messages | length - 1) %}
+{%- for message in messages %}
+    {%- set text = message.content %}
+    {%- set is_result = text.startswith('<tool_response>') and text.endswith('</tool_response>') %}
+    {%- if message.role == 'user' and not is_result %}
+        {%- set ns.question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set thinking = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thinking = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thinking = content.split('</think>')[0].split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.question and (loop.last or thinking) %}
+            {{- '<think>\n' + thinking.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- if content or not loop.first %}
+                {{- '\n' }}
+            {%- endif %}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+""",
+}
+
+# templates of LLaMA-Factory -> the built-in one
+_LLAMA_FACTORY = {
+    "chatml": "chatml chatml_de qwen yi intern2 smollm smollm2",
+    "llama3": "llama3",
+    "mistral": "mistral ministral",
+    "deepseek": "deepseek3 deepseekr1",
+    "gemma": "gemma gemma2 gemma3",
+    "plain": "default",
+    "qwen3": "qwen3 qwen3_nothink",
+}
+BUILT_IN_FOR = {name: ours for ours, names in _LLAMA_FACTORY.items() for name in names.split()}
+# its templates that are not built in: the tokenizers of most of their models bring one
+_NOT_BUILT_IN = """
+alpaca bailing bailing_v2 breeze chatglm3 cohere cpm4 dbrx deepseek hy3 deepseekcoder dots_ocr
+empty ernie ernie_nothink ernie_vl exaone falcon falcon_h1 fewshot gemma3n gemma4 gemma4n glm4
+glm4_moe glm4v glm4_5v glm_ocr glm4_7 glmz1 gpt_oss granite3 granite3_vision granite4 index
+hunyuan hunyuan_small intern_vl intern_s1 keye_vl kimi_vl lfm2 lfm2_vl llama2 llama2_zh llama4
+mllama moonlight llava llava_next llava_next_llama3 llava_next_mistral llava_next_qwen
+llava_next_yi llava_next_video llava_next_video_mistral llava_next_video_yi mimo mimo_v2 mimo_vl
+minicpm_v minicpm_v_4_6 minicpm_o minimax1 minimax2 mistral_small ministral3 olmo openchat
+openchat-3.6 opencoder paligemma paligemma_chat phi phi_small phi4 phi4_mini pixtral qwen2_audio
+qwen2_omni qwen3_omni qwen3_omni_nothink qwen2_vl qwen3_vl qwen3_vl_nothink qwen3_5
+qwen3_5_nothink qwen3_6 sailor seed_coder seed_oss solar starchat telechat2 vicuna video_llava
+xuanyuan yi_vl youtu youtu_vl yuan zephyr aeva
+""".split()
+
+
+def check_template(name: str) -> None:
+    """Raise ValueError for a template that LLaMA-Factory does not have either."""
+    names = [*BUILT_IN_FOR, *_NOT_BUILT_IN]
+    if name not in names:
+        near = difflib.get_close_matches(name, names)
+        reason = f", did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"LLaMA-Factory has no template of this name{reason}")
+
+
+# -- preference losses
+
+if TYPE_CHECKING:
+    import torch
+
+REFERENCES = ("cached", "adapter", "model")
+METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "sft_loss",
+)
+
+
+class Responses(NamedTuple):
+    """What a preference loss is a function of, each float32 [P]: the policy's log-probabilities of
+    the responses, their numbers of tokens, and the reference's log-probabilities (None for a loss
+    without a reference)."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_lens: torch.Tensor
+    rejected_lens: torch.Tensor
+    reference_chosen: torch.Tensor | None = None
+    reference_rejected: torch.Tensor | None = None
+
+
+class PreferenceLoss(NamedTuple):
+    """One row of LOSSES.
+
+    formula(responses, config) -> (losses, rewards of chosen, rewards of rejected), each [P];
+    rewards are detached, and config is a DPOConfig (beta, label_smoothing). has_reference: whether
+    it compares with a reference model. keys: the configuration keys that it reads, beside pref_ftx,
+    which every loss has.
+    """
+
+    formula: Callable[[Responses, Any], tuple]
+    has_reference: bool
+    keys: tuple[str, ...] = ("pref_beta",)
+    help: str = ""
+
+
+LOSSES: dict[str, PreferenceLoss] = {}
+
+
+def register_loss(
+    name: str,
+    formula: Callable[[Responses, Any], tuple],
+    *,
+    has_reference: bool,
+    keys: tuple[str, ...] = ("pref_beta",),
+    help: str = "",
+) -> None:
+    """Let `pref_loss: <name>` train with `formula` (see PreferenceLoss). ValueError for a name that
+    is taken, TypeError for a formula that is no function.
+
+    Call it before the configuration is parsed, on every rank.
+    """
+    if not callable(formula):
+        raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
+    if name in LOSSES:
+        raise ValueError(f"pref_loss {name} is registered already: choose another name")
+    LOSSES[name] = PreferenceLoss(formula, has_reference, tuple(keys), help)
+
+
+def log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """log(1 - exp(x)) of x <= 0, finite everywhere.
+
+    Near 0 through expm1 and far from it through log1p: the other way loses all digits in each case.
+    From -1e-7 on, where a model is certain of every token, value and gradient saturate (the
+    gradient is 0 there).
+    """
+    import torch
+
+    x = x.clamp(max=-1e-7)
+    # neither branch sees what it cannot do
+    near = x.clamp(min=-math.log(2))
+    far = x.clamp(max=-math.log(2))
+    return torch.where(
+        x > -math.log(2), torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far))
+    )
+
+
+def dpo_loss(r: Responses, config):
+    """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta and
+    config.label_smoothing, the share of pairs that are thought to be swapped.
+
+    A reward is beta (policy - reference), detached.
+    """
+    from torch.nn.functional import logsigmoid
+
+    chosen = r.chosen - r.reference_chosen
+    rejected = r.rejected - r.reference_rejected
+    beta = config.beta
+    smoothing = config.label_smoothing
+    scaled = beta * (chosen - rejected)
+    losses = -(1 - smoothing) * logsigmoid(scaled) - smoothing * logsigmoid(-scaled)
+    return losses, beta * chosen.detach(), beta * rejected.detach()
+
+
+def odds_ratio_loss(r: Responses, config):
+    """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta.
+
+    A reward is beta times the mean log-probability of a token, detached. The loss has its own
+    supervised term.
+    """
+    from torch.nn.functional import logsigmoid
+
+    chosen = r.chosen / r.chosen_lens.clamp(min=1)
+    rejected = r.rejected / r.rejected_lens.clamp(min=1)
+    log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
+    losses = -chosen - config.beta * logsigmoid(log_odds)
+    return losses, config.beta * chosen.detach(), config.beta * rejected.detach()
+
+
+register_loss(
+    "sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
+)
+register_loss("orpo", odds_ratio_loss, has_reference=False, help="odds ratio, needs no reference")
+
+
+# -- stages
+
+# kinds of records
+TEXT = "text"  # documents; may be joined and cut into full rows, in which they see each other
+CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, with loss on answers
+PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
+
+
+def _nothing_more(keys: Any) -> str:
+    return ""
+
+
+@dataclass(kw_only=True)
+class Objective:
+    """One row of OBJECTIVES.
+
+    records: the kind of records that it reads: TEXT, CONVERSATIONS or PAIRS; the data's datasets,
+    cache and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package.
+    metrics: the names of its metrics; eval_<name> may decide which checkpoint is best. keys:
+    configuration keys of FinetuningArguments that have no effect with another objective.
+    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
+    of all groups. describe(finetuning arguments) -> what the start summary says after the stage's
+    name.
+    """
+
+    stage: str
+    records: str
+    trainer: type | str = "trainer:McaTrainer"
+    metrics: tuple[str, ...] = ("loss",)
+    keys: tuple[str, ...] = ()
+    check_keys: Callable[[Any, Judge], None] | None = None
+    check_run: Callable[[Any, Judge], None] | None = None
+    describe: Callable[[Any], str] = _nothing_more
+    help: str = ""
+
+    def __post_init__(self) -> None:
+        # whether packing joins and cuts documents, rather than putting whole samples in a row
+        self.joins_documents = self.records == TEXT
+        self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
+        self.unit = "pair" if self.has_pairs else "sample"  # what reports call a sample
+
+    def trainer_class(self) -> type:
+        """The trainer; imports torch and megatron-core for one of this package."""
+        if isinstance(self.trainer, type):
+            return self.trainer
+        module, _, name = self.trainer.partition(":")
+        return getattr(import_module(f".{module}", __package__), name)
+
+
+OBJECTIVES: dict[str, Objective] = {}
+
+
+def register_objective(stage: str, **fields: Any) -> Objective:
+    """Let `stage: <name>` train with an objective; fields: Objective's, of which `records` is
+    required -> the row.
+
+    Call it before the configuration is parsed, on every rank. ValueError for a name that is taken,
+    and for a kind of records that there is not; TypeError for a trainer that is no class.
+    """
+    objective = Objective(stage=stage, **fields)
+    if not isinstance(objective.trainer, (type, str)):
+        raise TypeError(f"stage {stage}: expected a trainer's class, got {objective.trainer!r}")
+    if stage in OBJECTIVES:
+        raise ValueError(f"stage {stage} is registered already: choose another name")
+    if objective.records not in (TEXT, CONVERSATIONS, PAIRS):
+        kinds = ", ".join((TEXT, CONVERSATIONS, PAIRS))
+        raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
+    OBJECTIVES[stage] = objective
+    return objective
+
+
+def objective_of(stage: str) -> Objective:
+    """The row of a stage. ValueError for a stage that there is not."""
+    if stage not in OBJECTIVES:
+        raise ValueError(f"stage {stage!r}: expected one of {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[stage]
+
+
+# -- preference training
+
+
+def _check_preferences(a: Any, judge: Judge) -> None:
+    if not a.calculate_per_token_loss:
+        key = "calculate_per_token_loss"
+        reason = "a preference loss is the mean over the pairs of the global batch, in every layout"
+        judge.refuse(key, reason, f"{key}: true")
+    if a.mtp_num_layers:
+        reason = "layers for multi-token prediction have no part in a preference loss"
+        judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
+    known = a.ref_model in (None, *REFERENCES, a.model_name_or_path)
+    if not known and not os.path.isfile(os.path.join(a.ref_model, HF_CONFIG_NAME)):
+        remedy = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"
+        judge.refuse("ref_model", f"it is no folder with {HF_CONFIG_NAME}", remedy)
+
+
+def _describe_preferences(keys: Any) -> str:
+    words = [f"pref_loss {keys.pref_loss}", f"beta {keys.pref_beta:g}"]
+    if keys.pref_ftx:
+        words.append(f"sft term {keys.pref_ftx:g}")
+    if keys.dpo_label_smoothing:
+        words.append(f"label smoothing {keys.dpo_label_smoothing:g}")
+    return ", ".join(words)
+
+
+def _check_preference_keys(a: Any, judge: Judge) -> None:
+    """Which loss has which keys, and what can be its reference."""
+    loss = LOSSES[a.pref_loss]
+    if not loss.has_reference and a.ref_model is not None:
+        reason = f"pref_loss {a.pref_loss} has no reference model"
+        judge.refuse("ref_model pref_loss", reason, "ref_model left out")
+    elif a.ref_model == "adapter" and a.finetuning_type != "lora":
+        remedy = "ref_model: cached, or finetuning_type: lora"
+        judge.refuse("ref_model finetuning_type", "there are no adapters to switch off", remedy)
+    elif a.ref_model == "adapter" and a.modules_to_save:
+        reason = "modules_to_save changes the model beside its adapters"
+        judge.refuse("ref_model finetuning_type", reason, "ref_model: cached")
+    if a.dpo_label_smoothing and "dpo_label_smoothing" not in loss.keys:
+        having = [name for name, row in LOSSES.items() if "dpo_label_smoothing" in row.keys]
+        reason = f"only pref_loss {', '.join(having)} has it"
+        judge.refuse("dpo_label_smoothing pref_loss", reason, "dpo_label_smoothing: 0")
+
+
+register_objective("pt", records=TEXT, help="plain text")
+register_objective("sft", records=CONVERSATIONS, help="conversations")
+register_objective(
+    "dpo",
+    records=PAIRS,
+    trainer="trainer_dpo:DPOTrainer",
+    metrics=METRICS,
+    keys=("pref_loss", "pref_beta", "pref_ftx", "dpo_label_smoothing", "ref_model"),
+    check_keys=_check_preference_keys,
+    check_run=_check_preferences,
+    describe=_describe_preferences,
+    help="preference pairs",
+)
+
+
+# -- optimizers
+
+
+class Optimizer(NamedTuple):
+    """One row of OPTIMIZERS.
+
+    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"); args:
+    TrainingArguments. Both backends set each group's lr and weight_decay before every step, so that
+    decay should be decoupled. states: the names of its tensors that have a parameter's shape, which
+    checkpoints keep. counts_steps: whether it keeps the number of updates as a tensor "step" beside
+    them. megatron: its name in megatron-core, which then makes it on that backend; None: make()
+    does there too. distributed: whether megatron-core's distributed optimizer can cut its states.
+    halves: makes the one for bf16 weights that are half of their masters, where there is one.
+    """
+
+    make: Callable[[list[dict], Any], Any]
+    states: tuple[str, ...]
+    counts_steps: bool = False
+    megatron: str | None = None
+    distributed: bool = False
+    halves: Callable[[list[dict], Any], Any] | None = None
+
+
+OPTIMIZERS: dict[str, Optimizer] = {}
+OPTIMIZER_ALIASES: dict[str, str] = {}  # other people's names
+
+
+def register_optimizer(
+    name: str,
+    make: Callable[[list[dict], Any], Any],
+    *,
+    states: tuple[str, ...],
+    counts_steps: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> None:
+    """Let `optim: <name>` train with what `make` returns (see Optimizer), on both backends, with
+    float32 master weights under megatron-core. ValueError for a name that is taken. Call it before
+    the configuration is parsed, on every rank. TypeError for a `make` that is no function.
+    """
+    if not callable(make):
+        raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
+    for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
+        raise ValueError(f"optim {taken} is registered already: choose another name")
+    OPTIMIZERS[name] = Optimizer(make, tuple(states), counts_steps)
+    OPTIMIZER_ALIASES.update(dict.fromkeys(aliases, name))
+
+
+def _adam(groups: list[dict], args):
+    import torch
+
+    if "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+        return _adam_of_halves(groups, args)
+    # fused: one kernel for the whole update
+    return torch.optim.AdamW(groups, **_numbers_of_adam(args), fused=True)
+
+
+def _adam_of_halves(groups: list[dict], args):
+    from .kernels import AdamW
+
+    moments = ("exp_avg", "exp_avg_sq")
+    halves = {name for name in moments if getattr(args, f"{name}_dtype") == "bf16"}
+    return AdamW(groups, **_numbers_of_adam(args), halves=halves)
+
+
+def _numbers_of_adam(args) -> dict:
+    betas = args.adam_beta1, args.adam_beta2
+    return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def _sgd(groups: list[dict], args):
+    import torch
+
+    return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
+
+
+OPTIMIZERS["adam"] = Optimizer(
+    _adam,
+    states=("exp_avg", "exp_avg_sq"),
+    counts_steps=True,
+    megatron="adam",
+    distributed=True,
+    halves=_adam_of_halves,
+)
+OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
+OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
