@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import parallel
+from . import parallel, world
 from .files import read_json, write_json
 
 # -- state and callbacks
@@ -78,7 +78,7 @@ class TrainerState:
 
     @property
     def is_local_process_zero(self) -> bool:
-        return parallel.local_rank() == 0
+        return world.current().local_rank == 0
 
     @property
     def num_input_tokens_seen(self) -> int:

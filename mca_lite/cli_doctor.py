@@ -92,14 +92,14 @@ def _folder(words: list[str]) -> Path:
 def _examine(folder: Path) -> list[Finding]:
     """The findings of all machines, printed by the main rank."""
     own: list[Finding] = []
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine
+    if world.current().local_rank == 0:  # once a machine
         reinstall = "install this package's requirements anew"
         for check in (_versions, _devices, _transformer_engine, _compiler, _memory, _limits):
             own += _guarded(check(), reinstall)
         own += _guarded(_disk(folder), "set output_dir to a folder that can be written")
     reach = "NCCL_DEBUG=INFO says more; see to firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
     found = _guarded(_together(own), reach)
-    if os.environ.get("RANK", "0") == "0":
+    if world.current().is_main:
         print(*found, sep="\n", flush=True)
     return found
 
@@ -172,7 +172,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPU", text, remedy, bool(remedy))
         return
     count = torch.cuda.device_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = world.current().local_size
     if ranks > count:
         yield Finding("GPU", f"{count} for {ranks} ranks", f"--nproc_per_node {count}", True)
     for i in range(count):
@@ -270,7 +270,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 def _together(own: list[Finding]) -> Iterator[Finding]:
     """What each machine found, and what only ranks can. Collective in a world."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world.current().size == 1:
         yield from own
         name, ranks, is_right, speed, skew = _pair()
     else:
@@ -308,7 +308,7 @@ def _meet(where: dict, number_of_gpus: int = 1) -> None:
         return
     backend = "gloo"
     if torch.cuda.device_count() >= number_of_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(world.current().local_rank)
         backend = "nccl"
     else:
         world.stay_on_loopback()

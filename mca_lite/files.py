@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError
+
 # -- names of files and numbers
 
 IGNORE_INDEX = -100  # a label that carries no loss
@@ -300,7 +302,7 @@ def describe_error(error: BaseException) -> str:
                 "disk full: a file could not be written whole: No space left on device, or a limit"
             )
         error = before
-    plain = isinstance(error, (ValueError, OSError)) and str(error)
+    plain = isinstance(error, (UserError, ValueError, OSError)) and str(error)
     text = str(error) if plain else f"{type(error).__name__}: {error}"
     is_full = getattr(error, "errno", None) == errno.EDQUOT or "No space left on device" in text
     return f"disk full: {text}" if is_full and "disk full" not in text else text

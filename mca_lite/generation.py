@@ -5,7 +5,6 @@ and a batch of prompts.
 import contextlib
 import copy
 import math
-import os
 import re
 import shutil
 import sys
@@ -19,7 +18,7 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from . import lora, lora_files, model_config, parallel, watchdog
+from . import lora, lora_files, model_config, parallel, watchdog, world
 from .args import GROUPS
 from .args_values import read_config_file
 from .ckpt import HF_FOLDER
@@ -399,7 +398,7 @@ def free_memory() -> float:
     if torch.cuda.is_available():
         kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + kept
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = world.current().local_size
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(line for line in lines if line.startswith("MemAvailable:"))

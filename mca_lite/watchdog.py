@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from .errors import UserError
 from .world import tell_torchrun
 
 HANG_EXIT_CODE = 87  # of a run in which a rank hung
@@ -54,8 +55,10 @@ _LOST = (
 )
 
 
-class RankFailed(RuntimeError):
-    """Another rank failed, and this one lost it. The text names that rank, and what it said."""
+class RankFailed(UserError, RuntimeError):
+    """Another rank failed, and this one lost it. The text names that rank, and its error."""
+
+    same_on_all_ranks = True
 
     def __init__(self, text: str, exit_code: int = 1):
         super().__init__(text)
