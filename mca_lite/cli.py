@@ -61,12 +61,13 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"note: {line}", flush=True)
         arguments.training.notes.clear()  # they are printed
         # torch, transformers and megatron-core take seconds: imported after the keys are checked
+        from . import generation, plan_memory, run
         from .ckpt_folder import check_new
-        from .run import make_plan, train
 
         if arguments.training.do_train and arguments.training.resume_from_checkpoint is None:
             check_new(arguments.training)  # here too, before anything is tokenised
-        train(make_plan(arguments))
+        plan = run.make_plan(arguments)
+        run.train(plan, [generation.Answers()], plan_memory.explained(arguments))
     except KeyboardInterrupt:  # outside of the loop, which saves on it
         if world.current().is_main:
             print("interrupted outside of training: nothing was saved", file=sys.stderr)
