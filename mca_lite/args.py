@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
+from . import world
 from .args_keys import (
     ALIASES,
     HINTS,
@@ -443,12 +444,12 @@ class TrainingArguments(ArgumentGroup):
     @property
     def world_size(self) -> int:
         """Processes of the run: torchrun's WORLD_SIZE, 1 without it."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return world.current().size
 
     @property
     def process_index(self) -> int:
         """This process's number in the run: torchrun's RANK, 0 without it."""
-        return int(os.environ.get("RANK", "0"))
+        return world.current().rank
 
     @property
     def should_save(self) -> bool:
@@ -609,7 +610,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         own_weights = not run.train_from_scratch
         run.model_config = read_model_config(name, judge, revision, own_weights)
     check_training(run.training, judge)
-    if needs_world and "WORLD_SIZE" not in os.environ:
+    if needs_world and not world.current().is_given:
         check_world(run.training, judge)
     check_data(run.data, judge)
     check_finetuning(run.finetuning, judge)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from . import world
 from .args_keys import IGNORED_KEYS, UNSUPPORTED, lookup
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_defect, layout_stages
 from .args_values import cast, show_count
@@ -120,7 +120,7 @@ def check_training(a: Any, judge: Judge) -> None:
     _normalise_training(a, judge)
     # Without torchrun the arguments may be made for a world that is not there: parse_args decides
     # then.
-    if "WORLD_SIZE" in os.environ:
+    if world.current().is_given:
         check_world(a, judge)
     _resolve_batches(a, judge)
     _check_layout(a, judge)

@@ -38,6 +38,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from . import parallel
+from .errors import UserError
 from .files import (
     CHECKPOINT_PREFIX,
     checksum,
@@ -59,8 +60,10 @@ _WAIT_S = 3.0
 _SEE_S = 5.0
 
 
-class OutputFolderError(ValueError):
+class OutputFolderError(UserError, ValueError):
     """A folder that this run cannot write to. Every rank raises it, with the same text."""
+
+    same_on_all_ranks = True
 
 
 @contextlib.contextmanager
@@ -186,8 +189,10 @@ _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError, ValueError):
     """A checkpoint that cannot be written or read. Every rank raises it, with the same text."""
+
+    same_on_all_ranks = True
 
 
 # -- files ------------------------------------------------------------------------------------

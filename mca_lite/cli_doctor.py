@@ -1,4 +1,4 @@
-"""Whether a machine, or each machine of a world, is ready to train.
+"""Check a machine, or each machine of a world, for training.
 
 python -m mca_lite doctor [FOLDER | config.yaml key=value ...]
     versions, devices, nccl or gloo, Transformer Engine, compiler, shared memory, limits, the disk
@@ -8,13 +8,14 @@ python -m mca_lite doctor [FOLDER | config.yaml key=value ...]
 torchrun ... -m mca_lite doctor FOLDER
     the same on each machine, with the clocks and the bandwidth of all ranks
 
-Exit code: 0 where all is fine, 4 with warnings, 5 with problems that a run will meet; 1 and 2, as
-of every command, where it could not be done.
+Exit code: 0 if all is fine, 4 with warnings, 5 with problems that stop a run; 1 and 2, as of every
+command, if the checks cannot be made.
 """
 
 import configparser
 import importlib.metadata
-import multiprocessing
+import itertools
+import json
 import os
 import re
 import resource
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ from .cli import finish, parser_of
 from .files import check_can_write, describe_error
 
 WARNINGS, PROBLEMS = 4, 5  # exit codes
+_LEVELS = ("fine", "warning", "PROBLEM")
+_PROBLEM = 2
 _GIB = 2**30
 _MIB = 2**20
 _ROOT = Path(__file__).parents[1]  # of a checkout: setup.cfg and constraints.txt
@@ -43,46 +45,39 @@ _LEAST_FILES = 4096
 _LEAST_SHM = _GIB
 _LEAST_DISK = 20 * _GIB
 _LEAST_MIB_S = 100
-_LEAST_GB_S = {"nccl": 5.0, "gloo": 0.05}  # less than PCIe gives, and than a network is good for
+_LEAST_GB_S = {"nccl": 5.0, "gloo": 0.05}  # below PCIe, and below a network fit for training
 _MOST_SKEW_S = 1.0
-_NO_LIMIT = resource.RLIM_INFINITY
 
 
 class Finding(NamedTuple):
-    """What a check found. remedy: what to do about it, "" where it is fine. is_problem: runs fail
-    of it; else it is a warning."""
+    """Result of a check. level: of _LEVELS, as a number. remedy: for levels above 0."""
 
-    what: str
+    subject: str
     text: str
+    level: int = 0
     remedy: str = ""
-    is_problem: bool = False
 
     def __str__(self):
-        level = "fine"
-        if self.remedy:
-            level = "PROBLEM" if self.is_problem else "warning"
-        line = f"{level:8} {self.what:18} {self.text}"
-        return f"{line}\n{'':27} -> {self.remedy}" if self.remedy else line
+        line = f"{_LEVELS[self.level]:8} {self.subject:18} {self.text}"
+        return f"{line}\n{'':27} -> {self.remedy}" if self.level else line
 
 
 def main(words: list[str]) -> int:
-    """Examine what the words say -> exit code. Collective in a world."""
+    """Run the checks on the folder of the words -> exit code. Collective in a world."""
     _, words = parser_of("doctor", __doc__).parse_known_args(words)
     return finish(_doctor, words)
 
 
 def _doctor(words: list[str]) -> int:
     world.settle()
-    found = _examine(_folder(words))
-    if any(one.is_problem for one in found):
-        return PROBLEMS
-    return WARNINGS if any(one.remedy for one in found) else 0
+    worst = max(finding.level for finding in _examine(_folder(words)))
+    return (0, WARNINGS, PROBLEMS)[worst]
 
 
 def _folder(words: list[str]) -> Path:
-    """The folder that one word names; of other words the output_dir of their configuration."""
-    word = "".join(words)
-    if len(words) < 2 and not (word.startswith("--") or word.endswith((".yaml", ".yml", ".json"))):
+    """The folder that one word names, else the output_dir of a configuration."""
+    is_configuration = re.search(r"^--|\.(yaml|yml|json)$", "".join(words))
+    if len(words) < 2 and not is_configuration:
         return Path(*words)
     from .args import parse_args
 
@@ -91,36 +86,36 @@ def _folder(words: list[str]) -> Path:
 
 def _examine(folder: Path) -> list[Finding]:
     """The findings of all machines, printed by the main rank."""
-    own: list[Finding] = []
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine
-        reinstall = "install this package's requirements anew"
-        for check in (_versions, _devices, _transformer_engine, _compiler, _memory, _limits):
-            own += _guarded(check(), reinstall)
-        own += _guarded(_disk(folder), "set output_dir to a folder that can be written")
+    here: list[Finding] = []
+    if world.current().local_rank == 0:  # once a machine
+        for check in (_versions, _devices, _transformer_engine, _compiler, _limits):
+            here += _guarded(check(), "install this package's requirements anew")
+        here += _guarded(_disk(folder), "set output_dir to a folder that can be written")
     reach = "NCCL_DEBUG=INFO says more; see to firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
-    found = _guarded(_together(own), reach)
-    if os.environ.get("RANK", "0") == "0":
-        print(*found, sep="\n", flush=True)
-    return found
+    findings = _guarded(_together(here), reach)
+    if world.current().is_main:
+        print(*findings, sep="\n", flush=True)
+    return findings
 
 
 def _guarded(check: Iterator[Finding], remedy: str) -> list[Finding]:
-    """What a check finds; that it cannot be made is a problem too."""
-    found = []
+    """The findings of a check; its failure is a problem."""
+    findings = []
     try:
         for finding in check:
-            found.append(finding)
+            findings.append(finding)
     except Exception as error:
-        name = getattr(check, "__name__", "").strip("_").replace("_", " ")
-        found.append(Finding(name, describe_error(error), remedy, True))
-    return found
+        name = check.__name__.strip("_").replace("_", " ")
+        text = describe_error(error).splitlines()[-1]  # of a process: below its traceback
+        findings.append(Finding(name, text, _PROBLEM, remedy))
+    return findings
 
 
 # -- of a machine
 
 
 def _versions() -> Iterator[Finding]:
-    """Packages against setup.cfg, what is needed, and constraints.txt, what was tested."""
+    """Packages against setup.cfg, the requirements, and constraints.txt, the tested versions."""
     from packaging.requirements import Requirement
 
     yield Finding("python", sys.version.split()[0])
@@ -132,25 +127,24 @@ def _versions() -> Iterator[Finding]:
     needed = setup["options"]["install_requires"] + setup["options.extras_require"]["te"]
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([\w.]+)", (_ROOT / "constraints.txt").read_text()))
     for requirement in map(Requirement, needed.split()):
-        name = requirement.name
-        tested = pins.get(requirement.name, "")
-        install = f'pip install "{requirement}"'
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if not requirement.extras:  # of Transformer Engine, which may be missing
-                yield Finding(name, "not installed", install, True)
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(name, f"{version}, needed is {requirement.specifier}", install, True)
-        elif tested and _minor(version) > _minor(tested):
-            yield Finding(name, f"{version} is newer than what was tested", f"{name}=={tested}")
-        else:
-            yield Finding(name, version)
+        yield _package(requirement, pins.get(requirement.name))
 
 
-def _minor(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+def _package(requirement, tested: str | None) -> Finding:
+    from packaging.version import Version
+
+    name = requirement.name
+    install = f'pip install "{requirement}"'
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        is_optional = bool(requirement.extras)  # Transformer Engine
+        return Finding(name, "not installed", 0 if is_optional else _PROBLEM, install)
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Finding(name, f"{version}, needed is {requirement.specifier}", _PROBLEM, install)
+    if tested and Version(version).release[:2] > Version(tested).release[:2]:
+        return Finding(name, f"{version} is newer than what was tested", 1, f"{name}=={tested}")
+    return Finding(name, version)
 
 
 def _devices() -> Iterator[Finding]:
@@ -160,86 +154,74 @@ def _devices() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     free = f"{memory.available / _GIB:.0f} of {memory.total / _GIB:.0f} GiB free"
     yield Finding("CPU", f"{os.cpu_count()} cores, {free}")
-    for name in ("gloo", "nccl") if torch.cuda.is_available() else ("gloo",):
-        if not getattr(torch.distributed, f"is_{name}_available")():
-            yield Finding(name, "torch was built without it", "another build of torch", True)
     if not torch.cuda.is_available():
-        remedy = ""
-        text = "none: ranks train on the CPU and meet over gloo"
-        if Path("/dev/nvidia0").exists():
-            text = f"there is one, and torch {torch.__version__} sees none"
-            remedy = "a build of torch for the driver (nvidia-smi); look at CUDA_VISIBLE_DEVICES"
-        yield Finding("GPU", text, remedy, bool(remedy))
+        is_hidden = Path("/dev/nvidia0").exists()
+        seen = f"there is one, and torch {torch.__version__} sees none"
+        text = seen if is_hidden else "none: ranks train on the CPU and meet over gloo"
+        remedy = "a build of torch for the driver (nvidia-smi); look at CUDA_VISIBLE_DEVICES"
+        yield Finding("GPU", text, _PROBLEM * is_hidden, remedy)
         return
     count = torch.cuda.device_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = world.current().local_size
     if ranks > count:
-        yield Finding("GPU", f"{count} for {ranks} ranks", f"--nproc_per_node {count}", True)
+        yield Finding("GPU", f"{count} for {ranks} ranks", _PROBLEM, f"--nproc_per_node {count}")
     for i in range(count):
-        torch.ones(64, 64, device=f"cuda:{i}").mm(torch.ones(64, 64, device=f"cuda:{i}")).sum()
+        ones = torch.ones(64, 64, device=f"cuda:{i}")
+        ones.mm(ones).sum()
         free_bytes, total = torch.cuda.mem_get_info(i)
-        taken = "nvidia-smi names the processes that have the rest"
         text = f"{torch.cuda.get_device_name(i)}, {free_bytes // _GIB} of {total // _GIB} GiB free"
-        yield Finding(f"GPU {i}", text, taken if free_bytes < 0.9 * total else "")
+        taken = "nvidia-smi names the processes that have the rest"
+        yield Finding(f"GPU {i}", text, free_bytes < 0.9 * total, taken)
 
 
 def _transformer_engine() -> Iterator[Finding]:
     from . import model_config
 
     reason = model_config.why_unusable()
-    remedy = ""
-    text = f"not used, {reason}: local layers, without FP8"
     if reason is None:
         text = str(model_config.found_here())
-        if "was built for" in text:
-            remedy = "another cuDNN comes before torch's own: remove or update the system's"
-    elif reason not in (model_config.NO_GPU, model_config.ABSENT):
+        is_bad = "was built for" in text
+        remedy = "another cuDNN comes before torch's own: remove or update the system's"
+    else:
+        text = f"not used, {reason}: local layers, without FP8"
+        is_bad = reason not in (model_config.NO_GPU, model_config.ABSENT)
         remedy = "install it anew for this torch (`pip install mca-lite[te]`), or uninstall it"
-    yield Finding("Transformer Engine", text, remedy)
+    yield Finding("Transformer Engine", text, is_bad, remedy)
 
 
 def _compiler() -> Iterator[Finding]:
     import torch
 
-    text = "not used: nothing is compiled on a CPU"
-    remedy = ""
-    if torch.cuda.is_available():
-        from . import kernels
+    if not torch.cuda.is_available():
+        yield Finding("compiler", "not used: nothing is compiled on a CPU")
+        return
+    from . import kernels
 
-        text = "Triton and torch.compile work"
-        tries = dict(Triton=kernels.why_no_kernels)
-        tries["torch.compile"] = kernels.why_no_torch_compile
-        for name, why_not in tries.items():
-            reason = why_not()
-            if reason is not None:
-                text = f"{name} does not work, and training is slower: {reason}"
-                remedy = "install Triton, gcc and Python's headers (python3-dev)"
-                break
-    yield Finding("compiler", text, remedy)
-
-
-def _memory() -> Iterator[Finding]:
-    if os.path.isdir("/dev/shm"):
-        usage = shutil.disk_usage("/dev/shm")
-        remedy = ""
-        if usage.free < _LEAST_SHM:
-            remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"
-        text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
-        yield Finding("shared memory", text, remedy)
+    remedy = "install Triton, gcc and Python's headers (python3-dev)"
+    reasons = {"Triton": kernels.why_no_kernels(), "torch.compile": kernels.why_no_torch_compile()}
+    for name, reason in reasons.items():
+        text = "works" if reason is None else f"training is slower without it: {reason}"
+        yield Finding(name, text, reason is not None, remedy)
 
 
 def _limits() -> Iterator[Finding]:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = ""
-    if files != _NO_LIMIT and files < _LEAST_FILES:
-        remedy = "ulimit -n 65536, or nofile in /etc/security/limits.conf"
-    yield Finding("open files", f"at most {files}" if files != _NO_LIMIT else "any", remedy)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    remedy = ""
-    if locked != _NO_LIMIT and list(Path("/sys/class").glob("infiniband/*")):
-        remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1: InfiniBand pins buffers"
-    text = f"at most {locked // 1024} KiB" if locked != _NO_LIMIT else "any"
-    yield Finding("locked memory", text, remedy)
+    if os.path.isdir("/dev/shm"):
+        usage = shutil.disk_usage("/dev/shm")
+        text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
+        remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"
+        yield Finding("shared memory", text, usage.free < _LEAST_SHM, remedy)
+    has_infiniband = any(Path("/sys/class").glob("infiniband/*"))
+    files = "ulimit -n 65536, or nofile in /etc/security/limits.conf"
+    pins = "ulimit -l unlimited; docker run --ulimit memlock=-1: InfiniBand pins buffers"
+    rows = (
+        ("open files", resource.RLIMIT_NOFILE, _LEAST_FILES, files),
+        ("locked bytes", resource.RLIMIT_MEMLOCK, sys.maxsize * has_infiniband, pins),
+    )
+    for subject, limit, least, remedy in rows:
+        most = resource.getrlimit(limit)[0]
+        is_limited = most != resource.RLIM_INFINITY
+        text = f"at most {most:,}" if is_limited else "any"
+        yield Finding(subject, text, is_limited and most < least, remedy)
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -249,122 +231,105 @@ def _disk(folder: Path) -> Iterator[Finding]:
         there = there.parent
     free = shutil.disk_usage(there).free
     start = time.perf_counter()
-    remedy = ""
     with tempfile.NamedTemporaryFile(dir=there, prefix=".mca_lite-doctor-") as file:
         file.write(os.urandom(_PROBE))
         file.flush()
         os.fsync(file.fileno())
         speed = _PROBE / _MIB / (time.perf_counter() - start)
-    if free < _LEAST_DISK:
-        remedy = "`plan` says what checkpoints take; save_total_limit, or another output_dir"
-    elif speed < _LEAST_MIB_S:
-        remedy = "async_save: true, or an output_dir on a faster disk"
     text = f"{there}: {free // _GIB} GiB free, {speed:,.0f} MiB/s written"
     if there != folder.absolute():
         text += f"; a run makes {folder} in it"
-    yield Finding("disk", text, remedy)
+    remedy = "async_save: true, or an output_dir on a faster disk"
+    if free < _LEAST_DISK:
+        remedy = "`plan` says what checkpoints take; save_total_limit, or another output_dir"
+    yield Finding("disk", text, free < _LEAST_DISK or speed < _LEAST_MIB_S, remedy)
 
 
 # -- of ranks
 
 
-def _together(own: list[Finding]) -> Iterator[Finding]:
-    """What each machine found, and what only ranks can. Collective in a world."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield from own
-        name, ranks, is_right, speed, skew = _pair()
+def _together(here: list[Finding]) -> Iterator[Finding]:
+    """The findings of all machines, and those of the ranks together. Collective in a world."""
+    if world.current().size == 1:
+        yield from here
+        link = _pair()
     else:
+        from . import parallel
+
         try:
-            import torch.distributed as dist
-
-            _meet({"init_method": "env://"})
-            machines: list = [None] * dist.get_world_size()
-            dist.all_gather_object(machines, (socket.gethostname(), own))
+            parallel.start_process_group(_WAIT_S)
         except Exception:
-            yield from own
+            yield from here
             raise
-        machines = [(host, found) for host, found in machines if found]
-        for host, found in machines:
-            prefix = f"{host}: " if len(machines) > 1 else ""
-            yield from (one._replace(text=prefix + one.text) for one in found)
-        name, ranks, is_right, speed, skew = _measure()
-    remedy = ""
-    if not is_right:
+        host = socket.gethostname()
+        here = [finding._replace(text=f"{host}: {finding.text}") for finding in here]
+        yield from itertools.chain(*parallel.gather(here))
+        link = _measure()
+    ranks = f"{link.backend}, {show_count(link.ranks, 'rank')}, {_PROBE // _MIB} MiB"
+    text = f"{link.gb_per_s:.2f} GB/s of each rank ({ranks})"
+    if not link.is_right:
         remedy = "the sums are wrong: NCCL_DEBUG=INFO; another machine"
-    elif speed < _LEAST_GB_S[name]:
-        remedy = "nvidia-smi topo -m shows the links; NCCL_DEBUG=INFO what nccl takes of them"
-    of_ranks = show_count(ranks, "rank")
-    text = f"{speed:.2f} GB/s of each rank ({name}, {of_ranks}, {_PROBE // _MIB} MiB)"
-    yield Finding("all-reduce", text, remedy, not is_right)
-    remedy = "one time server (chrony, ntpd) for all machines" if skew > _MOST_SKEW_S else ""
-    yield Finding("clock", f"{time.ctime()}, ranks within {skew:.3f} s", remedy)
-
-
-def _meet(where: dict, number_of_gpus: int = 1) -> None:
-    """Join the process group, unless there is one."""
-    import torch
-
-    if torch.distributed.is_initialized():
-        return
-    backend = "gloo"
-    if torch.cuda.device_count() >= number_of_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl"
+        yield Finding("all-reduce", text, _PROBLEM, remedy)
     else:
-        world.stay_on_loopback()
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=_WAIT_S), **where)
+        remedy = "nvidia-smi topo -m shows the links; NCCL_DEBUG=INFO what nccl takes of them"
+        yield Finding("all-reduce", text, link.gb_per_s < _LEAST_GB_S[link.backend], remedy)
+    text = f"{time.ctime()}, ranks within {link.skew_s:.3f} s"
+    remedy = "one time server (chrony, ntpd) for all machines"
+    yield Finding("clock", text, link.skew_s > _MOST_SKEW_S, remedy)
 
 
-def _measure() -> tuple[str, int, bool, float, float]:
-    """(backend, ranks, whether sums are right, GB/s that a rank sends in an all-reduce, seconds
-    between the ranks' clocks). Collective."""
+class Link(NamedTuple):
+    """An all-reduce of all ranks. gb_per_s: sent by a rank. skew_s: between the ranks' clocks."""
+
+    backend: str
+    ranks: int
+    is_right: bool
+    gb_per_s: float
+    skew_s: float
+
+
+def _measure() -> Link:
+    """Measure the Link of this rank's world. Collective."""
     import torch
     import torch.distributed as dist
 
-    name = dist.get_backend()
+    from . import parallel
+
     ranks = dist.get_world_size()
-    vector = torch.ones(_PROBE // 4, device="cuda" if name == "nccl" else "cpu")
+    dist.barrier()
+    clocks = parallel.gather(time.time())
     seconds = []
-    skews = []
-    clocks = [0.0] * ranks
     for _ in range(4):  # the first one connects
-        vector.fill_(1)
-        dist.barrier()
-        dist.all_gather_object(clocks, time.time())
-        skews.append(max(clocks) - min(clocks))
+        vector = torch.ones(_PROBE // 4, device=parallel.device())
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(vector)
         is_right = bool((vector == ranks).all())  # waits for the GPU
         seconds.append(time.perf_counter() - start)
-    speed = 2 * (ranks - 1) / ranks * _PROBE / min(seconds) / 1e9
-    return name, ranks, is_right, speed, min(skews)
+    gb_per_s = 2 * (ranks - 1) / ranks * _PROBE / min(seconds) / 1e9
+    return Link(dist.get_backend(), ranks, is_right, gb_per_s, max(clocks) - min(clocks))
 
 
-def _pair() -> tuple[str, int, bool, float, float]:
-    """_measure() of two ranks on this machine's loopback: over nccl where it has two GPUs."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        where = {"init_method": f"file://{folder}/store", "world_size": 2}
-        ranks = [context.Process(target=_rank_of_pair, args=(i, where, answers)) for i in (0, 1)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(2 * _WAIT_S)
-            process.kill()
-    if answers.empty():
-        raise OSError("two ranks of this machine did not meet")
-    answer = answers.get()
-    if isinstance(answer, str):
-        raise OSError(answer)
-    return answer
+def _pair() -> Link:
+    """Measure two ranks of this machine: over nccl if it has two GPUs, else over gloo."""
+    import torch
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.NamedTemporaryFile() as file:
+        arguments = (port, torch.cuda.device_count(), file.name)
+        torch.multiprocessing.spawn(_rank_of_pair, arguments, nprocs=2)
+        return Link(*json.load(file))
 
 
-def _rank_of_pair(rank: int, where: dict, answers) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
-    try:
-        _meet({**where, "rank": rank}, 2)
-        answers.put(_measure())
-    except Exception as error:
-        answers.put(describe_error(error))
+def _rank_of_pair(rank: int, port: int, num_gpus: int, file: str) -> None:
+    from . import parallel
+
+    if num_gpus < 2:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    parallel.start_process_group(_WAIT_S)
+    link = _measure()
+    if rank == 0:
+        Path(file).write_text(json.dumps(link))

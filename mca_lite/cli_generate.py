@@ -1,4 +1,4 @@
-"""The answers of a trained model to the evaluation set, beside those that are expected.
+"""Answer the evaluation set with the trained model, beside the expected answers.
 
 python -m mca_lite generate config.yaml [key=value ...] [options]
     writes generations.jsonl into output_dir: prompt, answer, expected, exact_match of each sample
@@ -10,10 +10,10 @@ python -m mca_lite generate config.yaml [key=value ...] [options]
 import argparse
 import contextlib
 import copy
-import functools
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +23,24 @@ from .errors import refuse
 from .files import GENERATIONS_NAME, printable, resolve_folder, write_file
 from .tables import OBJECTIVES
 
-# -- chat
-
+_COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
 _THINK = "<think>"
 _END_THINK = "</think>"
-_COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
+_SHOWN = 3  # answers that generate prints
+_MOST_CHARACTERS = 100  # of a printed line
+_FILES = "--file prompts.jsonl, or prompts.txt: one a line"
+
+
+def main(words: list[str]) -> int:
+    """Generate answers with the words of the command line -> exit code."""
+    parser = parser_of("generate", __doc__)
+    number = at_least(1)
+    parser.add_argument("--file", metavar="F", help="these prompts instead")
+    parser.add_argument("--num", type=number, metavar="N", help="only the first N samples")
+    parser.add_argument("--batch-size", type=number, default=32, metavar="N", help="prompts (32)")
+    _add_options(parser, temperature=0.0)
+    options, words = parser.parse_known_args(words)
+    return finish(_generate, words, options)
 
 
 def main_chat(words: list[str]) -> int:
@@ -44,29 +57,29 @@ def main_chat(words: list[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="go on with what is typed, as text")
     code = "let MODEL, and --base, bring their own code"
     parser.add_argument("--trust-remote-code", action="store_true", help=code)
-    add_options(parser, temperature=None)
-    return finish(_talk, parser.parse_args(words))
+    _add_options(parser, temperature=None)
+    return finish(_chat, parser.parse_args(words))
 
 
-def add_options(parser: argparse.ArgumentParser, temperature: float | None) -> None:
-    """The options of commands that generate, whose default temperature is given (None: that of
-    generation_config.json)."""
+def _add_options(parser: argparse.ArgumentParser, temperature: float | None) -> None:
+    """Add the options of both commands. temperature: the default; None: the model's."""
     of_model = "as generation_config.json says"
-    told = of_model if temperature is None else f"{temperature:g}"
-
-    def add(name: str, metavar: str, kind, text: str, default=None) -> None:
-        parser.add_argument(name, metavar=metavar, type=kind, help=text, default=default)
-
+    default = of_model if temperature is None else f"{temperature:g}"
+    rows = (
+        ("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known"),
+        ("--max-new-tokens", "N", at_least(1), f"the longest answer ({of_model}, or 512)"),
+        ("--temperature", "T", at_least(0, float), f"0: greedy ({default})"),
+        ("--top-p", "P", at_least(0, float), f"nucleus sampling ({of_model})"),
+        ("--seed", "N", int, "of sampling"),
+    )
     parser.add_argument("--before", action="store_true", help="the model before training too")
-    add("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known")
-    add("--max-new-tokens", "N", at_least(1), f"the longest answer ({of_model}, or 512)")
-    add("--temperature", "T", at_least(0, float), f"0: greedy ({told})", temperature)
-    add("--top-p", "P", at_least(0, float), f"nucleus sampling ({of_model})")
-    add("--seed", "N", int, "of sampling")
+    for name, metavar, kind, text in rows:
+        parser.add_argument(name, metavar=metavar, type=kind, help=text)
+    parser.set_defaults(temperature=temperature)
 
 
-def decoding_of(options):
-    """The Decoding of these options, and torch seeded."""
+def _decoding(options):
+    """The Decoding of these options; seeds torch."""
     import torch
 
     from .generation import Decoding
@@ -76,47 +89,55 @@ def decoding_of(options):
     return Decoding(options.max_new_tokens, options.temperature, options.top_p)
 
 
-def _talk(options) -> None:
+# -- chat
+
+
+def _chat(options) -> None:
     options.model = str(resolve_folder(options.model))  # before torch is imported
-    decoding = decoding_of(options)
-    is_terminal = sys.stdin.isatty()
+    decoding = _decoding(options)
     from .generation import keys_of_run
 
     keys = keys_of_run(options.model, "default_system enable_thinking")
     names = ["before", "trained"] if options.before else [""]
     speakers = [_Speaker(name, options, decoding, keys) for name in names]
+    is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() has a history with it
+            import readline  # noqa: F401  gives input() a history
         print(*(speaker.describe() for speaker in speakers), _COMMANDS, sep="\n")
-    while (line := _next_line(is_terminal)) is not None:
-        command, _, text = line.strip().partition(" ")
+    for line in _lines(is_terminal):
+        command, _, text = line.partition(" ")
         if command == "/exit":
             return
-        if command in ("/new", "/system"):
-            for speaker in speakers:
-                speaker.begin(text.strip() if command == "/system" else None)
-        elif command.startswith("/"):
+        if command.startswith("/") and command not in ("/new", "/system"):
             print(_COMMANDS)
-        elif command:
-            for speaker in speakers:
-                speaker.answer(line.strip())
+            continue
+        for speaker in speakers:
+            if command == "/new":
+                speaker.begin()
+            elif command == "/system":
+                speaker.begin(text.strip())
+            elif line:
+                speaker.answer(line)
 
 
-def _next_line(is_terminal: bool) -> str | None:
-    """What is asked next, None at the end."""
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """Read the user's lines, without spaces at their ends, up to the end of input."""
+    newline = "\n" if is_terminal else ""
     while True:
         try:
-            print(end="\n" if is_terminal else "")
-            return input("> " if is_terminal else "")
-        except KeyboardInterrupt:  # nobody is answering
+            print(end=newline)
+            line = input("> " if is_terminal else "")
+        except KeyboardInterrupt:  # no answer is under way
             print()
         except EOFError:
-            print(end="\n" if is_terminal else "")
-            return None
+            print(end=newline)
+            return
         except UnicodeDecodeError as error:
             remedy = "convert the questions, iconv -f LATIN1 -t UTF-8"
             raise ValueError(f"a question is no UTF-8 text ({error.reason}): {remedy}") from None
+        else:
+            yield line.strip()
 
 
 class _Speaker:
@@ -129,74 +150,71 @@ class _Speaker:
         self.model, self.tokenizer = load_for_generation(
             options.model, options.base, name == "before", trusted
         )
-        self.name = name
-        self.decoding = decoding
-        self.system = keys.default_system
-        self.enable_thinking = keys.enable_thinking
         if options.plain:
             self.tokenizer.chat_template = None
-        self.begin()
+        self.enable_thinking = keys.enable_thinking
+        self.name = name
+        self.decoding = decoding
+        self.begin(keys.default_system or "")
 
     def begin(self, system: str | None = None) -> None:
-        """A new conversation; system: its system message, from here on."""
-        self.system = self.system if system is None else system
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        """Begin a conversation; system: its system message, and that of later ones."""
+        if system is not None:
+            self.system = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.system)
 
     def describe(self) -> str:
         model = self.model
-        dtype = str(self.model.dtype).removeprefix("torch.")
+        dtype = str(model.dtype).removeprefix("torch.")
         words = f"{model.config.model_type}, {model.num_parameters():,} parameters, {dtype}"
         return f"{self.name or model.name_or_path}: {words} on {model.device}"
 
     def answer(self, question: str) -> None:
-        """Print the answer as it comes; what Ctrl-C leaves of it is part of the conversation."""
+        """Print the answer as it comes. An answer that Ctrl-C ends stays in the conversation."""
         from jinja2.exceptions import TemplateError
 
-        from .generation import prompt_ids, stream
+        from . import generation
 
         self.messages.append({"role": "user", "content": question})
         try:
-            prompt = prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
+            prompt = generation.prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
         except TemplateError as error:
             print(f"the chat template refuses this conversation: {printable(str(error))}")
             return self.begin("")
-        opened = self.tokenizer.decode(prompt).rstrip().endswith(_THINK)
-        printer = _Printer(self.name, opened)
-        stream(self.model, self.tokenizer, prompt, self.decoding, printer.write)
-        printer.close()
+        is_thinking = self.tokenizer.decode(prompt).rstrip().endswith(_THINK)
+        printer = _Printer(self.name, is_thinking)
+        generation.stream(self.model, self.tokenizer, prompt, self.decoding, printer.write)
+        print(flush=True)
         self.messages.append({"role": "assistant", "content": printer.text})
 
 
 class _Printer:
-    """Prints an answer piece by piece, the thinking apart from it; `text` is all of it, as history
-    needs it. is_thinking: the prompt has begun to think."""
+    """Print an answer piece by piece, the thinking apart from it; `text` is all of it, for the
+    history. is_thinking: the prompt has begun to think."""
 
     def __init__(self, name: str, is_thinking: bool):
-        self.text = f"{_THINK}\n" if is_thinking else ""
+        self.text = f"{_THINK}\n" * is_thinking
         self.is_thinking = is_thinking
         self.has_thought = False
-        self.begins = True
+        self.is_start = True  # of a part: spaces are left out
         if name:
             self._print(f"{name + ':':9}", is_dim=True)
 
     def write(self, text: str) -> None:
         self.text += text
         while text:
-            shown, found, text = text.partition(_END_THINK if self.is_thinking else _THINK)
-            self._show(shown)
-            if found:
+            tag = _END_THINK if self.is_thinking else _THINK
+            part, ending, text = text.partition(tag)
+            self._print_part(part.lstrip() if self.is_start else part)
+            if ending:
                 self.is_thinking = not self.is_thinking
-                self.begins = True
+                self.is_start = True
 
-    def _show(self, text: str) -> None:
-        if self.begins:
-            text = text.lstrip()
-        if text and self.begins:
-            self.begins = False
-            if self.is_thinking:
-                self._print("[thinking] ", is_dim=True)
-            elif self.has_thought:
-                self._print("\n[answer] ", is_dim=True)
+    def _print_part(self, text: str) -> None:
+        if text and self.is_start:
+            self.is_start = False
+            label = "[thinking] " if self.is_thinking else "\n[answer] " * self.has_thought
+            self._print(label, is_dim=True)
             self.has_thought |= self.is_thinking
         self._print(text, self.is_thinking)
 
@@ -206,174 +224,131 @@ class _Printer:
             text = f"\x1b[2m{text}\x1b[0m"
         print(text, end="", flush=True)
 
-    def close(self) -> None:
-        print(flush=True)
-
 
 # -- generate
 
-_SHOWN, _MOST_CHARACTERS = 3, 100  # answers, and of each line
-_QUESTION = "mcaquestion"  # no template changes it
-_FILES = "--file prompts.jsonl, or prompts.txt: one a line"
-
 
 class _Sample(NamedTuple):
-    """prompt: token ids. expected: None where the file does not say."""
+    """prompt: token ids. expected: None if the file has no answer."""
 
     prompt: list[int]
     expected: str | None
-
-
-def main(words: list[str]) -> int:
-    """Generate as the words say -> exit code."""
-    parser = parser_of("generate", __doc__)
-    number = at_least(1)
-    parser.add_argument("--file", metavar="F", help="these prompts instead")
-    parser.add_argument("--num", type=number, metavar="N", help="only the first N samples")
-    parser.add_argument("--batch-size", type=number, default=32, metavar="N", help="prompts (32)")
-    add_options(parser, temperature=0.0)
-    options, words = parser.parse_known_args(words)
-    return finish(_generate, words, options)
 
 
 def _generate(words: list[str], options) -> None:
     arguments = parse_args(words, needs_world=False)
     if options.file is not None and not Path(options.file).is_file():
         refuse("--file", options.file, f"no such file (seen from {Path.cwd()})", _FILES)
-    from .generation import load_for_generation
+    from .generation import answers, load_for_generation
 
     output_dir = Path(arguments.training.output_dir)
-    decoding = decoding_of(options)
+    decoding = _decoding(options)
     trusted: tuple[str | None, ...] = ()
     if arguments.model.trust_remote_code:
         trusted = (str(output_dir), options.base, arguments.model.model_name_or_path)
-    model, tokenizer = load_for_generation(output_dir, options.base, trusted=trusted)
-    samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
-    rows = [{"prompt": tokenizer.decode(sample.prompt)} for sample in samples]
-    _answer("answer", model, tokenizer, samples, rows, decoding, options)
-    if options.before:
+    rows: list[dict] = []
+    for name in ["answer", "before"] if options.before else ["answer"]:
+        is_before = name == "before"
+        model, tokenizer = load_for_generation(output_dir, options.base, is_before, trusted)
+        if not is_before:
+            samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
+            rows = [{"prompt": tokenizer.decode(sample.prompt)} for sample in samples]
+        prompts = [sample.prompt for sample in samples]
+        texts = answers(model, tokenizer, prompts, decoding, options.batch_size)
         del model  # there may be no room for two
-        model, _ = load_for_generation(output_dir, options.base, before=True, trusted=trusted)
-        _answer("before", model, tokenizer, samples, rows, decoding, options)
+        for row, sample, text in zip(rows, samples, texts, strict=True):
+            row[name] = text
+            if sample.expected is not None:
+                row["expected"] = sample.expected
+                matches = text.strip() == sample.expected.strip()
+                row["exact_match_before" if is_before else "exact_match"] = matches
     path = output_dir / GENERATIONS_NAME
     write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    question_of = _question_finder(tokenizer)
-    for row in rows[:_SHOWN]:
-        print(_line(question_of(row["prompt"])))
+    for row, sample in zip(rows[:_SHOWN], samples, strict=False):
+        print(_line(tokenizer.decode(sample.prompt, skip_special_tokens=True)))
         for name in ("before", "answer", "expected"):
-            if row.get(name) is not None:
-                print(f"    {name:9} {_line(row[name])}")
+            if name in row:
+                print(f"    {name:9} {_line(row[name], is_end=False)}")
     print(_result(rows), f"all answers are in {path}", sep="\n")
 
 
-def _answer(name: str, model, tokenizer, samples, rows: list[dict], decoding, options) -> None:
-    """Put a model's answers into the rows, under this name."""
-    from .generation import answers
-
-    prompts = [sample.prompt for sample in samples]
-    found = answers(model, tokenizer, prompts, decoding, options.batch_size)
-    for row, sample, answer in zip(rows, samples, found, strict=True):
-        row[name] = answer
-        if sample.expected is not None:
-            row["expected"] = sample.expected
-            matches = answer.strip() == sample.expected.strip()
-            row["exact_match" if name == "answer" else f"exact_match_{name}"] = matches
+def _line(text: str, is_end: bool = True) -> str:
+    """The text in one line of at most _MOST_CHARACTERS: its end, with the question of a prompt, or
+    its beginning."""
+    text = printable(" ".join(text.split()))
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"... {text[-_MOST_CHARACTERS:]}" if is_end else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 def _result(rows: list[dict]) -> str:
-    """How many answers are exactly right."""
+    """The share of answers that match the expected ones."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
         return f"{len(rows)} answers, and no expected ones to compare them with"
     right = sum(row["exact_match"] for row in judged)
-    text = f"exact match: {100 * right / len(judged):.1f} % ({right} of {len(judged)} held-out "
-    text += "prompts)"
+    count = f"{right} of {len(judged)} held-out prompts"
+    text = f"exact match: {100 * right / len(judged):.1f} % ({count})"
     if "before" in judged[0]:
         before = sum(row["exact_match_before"] for row in judged)
         text += f", before training: {100 * before / len(judged):.1f} %"
     return text
 
 
-def _line(text: str) -> str:
-    text = printable(" ".join(text.split()))
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
-
-
-def _question_finder(tokenizer):
-    """A function (prompt as the chat template writes it) -> its last question; the prompt, where
-    the question cannot be told from the rest."""
-    from .generation import prompt_ids
-
-    asked = [{"role": "user", "content": _QUESTION}]
-    before, _, after = tokenizer.decode(prompt_ids(tokenizer, asked)).partition(_QUESTION)
-    # a system message may stand before the user's header, whose last special token begins `before`
-    starts = [before.rfind(str(token)) for token in tokenizer.added_tokens_decoder.values()]
-    before = before[max([0, *starts]) :]
-    if not before:
-        return str
-    return lambda prompt: prompt.removesuffix(after).rpartition(before)[2]
-
-
-# -- which prompts ---------------------------------------------------------------------------------
+# -- prompts of generate
 
 
 def _samples(arguments, file: str | None, model, tokenizer) -> list[_Sample]:
-    if file is not None:
-        return _of_file(file, tokenizer, arguments.data)
-    if OBJECTIVES[arguments.finetuning.stage].joins_documents:
-        stage = arguments.finetuning.stage
-        refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
-    return _of_evaluation_set(arguments, model, tokenizer)
-
-
-def _of_evaluation_set(arguments, model, tokenizer) -> list[_Sample]:
-    """The samples as training reads them: the last answer that carries loss is the expected one."""
-    from .data import load_datasets
+    """The samples of a file, else of the evaluation set as training reads it: their last answer
+    with loss is the expected one."""
     from .generation import last_turn, stop_ids, until_stop
 
-    data = copy.copy(arguments.data)
     stage = arguments.finetuning.stage
-    load = functools.partial(
-        load_datasets, stage=stage, tokenizer=tokenizer, seed=arguments.training.order_seed
-    )
-    vars(data).update(packing=False, neat_packing=False)
-    if data.eval_dataset:  # nothing of the training data is asked for
-        vars(data).update(dataset=[], mix_weights=None, eval_on_each_dataset=False)
-    as_trained = copy.copy(data)
-    data.train_on_prompt = False
-    if as_trained.train_on_prompt and data.val_size and not data.streaming:
-        dataset = _held_out(load, as_trained, data)
-    else:
-        dataset = load(data).eval
-    if dataset is None:
-        remedy = "eval_dataset or val_size, or --file prompts.jsonl"
-        refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)
+    if file is not None:
+        return _of_file(file, tokenizer, arguments.data)
+    if OBJECTIVES[stage].joins_documents:
+        refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
     stop = stop_ids(model, tokenizer)
     samples = []
-    for number in range(len(dataset)):
-        prompt, answer = last_turn(dataset[number][0])  # of a pair the chosen one
+    for sample in _evaluation_set(arguments, tokenizer):
+        prompt, answer = last_turn(sample[0])  # of a pair the chosen one
         expected = tokenizer.decode(until_stop(answer, stop), skip_special_tokens=True)
         samples.append(_Sample(prompt, expected))
     return samples
 
 
-def _held_out(load, as_trained, data) -> list[list[dict]]:
-    """The samples that val_size kept out of training, with the answers alone as what is trained.
+def _evaluation_set(arguments, tokenizer) -> list[list[dict]]:
+    """The samples of eval_dataset or val_size, with loss on their answers alone."""
+    from .data import load_datasets
 
-    Which samples there are depends on train_on_prompt (a prompt of cutoff_len leaves no answer to
-    train), and what val_size takes depends on how many there are.
-    """
-    vars(data).update(val_size=0, mix_weights=None, mix_strategy="concat")
-    keys = [sample[0]["input_ids"].tobytes() for sample in load(as_trained).eval]
-    answered: dict[bytes, list[dict]] = dict.fromkeys(keys, [])
-    for sample in load(data).train:
-        key = sample[0]["input_ids"].tobytes()
-        if key in answered:
-            answered[key] = sample
-    return [answered[key] for key in keys if answered[key]]
+    def load(**keys):
+        data = copy.copy(arguments.data)
+        vars(data).update(packing=False, neat_packing=False, **keys)
+        seed = arguments.training.order_seed
+        return load_datasets(data, stage=arguments.finetuning.stage, tokenizer=tokenizer, seed=seed)
+
+    data = arguments.data
+    if data.eval_dataset:  # without reading the training data
+        keys = dict(dataset=[], mix_weights=None, eval_on_each_dataset=False)
+        samples = load(**keys, train_on_prompt=False).eval
+    elif data.train_on_prompt and data.val_size and not data.streaming:
+        # A prompt of cutoff_len leaves no answer to train: with train_on_prompt there are more
+        # samples, of which val_size takes others.
+        held_out = [sample[0]["input_ids"].tobytes() for sample in load().eval]
+        keys = dict(val_size=0, mix_weights=None, mix_strategy="concat")
+        trained = load(**keys, train_on_prompt=False).train
+        by_tokens = {sample[0]["input_ids"].tobytes(): sample for sample in trained}
+        return [by_tokens[tokens] for tokens in held_out if tokens in by_tokens]
+    else:
+        samples = load(train_on_prompt=False).eval
+    if samples is None:
+        remedy = "eval_dataset or val_size, or --file prompts.jsonl"
+        refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)
+    return [samples[number] for number in range(len(samples))]
 
 
 def _of_file(file: str, tokenizer, data) -> list[_Sample]:
+    """The samples of a file of records."""
     from .data_files import DatasetSpec, read_records
     from .data_records import FORMATS, detect_format, is_plain
     from .generation import prompt_ids
@@ -381,7 +356,8 @@ def _of_file(file: str, tokenizer, data) -> list[_Sample]:
     spec = DatasetSpec(file)
     samples = []
     for where, record in read_records(file):
-        record = {"prompt": record} if isinstance(record, str) else record
+        if isinstance(record, str):
+            record = {"prompt": record}
         form = "prompt"
         if not isinstance(record, dict) or record.keys() - {"system"} != {"prompt"}:
             form = detect_format(record, spec, OBJECTIVES["sft"], where)
@@ -390,13 +366,14 @@ def _of_file(file: str, tokenizer, data) -> list[_Sample]:
         expected = None
         if messages[-1]["role"] == "assistant":
             expected = messages.pop()["content"]
-        if is_plain(record, form):
-            samples.append(_Sample(tokenizer.encode(record["prompt"]), expected))
-            continue
         system = record.get("system") or data.default_system
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        samples.append(_Sample(prompt_ids(tokenizer, messages, data.enable_thinking), expected))
+        if is_plain(record, form):
+            ids = tokenizer.encode(record["prompt"])
+        else:
+            if system and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": system})
+            ids = prompt_ids(tokenizer, messages, data.enable_thinking)
+        samples.append(_Sample(ids, expected))
     if not samples:
         refuse("--file", file, "it holds no record", _FILES)
     return samples

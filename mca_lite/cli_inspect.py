@@ -14,12 +14,11 @@ python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
 Exit code: 0, or 2 where the run would not begin: `error:` says why.
 """
 
-import os
 from pathlib import Path
 
+from . import world
 from .args import parse_args
 from .cli import USER_ERROR, at_least, finish, has_colors, parser_of
-from .cli_plan import planned_world
 from .errors import refuse
 from .files import write_file
 
@@ -32,25 +31,25 @@ _PLAIN = "\x1b[0m"
 def main(words: list[str]) -> int:
     """Inspect as the words say -> exit code."""
     parser = parser_of("inspect", __doc__)
-    ranks = os.environ.get("WORLD_SIZE", "1")
+    here = world.current()
     parser.add_argument(
         "--samples", type=at_least(0), default=3, metavar="N", help="shown of each dataset (3)"
     )
     parser.add_argument("--html", metavar="FILE", help="the same, and more of it, as one page")
     parser.add_argument("--check", action="store_true", help="the dry run")
     parser.add_argument(
-        "--gpus", type=at_least(1), default=ranks, metavar="N", help="ranks of the dry run (1)"
+        "--gpus", type=at_least(1), default=here.size, metavar="N", help="ranks of the dry run (1)"
     )
     options, words = parser.parse_known_args(words)
     if options.check and options.html:
         parser.error("--check has no page: leave out --html")
-    if os.environ.get("RANK", "0") != "0":
+    if not here.is_main:
         return 0  # each rank would say the same of all
     return finish(_check if options.check else _inspect, words, options)
 
 
 def _check(words: list[str], options) -> None:
-    with planned_world(options.gpus):
+    with world.planned_world(options.gpus):
         arguments = _arguments(words)
         from .inspection import check  # torch: seconds, and a typing error is told by now
 

@@ -11,10 +11,10 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import shlex
 from typing import NamedTuple
 
+from . import world
 from .args import parse_args
 from .args_values import show_count
 from .cli import finish, parser_of
@@ -206,24 +206,11 @@ def main(words: list[str]) -> int:
     return finish(_plan, words, options)
 
 
-@contextlib.contextmanager
-def planned_world(size: int):
-    """The rules between keys read the number of ranks off torchrun's variable."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(size)
-    try:
-        yield
-    finally:
-        del os.environ["WORLD_SIZE"]
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
-
-
 def _plan(words: list[str], options) -> int:
     numbers = (options.gpus, options.memory, options.link)
     if not all(number is None or 0 < number < math.inf for number in numbers):
         raise ValueError("--gpus, --memory and --link: expected numbers above 0")
-    with planned_world(options.gpus):
+    with world.planned_world(options.gpus):
         return _planned(words, options)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 from filelock import FileLock, Timeout
 
-from . import data_chat, data_files, data_records
+from . import data_chat, data_files, data_records, world
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, read_records
 from .data_records import Conversation, conversations, detect_format, document
@@ -710,7 +710,7 @@ def _build_and_rename(target: Path, build, what: str, ready) -> None:
 
 def _say(text: str) -> None:
     # One line a machine is enough, whichever of its processes is the one at work.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if world.current().local_rank == 0:
         print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all; words for folders and files that fail."""
+"""Files: their names, atomic writes, folders of models, and text for errors and sizes."""
 
 import contextlib
 import difflib
@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# -- names of files and numbers
+from .errors import Judge, UserError
+
+# -- names
 
 IGNORE_INDEX = -100  # a label that carries no loss
 GENERATION_METRICS = ("exact_match", "rouge_l")  # of predict_with_generate
@@ -27,7 +29,7 @@ HF_GENERATION_CONFIG_NAME = "generation_config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
-# those of a tokenizer: fast ones, WordPiece, BPE, sentencepiece, and what transformers adds
+# of tokenizers: fast ones, WordPiece, BPE, sentencepiece, and those that transformers adds
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -39,7 +41,7 @@ TOKENIZER_FILES = (
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-# our own
+# of mca_lite
 MCA_CONFIG_NAME = "mca_config.json"
 RUN_CONFIG_NAME = "config.yaml"
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -53,20 +55,21 @@ PAGE_NAME = "report.html"
 CHECKPOINT_PREFIX = "checkpoint"
 
 
-# -- files and folders
-
-# a frame of a traceback, of a data loader's worker too, whose traceback is in its error's text
+# frames of a traceback, in an error of a data loader's worker too: its text holds a traceback
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-_OF_OTHERS = ("<", sysconfig.get_path("stdlib"))  # how files of templates and of Python begin
+_OF_LIBRARIES = ("<", sysconfig.get_path("stdlib"))  # paths of templates and of Python begin so
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
-_OF_MODELSCOPE = {"USE_MODELSCOPE", "USE_MODELSCOPE_HUB"}  # variables of others
+_OF_MODELSCOPE = {"USE_MODELSCOPE", "USE_MODELSCOPE_HUB"}  # variables without effect
+
+
+# -- reading and writing
 
 
 def write_file(path: str | os.PathLike, data: str | bytes) -> None:
-    """Write a file in one step: a reader sees the old content or the new one, never a part of it.
+    """Write a file atomically: a reader sees the old content or the new one, never a part of it.
 
-    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError
-    where that fails; what was there before is untouched.
+    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError if
+    that fails; the old content is untouched.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -85,152 +88,8 @@ def write_json(path: str | os.PathLike, record: Any, **options) -> None:
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
 
 
-@contextlib.contextmanager
-def replacing(folder: str | os.PathLike) -> Iterator[Path]:
-    """A folder beside, whose files take the place of those of `folder` at the end, each in one
-    step; links there are replaced, and what they lead to is left alone."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as beside:
-        yield Path(beside)
-        for path in sorted(Path(beside).rglob("*")):
-            target = folder / path.relative_to(beside)
-            if path.is_file():
-                sync(path)
-                os.replace(path, target)
-            elif target.is_symlink() or not target.is_dir():
-                target.unlink(missing_ok=True)
-                target.mkdir()
-
-
-def is_there(path: Path) -> bool:
-    """Whether there is a file. ValueError for a folder, a pipe or a device in its place: to read it
-    might never end."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: it is no file, but a folder, a pipe or a device")
-    return path.exists()
-
-
-def lies_in(path: Path, folder: Path) -> bool:
-    """Whether a file is there and, whichever links lead to it, in the folder; a snapshot of the
-    hub's cache is links to the blobs beside it."""
-    real = Path(os.path.realpath(path))
-    home = Path(os.path.realpath(folder))
-    homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
-    return real.is_file() and any(real.is_relative_to(place) for place in homes)
-
-
-def checksum(path: str | os.PathLike) -> tuple[int, int]:
-    """(size in bytes, CRC-32) of a file."""
-    size = 0
-    crc = 0
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            size += count
-            crc = zlib.crc32(block[:count], crc)
-    return size, crc
-
-
-def sync(path: str | os.PathLike) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def why_no_model(name: str) -> str | None:
-    """Why a name that is no folder can be no model of the hub either; None where it could be one.
-
-    What looks like a path is one, and so is a name that begins with a folder which is here.
-    """
-    path = Path(name)
-    if path.is_file():
-        return "expected a folder, and this is a file"
-    parent = path.expanduser().parent
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if not is_path and not ("/" in name and parent.is_dir()):
-        return None
-    reason = f"no such folder (seen from {Path.cwd()})"
-    if not parent.is_dir():
-        return f"{reason}, nor is {parent} there"
-    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()]
-    near = difflib.get_close_matches(path.name, folders)
-    if near:
-        reason += f": did you mean {' or '.join(str(parent / entry) for entry in near)}?"
-    return reason
-
-
-def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, which may be downloaded.
-
-    ValueError, before the hub is asked, for what can only be a folder and is not there.
-    """
-    if Path(model_name_or_path).is_dir():
-        return Path(model_name_or_path)
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    try:
-        if missing := why_no_model(model_name_or_path):
-            raise ValueError(missing)
-        return _snapshot(model_name_or_path, revision, patterns)
-    except ValueError as error:
-        raise ValueError(f"model {model_name_or_path}: {error}") from error
-
-
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """The folder of the hub's cache with a model's files, downloaded where they are not in it.
-
-    A hub that does not answer is asked once, not again and again. ValueError in a line.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, revision=revision))
-    except Exception as error:  # whatever a hub, a network or a cache comes up with
-        words = "expected a folder, or a model of the hub; no such folder is here (seen from "
-        words += f"{Path.cwd()}), and "
-        if isinstance(error, LocalEntryNotFoundError):
-            words += "the hub does not answer, nor has its cache such a model: is there a network? "
-            words += f"Where there is one, `hf download {name} --local-dir FOLDER` makes a folder"
-        elif isinstance(error, RepositoryNotFoundError):
-            words += "the hub has none of this name, or one that wants HF_TOKEN"
-        else:
-            words += f"the hub says: {describe_error(error).strip().splitlines()[0]}"
-        for variable in _OF_MODELSCOPE & os.environ.keys():
-            words += f". {variable} is not read: of ModelScope's models the folder is named"
-        raise ValueError(f"{words}. A folder can be named as ./{name}") from error
-
-
-def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
-    """Whether a folder's mca_config.json is one that mcore_adapter wrote: it has fields of its own,
-    and does not say which class of ours it is for."""
-    path = Path(folder) / MCA_CONFIG_NAME
-    return path.is_file() and "model_class" not in read_json(path)
-
-
-def why_mcore_adapters(folder: str | os.PathLike) -> tuple[str, str] | None:
-    """The reason and the remedy for a checkpoint whose weights are in mcore_adapter's own format
-    alone; None for other folders."""
-    folder = Path(folder)
-    if folder.name.startswith("iter_") and (
-        list(folder.glob("mp_rank_*")) or is_of_mcore_adapter(folder.parent)
-    ):
-        folder = folder.parent
-    own = [*folder.glob("iter_*"), *folder.glob("latest_checkpointed_iteration.txt")]
-    if not own or list(folder.glob("*.safetensors")):
-        return None
-    reason = f"it is a checkpoint in mcore_adapter's own format ({own[0].name}), cut for its layout"
-    export = f"python tools/convert.py --checkpoint_path {folder} --output_path DST"
-    return reason, f"{export} in mcore_adapter's folder, and then DST"
-
-
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """The object in a JSON file. ValueError with the file's name for whatever else it holds."""
+    """The object in a JSON file. ValueError with the file's name for other content."""
     try:
         record = json.loads(Path(path).read_bytes())
     except RecursionError:
@@ -242,98 +101,239 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return record
 
 
+@contextlib.contextmanager
+def replacing(folder: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary folder, whose files then replace those of `folder` one by one, each
+    atomically. Links in `folder` are replaced, and their targets left alone."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as temporary:
+        yield Path(temporary)
+        for path in sorted(Path(temporary).rglob("*")):
+            target = folder / path.relative_to(temporary)
+            if path.is_file():
+                sync(path)
+                os.replace(path, target)
+            elif target.is_symlink() or not target.is_dir():
+                target.unlink(missing_ok=True)
+                target.mkdir()
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: str | os.PathLike) -> tuple[int, int]:
+    """(size in bytes, CRC-32) of a file."""
+    crc = 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
+        return file.tell(), crc
+
+
+def is_there(path: Path) -> bool:
+    """True if there is a file. ValueError for a folder, a pipe or a device in its place: reading it
+    might never end."""
+    exists = path.exists()
+    if exists and not path.is_file():
+        raise ValueError(f"{path}: it is no file, but a folder, a pipe or a device")
+    return exists
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """True for a file that stands in the folder once links are followed; a snapshot of the hub's
+    cache is links to the blobs beside it."""
+    real = Path(os.path.realpath(path))
+    home = Path(os.path.realpath(folder))
+    is_inside = real.is_relative_to(home)
+    if home.parent.name == "snapshots":
+        is_inside |= real.is_relative_to(home.parent.parent / "blobs")
+    return is_inside and real.is_file()
+
+
+def check_can_write(folder: str | os.PathLike, key: str) -> None:
+    """ValueError for a folder that cannot be made or written, from the nearest folder that exists.
+    Nothing is made or changed."""
+    wanted = existing = Path(folder).absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        reason = f"{existing} is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = f"nothing may be written in {existing}"
+    else:
+        return
+    raise ValueError(f"{key}: {wanted} cannot be written, since {reason}: set {key} to another")
+
+
+# -- folders of models
+
+
+def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
+    """The local folder of a model: itself, or the hub's snapshot, downloaded if it is not cached.
+
+    ValueError for a name that is neither; a path is never looked up on the hub.
+    """
+    if Path(model_name_or_path).is_dir():
+        return Path(model_name_or_path)
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    try:
+        return _snapshot(model_name_or_path, revision, patterns)
+    except ValueError as error:
+        raise ValueError(f"model {model_name_or_path}: {error}") from error
+
+
 def read_model_config(
     name: str,
-    judge: Any,
+    judge: Judge,
     revision: str | None = None,
     own_weights: bool = True,
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
-    """What the first of `files` that there is in a model's folder holds, or the config.json of a
-    model of the hub; {} where that is refused. judge: errors.Judge. own_weights: its weights
-    are read later."""
+    """The content of the first of `files` in a model's folder, or of config.json on the hub; {}
+    after a refusal. own_weights: its weights are read later."""
     folder = Path(name)
-    key = "model_name_or_path"
-    held = [folder / file for file in files if (folder / file).is_file()]
     remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
+    existing = [folder / file for file in files if (folder / file).is_file()]
+    of_mcore_adapter = why_mcore_adapters(folder) if own_weights else None
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
         reason = "it holds adapters, without the model that they belong to"
-        judge.refuse(key, reason, f"that model, and adapter_name_or_path: {name}", name)
-    elif own_weights and (other := why_mcore_adapters(folder)):
-        judge.refuse(key, *other, name)
-    elif folder.is_dir() and not held:
-        judge.refuse(key, f"there is no {HF_CONFIG_NAME} in this folder", remedy, name)
-    elif not held and (missing := why_no_model(name)):
-        judge.refuse(key, missing, remedy, name)
+        remedy = f"that model, and adapter_name_or_path: {name}"
+    elif of_mcore_adapter:
+        reason, remedy = of_mcore_adapter
+    elif folder.is_dir() and not existing:
+        reason = f"there is no {HF_CONFIG_NAME} in this folder"
     else:
         try:
-            if not held:
-                held = [_snapshot(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME]
-            return read_json(held[0])
+            if not existing:
+                existing = [_snapshot(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME]
+            return read_json(existing[0])
         except (ValueError, OSError) as error:
-            judge.refuse(key, str(error), remedy, name)
+            reason = str(error)
+    judge.refuse("model_name_or_path", reason, remedy, name)
     return {}
 
 
-def check_can_write(folder: str | os.PathLike, key: str) -> None:
-    """ValueError where a folder cannot be made, or cannot be written. Nothing is made or changed:
-    the nearest folder that is there is asked."""
-    asked = there = Path(folder).absolute()
-    while not os.path.lexists(there):
-        there = there.parent
-    reason = None
-    if not there.is_dir():
-        reason = f"{there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        reason = f"nothing may be written in {there}"
-    if reason is not None:
-        raise ValueError(f"{key}: {asked} cannot be written, since {reason}: set {key} to another")
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The hub's cached folder with a model's files, downloaded if they are missing. ValueError in a
+    line. A hub that does not answer is tried once."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    problem = why_no_model(name)
+    if problem is not None:
+        raise ValueError(problem)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, revision=revision))
+    except Exception as error:  # of a hub, a network or a cache
+        reason = f"the hub says: {describe_error(error).strip().splitlines()[0]}"
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "the hub does not answer, nor has its cache such a model: is there a network? "
+            reason += f"Where there is one, `hf download {name} --local-dir FOLDER` makes a folder"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "the hub has none of this name, or one that wants HF_TOKEN"
+        for variable in _OF_MODELSCOPE & os.environ.keys():
+            reason += f". {variable} is not read: of ModelScope's models the folder is named"
+        raise ValueError(
+            "expected a folder, or a model of the hub; no such folder is here (seen from "
+            f"{Path.cwd()}), and {reason}. A folder can be named as ./{name}"
+        ) from error
+
+
+def why_no_model(name: str) -> str | None:
+    """Why a name that is no folder is no model of the hub either; None if it may be one.
+
+    A path is recognised by its form, or by a parent folder that exists.
+    """
+    path = Path(name)
+    if path.is_file():
+        return "expected a folder, and this is a file"
+    parent = path.expanduser().parent
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    is_beside = "/" in name and parent.is_dir()
+    if not is_path and not is_beside:
+        return None
+    reason = f"no such folder (seen from {Path.cwd()})"
+    if not parent.is_dir():
+        return f"{reason}, nor is {parent} there"
+    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+    near = [str(parent / entry) for entry in difflib.get_close_matches(path.name, folders)]
+    return f"{reason}: did you mean {' or '.join(near)}?" if near else reason
+
+
+def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
+    """True for a folder whose mca_config.json mcore_adapter wrote: that of mca_lite names its model
+    class."""
+    path = Path(folder) / MCA_CONFIG_NAME
+    return path.is_file() and "model_class" not in read_json(path)
+
+
+def why_mcore_adapters(folder: str | os.PathLike) -> tuple[str, str] | None:
+    """The reason and the remedy for a checkpoint with weights in mcore_adapter's format alone; None
+    for other folders."""
+    folder = Path(folder)
+    has_ranks = bool(list(folder.glob("mp_rank_*")))
+    if folder.name.startswith("iter_") and (has_ranks or is_of_mcore_adapter(folder.parent)):
+        folder = folder.parent
+    parts = [*folder.glob("iter_*"), *folder.glob("latest_checkpointed_iteration.txt")]
+    if not parts or list(folder.glob("*.safetensors")):
+        return None
+    kind = "a checkpoint in mcore_adapter's own format"
+    export = f"python tools/convert.py --checkpoint_path {folder} --output_path DST"
+    return (
+        f"it is {kind} ({parts[0].name}), cut for its layout",
+        f"{export} in mcore_adapter's folder, and then DST",
+    )
+
+
+# -- text of errors and sizes
 
 
 def describe_error(error: BaseException) -> str:
-    """One line about an error: its text, and its type where the text may not say enough."""
+    """An error in a line: its text, with its type unless the text was written for the user."""
     if "inline_container" in str(error):
-        # torch's archives: their writer's own complaint hides what the system said before it
-        before = error.__context__
-        if not isinstance(before, OSError):
-            return (
-                "disk full: a file could not be written whole: No space left on device, or a limit"
-            )
-        error = before
-    plain = isinstance(error, (ValueError, OSError)) and str(error)
-    text = str(error) if plain else f"{type(error).__name__}: {error}"
-    is_full = getattr(error, "errno", None) == errno.EDQUOT or "No space left on device" in text
+        # the writer of torch's archives hides the system's error
+        cause = error.__context__
+        full = OSError("a file could not be written whole: No space left on device, or a limit")
+        error = cause if isinstance(cause, OSError) else full
+    is_plain = isinstance(error, (UserError, ValueError, OSError)) and str(error) != ""
+    text = str(error) if is_plain else f"{type(error).__name__}: {error}"
+    is_full = "No space left on device" in text or getattr(error, "errno", None) == errno.EDQUOT
     return f"disk full: {text}" if is_full and "disk full" not in text else text
 
 
-def printable(text: str, kept: str = "\n\t") -> str:
-    """Returns text that cannot steer a terminal: control characters are replaced, but for those of
-    `kept`."""
-    return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
-
-
 def users_place(error: BaseException) -> str | None:
-    """The function, file and line of the user's own code that raised an error; None where the
-    innermost frame outside of libraries is this package's."""
+    """The function, file and line of the user's code that raised an error; None if the innermost
+    frame outside of libraries is this package's."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     for file, line, function in reversed(_FRAME.findall(text)):
         if Path(file).is_relative_to(Path(__file__).parent):
             return None
-        if not (file.startswith(_OF_OTHERS) or f"-packages{os.sep}" in file):
+        if not (file.startswith(_OF_LIBRARIES) or f"-packages{os.sep}" in file):
             return f"{function} ({file}:{line})"
     return None
 
 
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Replace control characters other than those of `kept`: text must not steer a terminal."""
+    return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
+
+
 def show_name(path: str | os.PathLike) -> str:
-    """The name of a file as it can be printed, whatever its bytes are."""
+    """The name of a file, with bytes that are no UTF-8 escaped."""
     return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
 
 
 def parse_size(size: str | int) -> int:
     """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for anything else."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
     number, prefix, binary = match.groups()

@@ -1,11 +1,10 @@
-"""Answers of a trained model, as transformers generates them: loading what a run, or PEFT, wrote,
-and a batch of prompts.
+"""Text that a trained model generates: loading what a run or PEFT wrote, answers to prompts, and
+answers as metrics of an evaluation.
+
+transformers' generate() does the work, on a whole model. Prompts are lists of token ids.
 """
 
-import contextlib
 import copy
-import math
-import os
 import re
 import shutil
 import sys
@@ -15,13 +14,16 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
-from transformers import GenerationConfig, TextStreamer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from . import lora, lora_files, model_config, parallel, watchdog
+from . import lora, lora_files, model_config, parallel, watchdog, world
 from .args import GROUPS
 from .args_values import read_config_file
+from .callbacks import TrainerCallback
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .data_batches import documents_of, samples_of
@@ -41,16 +43,20 @@ from .files import (
 )
 from .model import load_torch_model
 
-# -- answers to prompts
-
-MAX_NEW_TOKENS = 512  # where neither the caller nor generation_config.json says how many
-# of a run's config.yaml: which model it began with
+MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
+# keys of a run's config.yaml about the model that it started from
 _ORIGIN_KEYS = "model_name_or_path model_revision adapter_name_or_path train_from_scratch seed"
+_TYPES: dict[str, tuple] = {  # of keys of generation_config.json; None is valid for each
+    **dict.fromkeys("temperature top_p top_k repetition_penalty".split(), (int, float)),
+    **dict.fromkeys("max_new_tokens eos_token_id do_sample".split(), (int,)),
+}
+# words of letters and digits; Chinese and Japanese characters are words by themselves
+_WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
 
 
 class Decoding(NamedTuple):
-    """How the next token is chosen. None: as the model's generation_config.json says; temperature
-    0: the likeliest token (greedy)."""
+    """Choice of the next token. None: as in the model's generation_config.json; temperature 0: the
+    likeliest token (greedy)."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -58,34 +64,98 @@ class Decoding(NamedTuple):
 
 
 GREEDY = Decoding(temperature=0.0)
-_NUMBER = (int, float, type(None))
-_TYPES: dict[str, tuple] = {  # what keys of generation_config.json may hold
-    **dict.fromkeys("temperature top_p top_k repetition_penalty".split(), _NUMBER),
-    "max_new_tokens": (int, type(None)),
-    "do_sample": (bool, type(None)),
-    "eos_token_id": (int, list, type(None)),
-}
 
 
-# -- loading ---------------------------------------------------------------------------------------
+# -- loading
+
+
+def load_for_generation(
+    path: str | Path,
+    base: str | None = None,
+    before: bool = False,
+    trusted: Collection[str | None] = (),
+):
+    """(transformers model, tokenizer) of a folder, ready to generate, in the dtype of its files.
+
+    path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
+    before: load the model that training started from instead, with the tokenizer of `path`. base:
+    the place of that model, or of the adapter's base; None: from the run's config.yaml or the
+    adapter. trusted: names of models whose code may run, as given here or in that file.
+    ValueError for other folders, and for parts that do not belong together.
+    """
+    disable_progress_bar()
+    folder = resolve_folder(str(path))
+    is_adapter = (folder / ADAPTER_CONFIG_NAME).is_file()
+    is_model = (folder / HF_CONFIG_NAME).is_file() and not (folder / DIST_NAME).is_dir()
+    if not is_adapter and not is_model:
+        reason = "it holds neither a model in Hugging Face's format nor an adapter"
+        remedy = "the output_dir of a run that has ended; python -m mca_lite convert exports "
+        refuse("MODEL", str(folder), reason, f"{remedy}a checkpoint")
+    name = str(path)
+    origin = folder
+    adapter = None
+    keys = SimpleNamespace(train_from_scratch=False, seed=0)
+    if is_adapter or before:
+        keys = keys_of_run(folder, _ORIGIN_KEYS)
+        name, origin = _origin(folder, base, keys)
+        adapter = keys.adapter_name_or_path if before else folder
+        role = "the model before training" if before else f"the base of {folder}"
+        _note(f"{role}: {origin}")
+    is_fresh = keys.train_from_scratch and not base and origin != folder
+    places = [place for place in (folder, _run_folder(folder)) if any(place.glob("tokenizer*"))]
+    tokens_of = str(path) if places else name
+    tokenizer = model_config.load_tokenizer([*places, origin][0], tokens_of in trusted)
+    config = model_config.load_hf_config(str(origin), name in trusted)
+    check_generation_config(origin)
+    model = load_torch_model(
+        str(origin),
+        is_fresh,
+        keys.seed,
+        name in trusted,
+        # the rows of the run: values of fresh weights depend on their number
+        max(len(tokenizer), config.get_text_config().vocab_size),
+        config,
+        config.dtype or torch.float32,
+    )
+    if is_fresh and (origin / HF_GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(origin)
+    if adapter:
+        lora_files.merge_into(model, adapter)
+    return model.eval(), tokenizer
+
+
+def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
+    """The name and the folder of the model that training started from."""
+    adapter_config = folder / ADAPTER_CONFIG_NAME
+    name = base or keys.model_name_or_path
+    if not name and adapter_config.is_file():
+        name = read_json(adapter_config).get("base_model_name_or_path")
+    if not name:
+        refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
+    try:
+        return name, resolve_folder(name, None if base else keys.model_revision)
+    except ValueError as error:
+        reason = f"{folder} was trained from it: {error}"
+        refuse("--base", base, reason, "--base M, where that model is now")
 
 
 def _run_folder(folder: Path) -> Path:
-    """The output_dir that a model or a checkpoint was written into."""
+    """The output_dir of a run from the folder of its model or checkpoint."""
     while folder.name in ("merged", HF_FOLDER) or folder.name.startswith(f"{CHECKPOINT_PREFIX}-"):
         folder = folder.parent
     return folder
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """The keys of these names (by spaces) of the run that wrote a folder, the defaults where its
-    config.yaml has none; prints which were there.
+    """Keys (by spaces) from the config.yaml of the run that wrote a folder, with defaults for keys
+    that it lacks; prints those that it has.
 
-    Nobody named that file, so no name may let code run. ConfigError where it cannot be read.
+    The user did not name that file: no name in it may let code run. ConfigError if it cannot be
+    read.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
-    found = read_config_file(path) if path.is_file() else {}
-    taken = {name: found[name] for name in names.split() if found.get(name) is not None}
+    written = read_config_file(path) if path.is_file() else {}
+    taken = {name: written[name] for name in names.split() if written.get(name) is not None}
     judge = Judge(None)
     values: dict[str, Any] = {}
     for group in GROUPS:
@@ -100,14 +170,15 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """ValueError for a generation_config.json that cannot be used."""
+    """ValueError for a value in generation_config.json that generate() cannot use."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     for key, types in _TYPES.items():
         value = values.get(key)
-        parts = value if isinstance(value, list) and list in types else [value]
-        fits = type(value) in types and all(type(part) in types for part in parts)
-        if not fits or (key == "max_new_tokens" and value is not None and value < 1):
+        parts = [value]
+        if key == "eos_token_id" and isinstance(value, list):
+            parts = value
+        if not all(isinstance(part, (*types, type(None))) for part in parts):
             raise ValueError(f"{path}: {key} cannot be {value!r:.40}: correct it, or leave it out")
 
 
@@ -115,95 +186,12 @@ def _note(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def load_for_generation(
-    path: str | Path,
-    base: str | None = None,
-    before: bool = False,
-    trusted: Collection[str | None] = (),
-):
-    """(transformers model, tokenizer) of a folder, ready to generate, in the dtype of its files.
-
-    path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
-    before: the model that training started from instead, with the tokenizer of `path`. base: where
-    that model, or the adapter's base, is; None: as the run's config.yaml or the adapter says.
-    trusted: the names, as they are given here or in that file, of models whose code may run.
-    ValueError for what is no such folder, or does not belong together.
-    """
-    disable_progress_bar()
-    folder = resolve_folder(str(path))
-    name = str(path)
-    origin = folder
-    adapter = None
-    keys = SimpleNamespace(train_from_scratch=False, seed=0)
-    if (folder / ADAPTER_CONFIG_NAME).is_file():
-        adapter = folder
-    elif not (folder / HF_CONFIG_NAME).is_file() or (folder / DIST_NAME).is_dir():
-        reason = "it holds neither a model in Hugging Face's format nor an adapter"
-        remedy = "the output_dir of a run that has ended; python -m mca_lite convert exports "
-        refuse("MODEL", str(folder), reason, f"{remedy}a checkpoint")
-    if adapter or before:
-        keys = keys_of_run(folder, _ORIGIN_KEYS)
-        name, origin = _origin(folder, base, keys, adapter)
-        role = "the model before training" if before else f"the base of {folder}"
-        _note(f"{role}: {origin}")
-        if origin == folder or base:
-            keys.train_from_scratch = False
-    if before:
-        adapter = keys.adapter_name_or_path
-    written = (own for own in (folder, _run_folder(folder)) if any(own.glob("tokenizer*")))
-    place = next(written, None)
-    tokens_of = name if place is None else str(path)
-    tokenizer = model_config.load_tokenizer(place or origin, tokens_of in trusted)
-    return _load(origin, adapter, keys, len(tokenizer), name in trusted), tokenizer
-
-
-def _origin(
-    folder: Path, base: str | None, keys: SimpleNamespace, adapter: Path | None
-) -> tuple[str, Path]:
-    """The name and the folder of the model that training started from."""
-    name = base or keys.model_name_or_path
-    if not name and adapter:
-        name = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
-    if not name:
-        refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
-    try:
-        return name, resolve_folder(name, None if base else keys.model_revision)
-    except ValueError as error:
-        reason = f"{folder} was trained from it: {error}"
-        refuse("--base", base, reason, "--base M, where that model is now")
-
-
-def _load(
-    folder: Path, adapter: str | Path | None, keys: SimpleNamespace, num_tokens: int, remote: bool
-):
-    """The model of a folder, or freshly drawn weights, with the adapter in its weights. remote: its
-    code may run."""
-    config = model_config.load_hf_config(str(folder), remote)
-    check_generation_config(folder)
-    model = load_torch_model(
-        str(folder),
-        keys.train_from_scratch,
-        keys.seed,
-        remote,
-        # the run had as many rows, and what is drawn depends on it
-        max(num_tokens, config.get_text_config().vocab_size),
-        config,
-        config.dtype or torch.float32,
-    )
-    if keys.train_from_scratch and (folder / HF_GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    if adapter:
-        lora_files.merge_into(model, adapter)
-    return model.eval()
-
-
-# -- generating ------------------------------------------------------------------------------------
+# -- prompts and their ends
 
 
 def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> list[int]:
-    """The tokens of a conversation, up to where the assistant's answer begins; without a chat
-    template those of the last message's text. enable_thinking: for the template, None: not given.
-    """
+    """The tokens of a conversation up to the assistant's answer; without a chat template those of
+    the last message's text. enable_thinking: for the template; None: not given."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]["content"])
     keys = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -216,31 +204,46 @@ def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = N
 def stop_ids(model, tokenizer) -> list[int]:
     """The tokens that end an answer: those of generation_config.json, of the tokenizer, and of the
     chat template, which a base model's generation_config.json does not know."""
-    own = model.generation_config.eos_token_id
-    found = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    of_model = model.generation_config.eos_token_id
+    ids = of_model if isinstance(of_model, list) else [of_model]
     if tokenizer.chat_template:
-        ending = ChatRenderer(tokenizer).end_of_turn()
-        ids = tokenizer.encode(ending, add_special_tokens=False)
-        found.update(ids if len(ids) == 1 else ())
-    return sorted(found)
+        end_of_turn = ChatRenderer(tokenizer).end_of_turn()
+        end_ids = tokenizer.encode(end_of_turn, add_special_tokens=False)
+        if len(end_ids) == 1:
+            ids = [*ids, *end_ids]
+    return sorted({*ids, tokenizer.eos_token_id} - {None})
+
+
+def until_stop(ids: list[int], stop: list[int]) -> list[int]:
+    """The tokens before the first one of `stop`."""
+    for place, token in enumerate(ids):
+        if token in stop:
+            return ids[:place]
+    return ids
 
 
 def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
     """(the tokens before the last run of trained ones, that run) of a document {"input_ids",
-    "labels"}; None where nothing is trained."""
+    "labels"}; None if nothing is trained."""
     ids = np.asarray(document["input_ids"])
     labels = np.asarray(document["labels"])
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     if not len(trained):
         return None
-    gaps = np.flatnonzero(np.diff(trained) > 1)
-    first = trained[gaps[-1] + 1] if len(gaps) else trained[0]
-    return ids[: first + 1].tolist(), labels[first : trained[-1] + 1].tolist()
+    run = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)[-1]
+    return ids[: run[0] + 1].tolist(), labels[run].tolist()
 
 
-def until_stop(ids: list[int], stop: list[int]) -> list[int]:
-    """The tokens before the first one of `stop`."""
-    return ids[: next((at for at, token in enumerate(ids) if token in stop), len(ids))]
+# -- generating
+
+
+def answers(
+    model, tokenizer, prompts: list[list[int]], decoding: Decoding = GREEDY, batch_size: int = 32
+) -> list[str]:
+    """The text after each prompt, without special tokens. model: in evaluation mode."""
+    stop = stop_ids(model, tokenizer)
+    rows = continuations(model, prompts, stop, decoding, batch_size)
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def continuations(
@@ -253,68 +256,61 @@ def continuations(
 ) -> list[list[int]]:
     """The new tokens after each prompt, without the one of `stop` that ends them.
 
-    Prompts of similar length share a batch, padded on the left: generation continues where a row
-    ends. streamer: transformers', for one prompt.
+    Prompts of similar length share a batch [b, s], padded on the left: generation continues at the
+    end of a row. streamer: transformers', for one prompt.
     """
     config = _generation_config(model, stop, decoding)
     limit = config.max_new_tokens
-    positions = _num_positions(model)
+    text_config = model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
-    found = {}
+    new_tokens = {}
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        width = len(prompts[numbers[-1]])
+        rows = [torch.tensor(prompts[number], device=model.device) for number in numbers]
+        ids = pad_sequence(rows, True, config.pad_token_id, "left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+        width = ids.shape[1]
         config.max_new_tokens = max(1, min(limit, positions - width))
-        ids = torch.full((len(numbers), width), config.pad_token_id, device=model.device)
-        mask = torch.zeros_like(ids)
-        for row, number in enumerate(numbers):
-            own = prompts[number]
-            ids[row, width - len(own) :] = torch.tensor(own)
-            mask[row, width - len(own) :] = 1
         output = model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer
         )
         for number, row in zip(numbers, output[:, width:].tolist(), strict=True):
-            found[number] = until_stop(row, stop)
-    return [found[number] for number in range(len(prompts))]
-
-
-def _num_positions(model) -> int:
-    """The positions that a transformers model was made for."""
-    config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+            new_tokens[number] = until_stop(row, stop)
+    return [new_tokens[number] for number in range(len(prompts))]
 
 
 def _generation_config(model, stop: list[int], decoding: Decoding):
-    """The model's own, with what `decoding` says instead."""
+    """A copy of the model's GenerationConfig with the values of `decoding`."""
     config = copy.deepcopy(model.generation_config)
-    changes = {}
+    given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
+    changes = {key: value for key, value in given.items() if value is not None}
     if decoding.temperature == 0:
-        # the defaults: of what is None generate() takes the model's value, and warns
+        # the defaults: for None generate() takes the model's value, and warns
         changes = dict(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
-    elif decoding.temperature is not None or decoding.top_p is not None:
-        given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
-        changes = {"do_sample": True, **{k: v for k, v in given.items() if v is not None}}
-    limit = decoding.max_new_tokens
-    if limit is None:
-        limit = config.max_new_tokens or MAX_NEW_TOKENS
+    elif changes:
+        changes["do_sample"] = True
+    limit = decoding.max_new_tokens or config.max_new_tokens or MAX_NEW_TOKENS
     changes |= dict(max_new_tokens=limit, max_length=None, eos_token_id=stop or None)
     config.update(**changes, pad_token_id=stop[0] if stop else 0)
     return config
 
 
-def answers(
-    model, tokenizer, prompts: list[list[int]], decoding: Decoding = GREEDY, batch_size: int = 32
-) -> list[str]:
-    """The text that a transformers model, in evaluation mode, answers to each prompt (token ids),
-    without special tokens."""
+def stream(
+    model, tokenizer, prompt: list[int], decoding: Decoding, write: Callable[[str], None]
+) -> None:
+    """Answer one prompt, and call `write` with each piece of text once it is there. Ctrl-C ends the
+    answer."""
     stop = stop_ids(model, tokenizer)
-    found = continuations(model, prompts, stop, decoding, batch_size)
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    streamer = _Streamer(tokenizer, stop, write)
+    try:
+        continuations(model, [prompt], stop, decoding, streamer=streamer)
+    except KeyboardInterrupt:
+        streamer.end()
 
 
 class _Streamer(TextStreamer):
-    """Hands on whole words as they come, without the prompt and the token that ends the answer."""
+    """Whole words of an answer, without the prompt and the token that ends it."""
 
     def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -329,61 +325,115 @@ class _Streamer(TextStreamer):
         self._write(text)
 
 
-def stream(
-    model, tokenizer, prompt: list[int], decoding: Decoding, write: Callable[[str], None]
-) -> None:
-    """Answer one prompt, and hand each piece of text to `write` as soon as it is there. Ctrl-C ends
-    the answer."""
-    stop = stop_ids(model, tokenizer)
-    streamer = _Streamer(tokenizer, stop, write)
-    try:
-        continuations(model, [prompt], stop, decoding, streamer=streamer)
-    except KeyboardInterrupt:
-        streamer.end()
-
-
 # -- answers in an evaluation
 
-# words of letters and digits; Chinese and Japanese characters are words of their own
-_WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
+
+class Answers(TrainerCallback):
+    """Generated answers as metrics of evaluate() and predict(): exact_match and rouge_l.
+
+    A callback of a McaTrainer with predict_with_generate. `lines`: see generate(), of the data set
+    that was measured last.
+    """
+
+    metrics = GENERATION_METRICS
+
+    def __init__(self):
+        self.lines: list[dict] = []
+
+    def on_init_end(self, args, state, control, trainer, **kwargs):
+        """Become the trainer's `answers`. ValueError if answers cannot be generated or compared,
+        and on every rank if one has no room for a copy of the whole model."""
+        if not args.predict_with_generate:
+            return
+        rules = {
+            "compute_metrics is given logits, and generate's tokens go into exact_match and "
+            "rouge_l: one of the two": trainer.compute_metrics is not None,
+            "a pair has two answers: set it to false": trainer.documents_per_sample > 1,
+            "give the trainer a tokenizer, to compare texts": trainer.tokenizer is None,
+        }
+        for reason, is_broken in rules.items():
+            if is_broken:
+                raise ValueError(f"predict_with_generate: {reason}")
+        check_room(trainer.backend)
+        self.trainer = trainer
+        trainer.answers = self
+
+    def measure(self, dataset) -> dict[str, tuple[float, int]]:
+        """Answer a data set -> {metric: (sum, count)}, the same on every rank. Collective."""
+        self.lines = self.generate(dataset)
+        matches = sum(line["exact_match"] for line in self.lines)
+        overlaps = sum(rouge_l(line["answer"], line["expected"]) for line in self.lines)
+        count = len(self.lines)
+        return {"exact_match": (matches, count), "rouge_l": (overlaps, count)}
+
+    @torch.no_grad()
+    def generate(self, dataset) -> list[dict]:
+        """{"index", "prompt", "answer", "expected", "exact_match"} of those among the first
+        generation_num_samples samples that have an answer, in order, on every rank. Collective."""
+        args = self.trainer.args
+        backend = self.trainer.backend
+        dataset = samples_of(dataset)
+        count = min(len(dataset), args.generation_num_samples or len(dataset))
+        turns = [(index, last_turn(documents_of(dataset[index])[0])) for index in range(count)]
+        turns = [(index, *turn) for index, turn in turns if turn is not None]
+        turns = turns[parallel.rank() :: parallel.world_size()]
+        size = args.per_device_eval_batch_size
+        watchdog.note("generating answers")
+        backend.train_mode(False)
+        model = self._whole_model()
+        lines = []
+        for start in range(0, len(turns), size):
+            watchdog.alive()
+            with backend.autocast():
+                lines += self._lines(model, turns[start : start + size])
+        del model
+        torch.cuda.empty_cache()  # training needs the copy's memory again
+        backend.train_mode(True)
+        everyone = [line for part in parallel.gather(lines) for line in part]
+        return sorted(everyone, key=lambda line: line["index"])
+
+    def _lines(self, model, turns: list[tuple[int, list[int], list[int]]]) -> list[dict]:
+        """The lines of a batch of (index, prompt, expected answer)."""
+        tokenizer = self.trainer.tokenizer
+        stop = stop_ids(model, tokenizer)
+        decoding = GREEDY._replace(max_new_tokens=self.trainer.args.max_new_tokens)
+        prompts = [prompt for _, prompt, _ in turns]
+        lines = []
+        rows = continuations(model, prompts, stop, decoding, len(turns))
+        for (index, prompt, known), ids in zip(turns, rows, strict=True):
+            texts = tokenizer.batch_decode([ids, until_stop(known, stop)], skip_special_tokens=True)
+            answer, expected = (text.strip() for text in texts)
+            line = dict(index=index, prompt=tokenizer.decode(prompt), answer=answer)
+            lines.append(line | dict(expected=expected, exact_match=answer == expected))
+        return lines
+
+    def _whole_model(self):
+        """The model in transformers' classes, whole on this rank. Collective."""
+        trainer = self.trainer
+        backend = trainer.backend
+        if backend.name == "torch":
+            return trainer.model
+        check_room(backend)
+        folder = Path(trainer.args.output_dir) / ".generate"
+        try:
+            has_adapters = lora.spec_of(trainer.model) is not None
+            export = backend.export_merged if has_adapters else backend.export_hf
+            export(folder, trainer.args.max_shard_size)
+            model = load_torch_model(str(folder), dtype=backend.dtype).eval()
+            parallel.barrier()
+        finally:
+            if parallel.is_main():
+                shutil.rmtree(folder, ignore_errors=True)
+        return model
 
 
-def scores(answers: list[dict], prefix: str) -> dict[str, float]:
-    """<prefix>_exact_match and <prefix>_rouge_l: their means over what generate() returned."""
-    found = [[one["exact_match"], rouge_l(one["answer"], one["expected"])] for one in answers]
-    means = np.array(found).reshape(-1, len(GENERATION_METRICS)).sum(0) / max(len(found), 1)
-    names = [f"{prefix}_{name}" for name in GENERATION_METRICS]
-    return dict(zip(names, means.tolist(), strict=True))
-
-
-def rouge_l(ours: str, theirs: str) -> float:
-    """ROUGE-L's F1: twice the longest common subsequence of words over the words of both."""
-    a, b = (_WORD.findall(text.lower()) for text in (ours, theirs))
-    if not a or not b:
-        return float(a == b)
-    places: dict[str, int] = {}
-    for i, word in enumerate(a):
-        places[word] = places.get(word, 0) | 1 << i
-    # Hyyro's row of bits: a 0 for each place of `a` at which the common subsequence grows
-    row = full = (1 << len(a)) - 1
-    for word in b:
-        hits = row & places.get(word, 0)
-        row = ((row + hits) | (row - hits)) & full
-    return 2 * (len(a) - row.bit_count()) / (len(a) + len(b))
-
-
-# -- the model whole
-
-
-def check_room(trainer) -> None:
-    """ValueError, on every rank, where one of them has no room for a copy of the whole model."""
-    if trainer.backend.name == "torch":
+def check_room(backend) -> None:
+    """ValueError, on every rank, if one of them has no room for a copy of the whole model."""
+    if backend.name == "torch":
         return
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**trainer.backend.hf_config))
-    weights = sum(p.numel() for p in whole.parameters()) * trainer.backend.dtype.itemsize
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**backend.hf_config))
+    weights = sum(p.numel() for p in whole.parameters()) * backend.dtype.itemsize
     room = free_memory()
     [is_short] = parallel.largest(int(weights > room))
     if is_short:
@@ -395,72 +445,24 @@ def check_room(trainer) -> None:
 
 
 def free_memory() -> float:
-    """Bytes that this rank can still take, where its device is; infinite where nothing says so."""
+    """Bytes that this rank can still take on its device."""
     if torch.cuda.is_available():
-        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + kept
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(free.split()[1]) * 1024 / ranks
-    return math.inf
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
+    return psutil.virtual_memory().available / world.current().local_size
 
 
-def _whole_model(trainer):
-    """The model as transformers has it, whole on this rank. Collective."""
-    backend = trainer.backend
-    args = trainer.args
-    if backend.name == "torch":
-        return trainer.model
-    check_room(trainer)
-    folder = Path(args.output_dir) / ".generate"
-    try:
-        has_adapters = lora.spec_of(trainer.model) is not None
-        export = backend.export_merged if has_adapters else backend.export_hf
-        export(folder, args.max_shard_size)
-        model = load_torch_model(str(folder), dtype=backend.dtype).eval()
-        parallel.barrier()
-    finally:
-        if parallel.is_main():
-            shutil.rmtree(folder, ignore_errors=True)
-    return model
-
-
-# -- generation
-
-
-@torch.no_grad()
-def generate(trainer, dataset) -> list[dict]:
-    """{"index", "prompt", "answer", "expected", "exact_match"} of those among the first
-    generation_num_samples samples that have an answer, in order, on every rank. Collective."""
-    args = trainer.args
-    tokenizer = trainer.tokenizer
-    dataset = samples_of(dataset)
-    count = min(len(dataset), args.generation_num_samples or len(dataset))
-    turns = ((index, last_turn(documents_of(dataset[index])[0])) for index in range(count))
-    turns = [(index, *turn) for index, turn in turns if turn is not None]
-    own = turns[parallel.rank() :: parallel.world_size()]
-    size = args.per_device_eval_batch_size
-    watchdog.note("generating answers")
-    trainer.backend.train_mode(False)
-    model = _whole_model(trainer)
-    found = []
-    decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
-    stop = stop_ids(model, tokenizer)
-    for start in range(0, len(own), size):
-        watchdog.alive()
-        batch = own[start : start + size]
-        prompts = [prompt for _, prompt, _ in batch]
-        with trainer.backend.autocast():
-            written = continuations(model, prompts, stop, decoding, size)
-        for (index, prompt, known), ids in zip(batch, written, strict=True):
-            texts = tokenizer.batch_decode([ids, until_stop(known, stop)], skip_special_tokens=True)
-            answer, expected = (text.strip() for text in texts)
-            line = {"index": index, "prompt": tokenizer.decode(prompt), "answer": answer}
-            found.append({**line, "expected": expected, "exact_match": answer == expected})
-    del model
-    torch.cuda.empty_cache()  # the copy's memory is training's again
-    trainer.backend.train_mode(True)
-    whole = [answer for theirs in parallel.gather(found) for answer in theirs]
-    return sorted(whole, key=lambda answer: answer["index"])
+def rouge_l(answer: str, expected: str) -> float:
+    """ROUGE-L's F1: twice the longest common subsequence of words over the words of both."""
+    a = _WORD.findall(answer.lower())
+    b = _WORD.findall(expected.lower())
+    if not a or not b:
+        return float(a == b)
+    row = [0] * (len(b) + 1)  # row[j]: the longest common to the words of `a` so far and b[:j]
+    for word in a:
+        diagonal = 0
+        for j, other in enumerate(b, 1):
+            above = row[j]
+            row[j] = diagonal + 1 if word == other else max(above, row[j - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(a) + len(b))

@@ -38,7 +38,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def rank() -> int:
     if _is_alone:
         return 0
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    return dist.get_rank() if dist.is_initialized() else world.current().rank
 
 
 def world_size() -> int:
@@ -62,10 +62,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
 def start_process_group(timeout_s: float = 1800) -> None:
     """Join the world that torchrun's or SLURM's variables describe, or make a world of one.
 
@@ -78,7 +74,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     world.settle()
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
+        torch.cuda.set_device(world.current().local_rank)
         backend = "nccl"
     else:
         world.stay_on_loopback()
@@ -91,7 +87,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     try:
         store, rank_, size = next(dist.rendezvous("env://", timeout=_time_to_meet(timeout)))
         store.set_timeout(timeout)
-        if world.is_one_machine():
+        if world.current().is_one_machine:
             # after a restart torchrun's store still holds the addresses of ranks that are dead
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"start-{start}", store)
@@ -104,7 +100,7 @@ def _time_to_meet(timeout: datetime.timedelta) -> datetime.timedelta:
     """How long this rank may try to reach the store of rank 0: torch tries twice, and waits on
     rank 0 itself once."""
     limit = min(timeout, datetime.timedelta(seconds=_MEET_S))
-    return limit if os.environ["RANK"] == "0" else limit / 2
+    return limit if world.current().is_main else limit / 2
 
 
 def own_store(prefix: str):

@@ -81,7 +81,10 @@ def compare(plan: run.Plan) -> list[Row]:
     row are too.
     Collective. ValueError, on every rank, for what rank 0 cannot run.
     """
-    parallel.initialize(plan.arguments.training, plan.arguments.backend.use_mca)
+    args = plan.arguments.training
+    parallel.initialize(args, plan.arguments.backend.use_mca)
+    args.eval_strategy = "no"
+    args.predict_with_generate = False
     if not plan.arguments.backend.use_mca:
         plan.model.config = _hf_config(plan)
     trainer = run.build_trainer(plan)

@@ -86,6 +86,7 @@ class McaTrainer:
     _reference_model = None  # a second model that each batch goes through, forward only
     _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
     limits = Limits()  # of the model: ids and positions of the data
+    answers: Any = None  # generation.Answers of predict_with_generate, which sets it
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
@@ -139,10 +140,10 @@ class McaTrainer:
         self.report = Report(args, parallel.is_main())
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        check_metrics(self)
         self._loaders = {"train_dataloader": None, "eval_dataloader": None}
         self.callbacks = [*map(as_callback, callbacks or ()), *callbacks_of(args), self.report]
         self._notify("on_init_end")
+        check_metrics(self)
 
     # -- the loop
 

@@ -7,6 +7,7 @@ computed.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,8 +20,7 @@ from .args_rules import check_metric
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge
-from .files import GENERATION_METRICS, IGNORE_INDEX
-from .generation import check_room, generate, scores
+from .files import IGNORE_INDEX
 from .packed_rows import Targets
 from .trainer_events import EvalLoopOutput, Numbers, plan_batches
 
@@ -44,9 +44,13 @@ def check_metrics(trainer) -> None:
             f"{', '.join(trainer.metrics_keys)}"
         )
     names = tuple(trainer.metrics_keys)
-    if trainer.args.predict_with_generate:
-        _check_generation(trainer)
-        names += GENERATION_METRICS
+    if trainer.args.predict_with_generate and trainer.answers is None:
+        raise ValueError(
+            "predict_with_generate: answers are the work of a callback: "
+            "McaTrainer(callbacks=[mca_lite.generation.Answers()])"
+        )
+    if trainer.answers is not None:
+        names += trainer.answers.metrics
     judge = Judge(trainer.args)
     if compute is None:
         sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else ()
@@ -54,34 +58,16 @@ def check_metrics(trainer) -> None:
     judge.close()
 
 
-def _check_generation(trainer) -> None:
-    if trainer.compute_metrics is not None:
-        reason = "compute_metrics is given logits, and generate's tokens go into exact_match and "
-        raise ValueError(f"predict_with_generate: {reason}rouge_l: one of the two")
-    if trainer.documents_per_sample > 1:
-        raise ValueError("predict_with_generate: a pair has two answers: set it to false")
-    if trainer.tokenizer is None:
-        raise ValueError("predict_with_generate: give the trainer a tokenizer, to compare texts")
-    check_room(trainer)
-
-
 def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
     """Metrics over the whole set, named <prefix>_<metric>; of a dict, over all of its sets, and
     over each, named <prefix>_<its name>_<metric>. Collective."""
     if isinstance(dataset, dict):
-        found = []
-        answers = []
-        for name, part in dataset.items():
-            one, written = _measure(trainer, part, f"{prefix}_{name}")
-            found.append(one)
-            answers += written
-        metrics = _named(sum((one.numbers for one in found), trainer._numbers()), prefix)
-        if trainer.args.predict_with_generate:
-            metrics.update(scores(answers, prefix))
-        for one in found:
+        parts = [_measure(trainer, part, f"{prefix}_{name}") for name, part in dataset.items()]
+        metrics = _named(functools.reduce(operator.add, [one.numbers for one in parts]), prefix)
+        for one in parts:
             metrics.update(one.metrics)
     else:
-        metrics = _measure(trainer, dataset, prefix)[0].metrics
+        metrics = _measure(trainer, dataset, prefix).metrics
     line = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, **metrics}
     trainer.state.log_history.append(line)
     trainer.report.log(line)
@@ -89,17 +75,17 @@ def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
     return metrics
 
 
-def _measure(trainer, dataset, prefix: str) -> tuple[EvalLoopOutput, list[dict]]:
-    """(the numbers of a set, the answers that were generated for it)"""
+def _measure(trainer, dataset, prefix: str) -> EvalLoopOutput:
+    """The metrics of one set, with those of generated answers and of compute_metrics."""
     loader = _loader_of(trainer, dataset)
-    answers = []
     found = trainer.evaluation_loop(loader, "evaluation", metric_key_prefix=prefix)
     if trainer.compute_metrics is not None:
         found.metrics.update(user_metrics(trainer, dataset, prefix))
-    if trainer.args.predict_with_generate:
-        answers = generate(trainer, dataset)
-        found.metrics.update(scores(answers, prefix))
-    return found, answers
+    if trainer.answers is not None:
+        numbers = found.numbers.with_pairs(trainer.answers.measure(dataset))
+        found.metrics.update(_named(numbers, prefix))
+        found = found._replace(numbers=numbers)
+    return found
 
 
 def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
@@ -215,6 +201,9 @@ def predict(trainer, dataset, prefix: str) -> PredictionOutput:
         metrics = dict(zip(names, means.tolist(), strict=True))
     if trainer.compute_metrics is not None:
         metrics |= user_metrics(trainer, dataset, prefix)
+    if trainer.answers is not None:
+        nothing = Numbers.zeros([], parallel.device())
+        metrics |= _named(nothing.with_pairs(trainer.answers.measure(dataset)), prefix)
     trainer._notify("on_predict", metrics=metrics)
     return PredictionOutput(found.squeeze(1) if found.shape[1] == 1 else found, None, metrics)
 

@@ -77,6 +77,13 @@ class Numbers:
                 self.vector[2 * i : 2 * i + 2] += of_micro_batch[key].to(self.vector.dtype)
         return self
 
+    def with_pairs(self, pairs: dict[str, tuple[float, int]]) -> "Numbers":
+        """These numbers and more metrics, as {metric: (sum, count)}."""
+        more = self.vector.new_tensor(list(pairs.values())).flatten()
+        end = len(self.vector) - _COUNTS
+        vector = torch.cat([self.vector[:end], more, self.vector[end:]])
+        return Numbers([*self.keys, *pairs], vector)
+
     def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
         self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
 

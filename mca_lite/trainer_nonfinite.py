@@ -24,6 +24,7 @@ import torch
 
 from . import ckpt_folder, parallel
 from .data_batches import FILLER, BatchPlan, Packs
+from .errors import UserError
 from .files import write_file
 from .model import VirtualModels
 from .trainer_events import finish_checkpoint, prune
@@ -36,11 +37,12 @@ _SPIKE_STEPS = 100
 _SPIKE_AFTER = 20
 
 
-class NotFiniteError(ArithmeticError):
+class NotFiniteError(UserError, ArithmeticError):
     """A loss, a gradient or a weight is not finite, or no update was made. Every rank raises it,
     with the same text."""
 
     exit_code = NOT_FINITE_EXIT_CODE
+    same_on_all_ranks = True
 
 
 class BadLoss(NamedTuple):

@@ -1,9 +1,10 @@
-"""The world that a launcher describes: torchrun's variables, or SLURM's under the same names.
+"""The world of a launcher: torchrun's variables, or SLURM's under the same names.
 
-A half described world is refused. Each of its processes would take itself for the whole run, and
+A world that is half described is refused: each process would take itself for the whole run, and
 all of them would write to one folder.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,24 +12,74 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_HOW = "start with torchrun, or with srun so that SLURM's variables describe the world"
+_START = "start with torchrun, or with srun so that SLURM's variables describe the world"
+
+
+class World(NamedTuple):
+    """Place of this process among the processes of the run. is_given: a launcher described it."""
+
+    rank: int
+    size: int
+    local_rank: int  # on this machine
+    local_size: int
+    is_given: bool
+
+    @property
+    def is_main(self) -> bool:
+        """True for the rank that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_one_machine(self) -> bool:
+        """True if all ranks run on this machine."""
+        return self.size == self.local_size
+
+
+def current() -> World:
+    """Read the World from the environment; one process where no launcher described any."""
+
+    def number(name: str, default: int) -> int:
+        text = os.environ.get(name, "")
+        return int(text) if text.isdecimal() else default  # settle() refuses other texts
+
+    return World(
+        rank=number("RANK", 0),
+        size=number("WORLD_SIZE", 1),
+        local_rank=number("LOCAL_RANK", 0),
+        local_size=number("LOCAL_WORLD_SIZE", 1),
+        is_given="WORLD_SIZE" in os.environ,
+    )
+
+
+@contextlib.contextmanager
+def planned_world(size: int) -> Iterator[None]:
+    """Let current() describe a world of `size` ranks, for commands that plan one."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(size)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
 
 
 def settle() -> None:
-    """Bring the environment to torchrun's variables, SLURM's where there are none of those.
+    """Bring the environment to torchrun's variables, from SLURM's if there are none of those.
 
-    Without either this process is a world of its own. ValueError for what describes a world by
-    half. Calling it again changes nothing; nor does it where a process group is there already,
-    which the host program has made in its own way.
+    Without either this process is a world of one. ValueError for a world that is half described.
+    Idempotent; does nothing if the host program has made a process group already.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         return
     for name in _NAMES:
-        if os.environ.get(name) == "":  # as a script exports what it failed to find out
+        if os.environ.get(name) == "":  # a script exports an unset variable so
             del os.environ[name]
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         _take_from_slurm()
@@ -36,9 +87,9 @@ def settle() -> None:
 
 
 def end_second_run() -> None:
-    """End a process that Python has spawned for another one, and in which it imports the user's
-    script: what starts a run there is not below a guard."""
-    # as multiprocessing itself knows it, which refuses further processes then
+    """Exit from a process that multiprocessing spawned while it imports the user's script: the
+    script starts its run without a main guard."""
+    # multiprocessing itself refuses further processes by this attribute
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(
             "error: a process that helps a run came to start it again: put what starts the run "
@@ -46,71 +97,71 @@ def end_second_run() -> None:
         )
 
 
-def _number(name: str) -> int:
-    text = os.environ[name]
+def _number(name: str) -> int | None:
+    """The whole number in a variable, None if it is not set."""
+    text = os.environ.get(name)
     try:
-        return int(text)
+        return None if text is None else int(text)
     except ValueError:
-        raise ValueError(f"{name} is {text!r}, expected a whole number: {_HOW}") from None
+        raise ValueError(f"{name} is {text!r}, expected a whole number: {_START}") from None
 
 
 def _check() -> None:
-    size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else None
-    if "RANK" not in os.environ:
-        if size is not None and size != 1:
-            raise ValueError(
-                f"WORLD_SIZE is {size} and RANK is not set: {_HOW}; for one process unset "
-                "WORLD_SIZE"
-            )
-        return
+    """ValueError for variables that describe a world by half, or numbers that do not fit."""
     rank = _number("RANK")
+    size = _number("WORLD_SIZE")
+    if rank is None and size in (None, 1):
+        return
+    if rank is None:
+        one = "for one process unset WORLD_SIZE"
+        raise ValueError(f"WORLD_SIZE is {size} and RANK is not set: {_START}; {one}")
     if size is None:
-        raise ValueError(
-            f"RANK is {rank} and WORLD_SIZE is not set: {_HOW}; for one process unset RANK"
-        )
+        one = "for one process unset RANK"
+        raise ValueError(f"RANK is {rank} and WORLD_SIZE is not set: {_START}; {one}")
     if not 0 <= rank < size:
-        raise ValueError(
-            f"RANK is {rank} in a world of WORLD_SIZE {size}: expected 0 to {size - 1}; {_HOW}"
-        )
-    if "LOCAL_RANK" in os.environ and _number("LOCAL_RANK") < 0:
-        raise ValueError(f"LOCAL_RANK is {os.environ['LOCAL_RANK']}, expected 0 or more: {_HOW}")
+        wanted = f"expected 0 to {size - 1}"
+        raise ValueError(f"RANK is {rank} in a world of WORLD_SIZE {size}: {wanted}; {_START}")
+    local_rank = _number("LOCAL_RANK")
+    if local_rank is not None and local_rank < 0:
+        raise ValueError(f"LOCAL_RANK is {local_rank}, expected 0 or more: {_START}")
+    if size == 1:
+        return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if size > 1 and missing:
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ValueError(
-            f"RANK is {rank} of WORLD_SIZE {size}, and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so that the ranks cannot meet: set "
-            f"MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, or {_HOW}"
+            f"RANK is {rank} of WORLD_SIZE {size}, and {' and '.join(missing)} {verb} not set, so "
+            "that the ranks cannot meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
+            f"a free port there, or {_START}"
         )
-    if size > 1 and not 1 <= _number("MASTER_PORT") <= 65535:
-        port = os.environ["MASTER_PORT"]
-        raise ValueError(f"MASTER_PORT is {port}, expected a free port from 1 to 65535: {_HOW}")
+    port = _number("MASTER_PORT")
+    if port not in range(1, 65536):
+        raise ValueError(f"MASTER_PORT is {port}, expected a free port from 1 to 65535: {_START}")
 
 
 def why_not_met(error: Exception) -> str:
-    """Words for a meeting of the ranks that failed with torch's `error`: what this rank saw, and
-    what to set."""
-    rank = os.environ["RANK"]
-    size = os.environ["WORLD_SIZE"]
+    """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and what to
+    set."""
+    here = current()
+    text = str(error)
     host = os.environ["MASTER_ADDR"]
-    port = os.environ["MASTER_PORT"]
-    came = re.search(r"(\d+)/\d+ clients joined", str(error))
-    why = f"the others do not answer ({str(error).splitlines()[0]})"
-    remedy = "see why one of them ended, or was not started"
-    if "address already in use" in str(error):
-        why = f"MASTER_PORT {port} of this host is in use"
-        remedy = "set it to a free port, and give each process a RANK of its own"
-    elif came:
-        why = f"{came[1]} of {size} ranks came to MASTER_ADDR {host}, MASTER_PORT {port}"
-        remedy = "see why the others ended or were not started, or raise ddp_timeout"
+    place = f"MASTER_ADDR {host}, MASTER_PORT {os.environ['MASTER_PORT']}"
+    joined = re.search(r"(\d+)/\d+ clients joined", text)
+    reason = f"the others do not answer ({text.splitlines()[0]})"
+    remedy = "See why one of them ended, or was not started"
+    if "address already in use" in text:
+        reason = f"MASTER_PORT {os.environ['MASTER_PORT']} of this host is in use"
+        remedy = "Set it to a free port, and give each process a RANK of its own"
+    elif joined:
+        reason = f"{joined[1]} of {here.size} ranks came to {place}"
+        remedy = "See why the others ended or were not started, or raise ddp_timeout"
     elif not _resolves(host):
-        why = f"MASTER_ADDR {host!r} is no host that this machine knows"
-        remedy = "set it to the name or address of the host of rank 0"
-    elif "client socket has timed out" in str(error):
-        why = f"nothing answers at MASTER_ADDR {host}, MASTER_PORT {port}"
-        remedy = "rank 0 has ended, was not started, or runs on another host: see its own words"
-    return (
-        f"rank {rank} of {size} could not meet the others: {why}. {remedy[0].upper()}{remedy[1:]}"
-    )
+        reason = f"MASTER_ADDR {host!r} is no host that this machine knows"
+        remedy = "Set it to the name or address of the host of rank 0"
+    elif "client socket has timed out" in text:
+        reason = f"nothing answers at {place}"
+        remedy = "Rank 0 has ended, was not started, or runs on another host: see its own words"
+    return f"rank {here.rank} of {here.size} could not meet the others: {reason}. {remedy}"
 
 
 def _resolves(host: str) -> bool:
@@ -120,57 +171,50 @@ def _resolves(host: str) -> bool:
         return False
 
 
-def is_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-
-
 def stay_on_loopback() -> None:
-    """A world that fits one machine needs no other interface; gloo would pick whichever the host
-    name resolves to."""
+    """Let gloo use the loopback interface if all ranks are on this machine; else it would take the
+    interface of the host name."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if is_one_machine() and loopback:
+    if current().is_one_machine and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def tell_torchrun(text: str) -> None:
-    """Let torchrun's summary, the last that it prints, say why this rank ended."""
+    """Give torchrun's summary, its last print, the reason why this rank ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     message = {"message": f"error: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
-    try:
+    with contextlib.suppress(OSError):  # the text is printed too
         Path(path).write_text(json.dumps({"message": message}))
-    except OSError:
-        pass  # it only repeats what is printed
 
 
 # -- SLURM
 
 
 def _take_from_slurm() -> None:
-    """Set torchrun's variables for a task of srun. ValueError where SLURM does not say all."""
-    if "SLURM_PROCID" not in os.environ or os.environ.get("SLURM_NTASKS", "1") == "1":
+    """Set torchrun's variables for a task of srun. ValueError if SLURM's are incomplete."""
+    task = os.environ.get("SLURM_PROCID")
+    size = os.environ.get("SLURM_NTASKS", "1")
+    if task is None or size == "1":
         return
-    master = os.environ.get("MASTER_ADDR") or _first_host()
-    missing = [] if "SLURM_LOCALID" in os.environ else ["SLURM_LOCALID"]
-    if master is None:
-        missing.append("MASTER_ADDR")
-    if missing:
-        raise ValueError(
-            f"this is task {os.environ['SLURM_PROCID']} of SLURM_NTASKS "
-            f"{os.environ['SLURM_NTASKS']}, and {' and '.join(missing)} cannot be found out: "
-            "start with srun, or with torchrun; for one process unset SLURM_NTASKS"
-        )
-    found = {
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_NTASKS"],
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-        "MASTER_ADDR": master,
+    variables = {
+        "RANK": task,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID"),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or _first_host(),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_port()),
     }
+    names = {"LOCAL_RANK": "SLURM_LOCALID"}
+    missing = [names.get(name, name) for name, value in variables.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"this is task {task} of SLURM_NTASKS {size}, and {' and '.join(missing)} cannot be "
+            "found out: start with srun, or with torchrun; for one process unset SLURM_NTASKS"
+        )
     if _num_nodes() == "1":
-        found["LOCAL_WORLD_SIZE"] = found["WORLD_SIZE"]
-    os.environ.update(found)
+        variables["LOCAL_WORLD_SIZE"] = size
+    os.environ.update(variables)
 
 
 def _num_nodes() -> str | None:
@@ -178,23 +222,19 @@ def _num_nodes() -> str | None:
 
 
 def _first_host() -> str | None:
-    """The host of task 0, from what only srun sets: in a batch script, which has SLURM_NTASKS too,
+    """The host of task 0, from variables of srun alone: a batch script has SLURM_NTASKS too, and
     one process would wait for tasks that nobody starts."""
-    hosts = os.environ.get("SLURM_STEP_NODELIST")
+    hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if (hosts or launcher) and _num_nodes() == "1":
         return "127.0.0.1"
-    # node7 or node[03-05,9], and what comes after a comma
-    match = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[\d,-]*\])?(?:,.*)?", hosts or "")
-    if match:
-        return match[1] + (match[2] or "")
-    return launcher
+    # node7 or node[03-05,9], before a comma
+    match = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[\d,-]*\])?(?:,.*)?", hosts)
+    return match[1] + (match[2] or "") if match else launcher
 
 
 def _port() -> int:
-    """The same on all tasks of a step, and another one for other jobs on the node."""
-    job, step = (
-        int(text) if text.isdigit() else 0
-        for text in (os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", ""))
-    )
-    return 20000 + (job + step) % 10000  # below the ports that the system gives away
+    """A port below those that the system gives away: the same on all tasks of a step, another one
+    for other jobs on the node."""
+    numbers = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return 20000 + sum(int(text) for text in numbers if text.isdigit()) % 10000

@@ -136,8 +136,7 @@ def printed(pieces: list[str], is_thinking: bool = False) -> tuple[str, str]:
         printer = cli_generate._Printer("", is_thinking)
         for piece in pieces:
             printer.write(piece)
-        printer.close()
-    return shown.getvalue(), printer.text
+    return shown.getvalue() + "\n", printer.text
 
 
 def test_thinking_is_shown_apart_and_kept_for_the_template():

@@ -17,9 +17,8 @@ Usage = collections.namedtuple("Usage", "total used free")
 
 
 def levels(check) -> dict[str, tuple[str, str]]:
-    """what -> (text, remedy) of the findings that are not fine, and "PROBLEM" in the text."""
-    found = {one.what: (str(one), one.remedy) for one in check}
-    return {what: pair for what, pair in found.items() if pair[1]}
+    """subject -> (text, remedy) of the findings that are not fine, and "PROBLEM" in the text."""
+    return {one.subject: (str(one), one.remedy) for one in check if one.level}
 
 
 def test_a_machine_is_examined_with_two_ranks(tmp_path):
@@ -77,19 +76,19 @@ def test_versions_are_compared_with_what_was_tested(monkeypatch):
 
 def test_little_shared_memory_and_small_limits_are_warnings(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
-    assert "--shm-size" in levels(cli_doctor._memory())["shared memory"][1]
+    assert "--shm-size" in levels(cli_doctor._limits())["shared memory"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     monkeypatch.setattr(cli_doctor.Path, "glob", lambda path, pattern: iter([path]))
     found = levels(cli_doctor._limits())
-    assert "ulimit -n" in found["open files"][1] and "memlock" in found["locked memory"][1]
+    assert "ulimit -n" in found["open files"][1] and "memlock" in found["locked bytes"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert not levels(cli_doctor._limits())
+    assert list(levels(cli_doctor._limits())) == ["shared memory"]
 
 
 def test_a_full_or_closed_disk_is_told(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     found = cli_doctor._guarded(cli_doctor._disk(tmp_path / "file" / "out"), "another folder")
-    assert "is no folder" in found[0].text and found[0].is_problem
+    assert "is no folder" in found[0].text and found[0].level == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**30, 0, 2**30))
     assert "save_total_limit" in levels(cli_doctor._disk(tmp_path))["disk"][1]
 
@@ -110,16 +109,16 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
     for broken in ("why_no_kernels", "why_no_torch_compile"):
         monkeypatch.setattr(kernels, "why_no_kernels", lambda: None)
         monkeypatch.setattr(kernels, "why_no_torch_compile", lambda: None)
-        assert "compiler" not in levels(cli_doctor._compiler())
+        assert not levels(cli_doctor._compiler())
         monkeypatch.setattr(kernels, broken, lambda: "no gcc")
-        found = levels(cli_doctor._compiler())["compiler"]
+        [found] = levels(cli_doctor._compiler()).values()
         assert "Triton" in found[1] and "no gcc" in found[0]
 
 
 def test_the_exit_code_is_the_severest_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(cli_doctor, "_LEAST_MIB_S", 0)
     for is_right, speed, code in ((True, 1.0, 0), (True, 0.001, 4), (False, 1.0, 5)):
-        measured = ("gloo", 2, is_right, speed, 0.0)
+        measured = cli_doctor.Link("gloo", 2, is_right, speed, 0.0)
         monkeypatch.setattr(cli_doctor, "_pair", lambda measured=measured: measured)
         assert commands.ended(cli_doctor.main, [str(tmp_path)])[0] == code
 

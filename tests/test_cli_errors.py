@@ -104,10 +104,10 @@ def test_under_torchrun_the_words_stand_last(tmp_path):
 
 ENDED_BY_TORCHRUN = """
 import os, signal, sys, threading
-from mca_lite import cli_errors
-cli_errors.WAIT_S = 60.0
+from mca_lite import cli
+cli.WAIT_S = 60.0
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-sys.exit(cli_errors.end(ValueError("weights do not fit"), None))
+sys.exit(cli.end(ValueError("weights do not fit"), None))
 """
 
 
@@ -310,13 +310,13 @@ def test_convert_ends_as_training_does(tmp_path, capsys):
 
 
 LOUD = """
-from mca_lite import cli_errors
+from mca_lite import cli
 
 def work():
     for number in range(100_000):
         print(number, "words that fill what a pipe holds")
 
-raise SystemExit(cli_errors.finish(work))
+raise SystemExit(cli.finish(work))
 """
 
 

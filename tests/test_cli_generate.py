@@ -149,19 +149,3 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
     assert code == 2 and "its documents have no answers" in error
     code, _, error, _ = generate(path, tmp_path, "--file", write(tmp_path, "empty.jsonl", []))
     assert code == 2 and "empty.jsonl'\n    it holds no record" in error
-
-
-def test_the_question_is_told_from_the_rest_of_a_prompt():
-    from mca_lite.tables import TEMPLATES
-    from tests.shared.toy_tokenizer import byte_tokenizer
-
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}]
-    messages += [said("two"), {"role": "user", "content": "What now?"}]
-    for name in TEMPLATES:
-        tokenizer = byte_tokenizer(TEMPLATES[name])
-        find = cli_generate._question_finder(tokenizer)
-        for asked in (messages, messages[-1:]):
-            prompt = tokenizer.decode(prompt_ids(tokenizer, asked))
-            assert find(prompt).endswith("What now?"), (name, find(prompt))
-            if name in ("chatml", "llama3", "qwen3"):  # its marks are this tokenizer's tokens
-                assert find(prompt) == "What now?"
