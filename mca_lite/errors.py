@@ -20,7 +20,18 @@ class Problem(NamedTuple):
         return f"{self.key}{value}\n    {self.reason}\n    try: {self.suggestion}"
 
 
-class ConfigError(ValueError):
+class UserError(Exception):
+    """An error for the user: the command line shows its text without a traceback.
+
+    exit_code: the exit status of the process. same_on_all_ranks: the text is the same on every
+    rank, so one rank prints it.
+    """
+
+    exit_code = 2
+    same_on_all_ranks = False
+
+
+class ConfigError(UserError, ValueError):
     """All `problems` of a configuration, each with key, value, reason and a value that works."""
 
     def __init__(self, problems: list[Problem]):
