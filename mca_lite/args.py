@@ -31,13 +31,27 @@ from .args_keys import (
     lookup,
     unsupported,
 )
-from .args_rules import check_backend, check_data, check_finetuning, check_objective_run, check_run
-from .args_rules_model import check_config
-from .args_rules_training import ADDITIONAL_FIELDS, check_training, check_world, parse_steps
+from .args_rules import (
+    check_backend,
+    check_data,
+    check_finetuning,
+    check_objective_run,
+    check_run,
+    normalise_data,
+)
+from .args_rules_model import check_config, check_layout
+from .args_rules_training import (
+    ADDITIONAL_FIELDS,
+    SCHEDULES,
+    check_training,
+    check_world,
+    normalise_training,
+    parse_steps,
+)
 from .args_values import ArgumentGroup, arg, cast, default_of, loads_yaml, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import LOSSES, OBJECTIVES, TEMPLATES, check_template
+from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, check_template
 
 # -- groups of keys
 
@@ -126,6 +140,7 @@ class DataArguments(ArgumentGroup):
         [], "keys of messages that are left out where nothing here knows them"
     )
 
+    normalise = normalise_data
     check = check_data
 
 
@@ -237,7 +252,9 @@ class TrainingArguments(ArgumentGroup):
         # YAML files have true and false as well
         words=dict.fromkeys(("true", "yes"), "auto") | dict.fromkeys(("false", "no", "none")),
     )
-    report_to: list[str] = arg([], "none, tensorboard, wandb")
+    report_to: list[Literal["none", "all", "tensorboard", "wandb"]] = arg(
+        [], "trackers: none, tensorboard, wandb"
+    )
     run_name: str | None = arg(None, "the run's name in wandb")
     plot_loss: bool = arg(False, "draw training_loss.png, again and again during the run")
     html_report: bool = arg(True, "write report.html, again and again during the run")
@@ -274,7 +291,9 @@ class TrainingArguments(ArgumentGroup):
     # optimizer and schedule
     learning_rate: float = arg(5e-5, "the highest learning rate", low=0, high=1e38, optimizer="lr")
     lr_scheduler_type: str = arg(
-        "linear", "shape of the learning rate; constant has no warm-up, constant_with_warmup has"
+        "linear",
+        "shape of the learning rate; constant has no warm-up, constant_with_warmup has",
+        choices=SCHEDULES,
     )
     lr_scheduler_kwargs: dict[str, Any] = arg(
         {}, "min_lr, min_lr_rate, num_decay_steps, num_stable_steps, decay_type"
@@ -285,7 +304,11 @@ class TrainingArguments(ArgumentGroup):
     warmup_ratio: float = arg(0.0, "warm-up as a fraction of all steps", low=0, high=1)
     weight_decay: float = arg(0.0, "decoupled; norms and biases have none", low=0, optimizer=True)
     optim: str = arg(
-        "adam", "adam (adamw_torch, adamw_torch_fused are the same) or sgd", optimizer="optimizer"
+        "adam",
+        "adam (adamw_torch, adamw_torch_fused are the same) or sgd",
+        choices=OPTIMIZERS,
+        words=OPTIMIZER_ALIASES,
+        optimizer="optimizer",
     )
     sgd_momentum: float = arg(0.9, "for optim: sgd", low=0, below=1, optimizer=True)
     adam_beta1: float = arg(0.9, "decay of the mean of gradients", low=0, below=1, optimizer=True)
@@ -355,7 +378,7 @@ class TrainingArguments(ArgumentGroup):
         False, "split activations of norms and dropout over tensor parallel ranks", model=True
     )
     pipeline_model_parallel_layout: str | None = mca(
-        None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always"
+        None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always", check=check_layout
     )
     variable_seq_lengths: bool = mca(
         False, "micro-batches may differ in length: pipeline stages exchange shapes", model=True
@@ -387,9 +410,9 @@ class TrainingArguments(ArgumentGroup):
     recompute_num_layers: int | None = mca(
         None, "for full: layers of a unit, or of a stage (None: 1)", low=1, model="always"
     )
-    recompute_modules: list[str] | None = mca(
-        None, "for selective: core_attn, mlp, layernorm, moe, shared_experts", model="always"
-    )
+    recompute_modules: (
+        list[Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts"]] | None
+    ) = mca(None, "for selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
     distribute_saved_activations: bool = mca(
         False, "split recomputation's inputs over the tensor parallel ranks", model=True
     )
@@ -438,6 +461,7 @@ class TrainingArguments(ArgumentGroup):
         {}, f"fields of megatron's TransformerConfig: {', '.join(ADDITIONAL_FIELDS)}"
     )
 
+    normalise = normalise_training
     check = check_training
 
     @property
@@ -569,7 +593,7 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
     """
     defaults = {name: default_of(item) for name, item in FIELDS.items()}
     judge = Judge(SimpleNamespace(**defaults | args.to_dict() | keys))
-    check_backend(judge.arguments, judge)
+    check_backend(judge)
     if stage is not None:
         judge.arguments.stage = stage
         check_objective_run(judge.arguments, judge)
@@ -608,11 +632,11 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         revision = run.model_revision
         own_weights = not run.train_from_scratch
         run.model_config = read_model_config(name, judge, revision, own_weights)
-    check_training(run.training, judge)
+    run.training.resolve(judge)
     if needs_world and "WORLD_SIZE" not in os.environ:
         check_world(run.training, judge)
-    check_data(run.data, judge)
-    check_finetuning(run.finetuning, judge)
+    run.data.resolve(judge)
+    run.finetuning.resolve(judge)
     run.warnings = [*ignored, *check_run(run, own, judge)]
     if run.model_config:
         # of a degree that the number of processes does not allow the model has its say too

@@ -153,9 +153,10 @@ def cast(value: Any, hint: Any) -> Any:
     if origin is Literal:
         # YAML reads a bare no as false, and eval_strategy: no is what everybody writes.
         text = "no" if value is False else str(value).strip().lower()
-        if text not in args:
+        choice = {name.lower(): name for name in args}.get(text)
+        if choice is None:
             raise ValueError(f"expected one of {', '.join(args)}")
-        return text
+        return choice
     if origin is list:
         return _cast_list(value, args[0])
     if origin is dict:
@@ -308,7 +309,7 @@ class ArgumentGroup:
     def __post_init__(self) -> None:
         judge = Judge(self)
         self._cast(judge)
-        self.check(judge)
+        self.resolve(judge)
         judge.close()
 
     @classmethod
@@ -376,8 +377,16 @@ class ArgumentGroup:
             value = "" if default is MISSING else default
         setattr(self, key, value)
 
+    def resolve(self, judge: Judge) -> None:
+        """Fill in the values that follow from others, and apply the rules of the group."""
+        self.normalise()
+        self.check(judge)
+
+    def normalise(self) -> None:
+        """Fill in the values that follow from others; the fields have values of their types."""
+
     def check(self, judge: Judge) -> None:
-        """The rules of a group; its fields hold values of their types."""
+        """Apply the rules of the group; changes nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
         """{field: value} of keys declared as fields of a config: "optimizer" or "ddp"."""
