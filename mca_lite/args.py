@@ -1,13 +1,14 @@
-"""All configuration keys, in five dataclasses; args.py fills them from files and words.
+"""All configuration keys, in five dataclasses, and parse_args, which fills them.
 
-Every key is flat and bears the name that Hugging Face, LLaMA-Factory or megatron-core gives it. A
-group casts, normalises and checks itself when it is made, from Python as from a file, and shows all
-its problems at once. Nothing here imports torch, megatron-core or transformers before it is needed:
+Every key is flat, with the name that Hugging Face, LLaMA-Factory or megatron-core gives it. The
+constructor of a group casts, normalises and checks its values, from Python as from a file, and
+raises all problems at once. torch, megatron-core and transformers are imported only when needed, so
 a typing error shows in a fraction of a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -32,147 +33,163 @@ from .args_keys import (
     lookup,
     unsupported,
 )
-from .args_rules import check_backend, check_data, check_finetuning, check_objective_run, check_run
-from .args_rules_model import check_config
-from .args_rules_training import ADDITIONAL_FIELDS, check_training, check_world, parse_steps
+from .args_rules import (
+    check_backend,
+    check_data,
+    check_finetuning,
+    check_objective_run,
+    check_run,
+    normalise_data,
+)
+from .args_rules_model import check_config, check_layout
+from .args_rules_training import (
+    ADDITIONAL_FIELDS,
+    SCHEDULES,
+    check_training,
+    check_world,
+    normalise_training,
+    parse_steps,
+)
 from .args_values import ArgumentGroup, arg, cast, default_of, loads_yaml, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import LOSSES, OBJECTIVES, TEMPLATES, check_template
+from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, check_template
 
 # -- groups of keys
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A key of megatron-core: on the plain torch backend it counts as its default."""
+    """A key of megatron-core, always the default on the plain torch backend."""
     return arg(default, text, torch=False, **metadata)
 
 
 @dataclass(kw_only=True)
 class ModelArguments(ArgumentGroup):
-    """Which model is trained."""
+    """Model."""
 
-    model_name_or_path: str = arg(MISSING, "a folder with config.json, or a model of the hub")
-    train_from_scratch: bool = arg(False, "random weights instead of those of model_name_or_path")
-    trust_remote_code: bool = arg(False, "let the model's folder bring its own code (tokenizers)")
+    model_name_or_path: str = arg(MISSING, "folder with config.json, or model of the hub")
+    train_from_scratch: bool = arg(False, "random weights in place of those of model_name_or_path")
+    trust_remote_code: bool = arg(False, "run code from the model's folder (tokenizers)")
     model_revision: str | None = arg(None, "branch, tag or commit on the hub")
-    resize_vocab: bool = arg(False, "grow embedding and head where the tokenizer has more tokens")
-    add_tokens: list[str] | None = arg(None, "new tokens: the embedding and the head grow for them")
-    add_special_tokens: list[str] | None = arg(None, "special ones, which decoding can leave out")
+    resize_vocab: bool = arg(False, "grow embedding and head to the tokenizer's size")
+    add_tokens: list[str] | None = arg(None, "new tokens, with new rows in embedding and head")
+    add_special_tokens: list[str] | None = arg(None, "new special tokens, skipped in decoded text")
 
 
 @dataclass(kw_only=True)
 class DataArguments(ArgumentGroup):
-    """What it is trained on."""
+    """Datasets."""
 
     dataset: list[str] = arg(
         [], "required to train: files, or names in dataset_info.json; a list, or joined by commas"
     )
-    dataset_dir: str = arg("data", "the folder of dataset_info.json")
-    eval_dataset: list[str] | None = arg(None, "files or names to evaluate on")
-    eval_on_each_dataset: bool = arg(False, "a loss of each eval_dataset: eval_<its name>_loss")
+    dataset_dir: str = arg("data", "folder of dataset_info.json")
+    eval_dataset: list[str] | None = arg(None, "files or names for evaluation")
+    eval_on_each_dataset: bool = arg(False, "one loss for each eval_dataset: eval_<name>_loss")
     val_size: float = arg(
-        0.0, "samples split off for evaluation: a fraction below 1, or a count", low=0
+        0.0, "samples held out for evaluation: a fraction below 1, or a count", low=0
     )
-    cutoff_len: int = arg(2048, "tokens a row, at most; dpo: of each answer with its prompt", low=1)
+    cutoff_len: int = arg(2048, "maximum tokens of a row; dpo: of an answer with its prompt", low=1)
     packing: bool | None = arg(
-        None, "pt: join and cut documents (None: yes); sft, dpo: pack samples (None: no)"
+        None, "pt: join and cut documents (None: true); sft, dpo: pack samples (None: false)"
     )
-    neat_packing: bool = arg(False, "sft, dpo: like packing; pt: documents do not see each other")
-    train_on_prompt: bool = arg(False, "the prompt carries loss too")
-    mask_history: bool = arg(False, "only the last answer of a conversation carries loss")
+    neat_packing: bool = arg(False, "sft, dpo: like packing; pt: no attention across documents")
+    train_on_prompt: bool = arg(False, "loss on the prompt too")
+    mask_history: bool = arg(False, "loss on the last answer of a conversation only")
     mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = arg(
         "concat",
-        "an epoch of several datasets: all samples, or datasets in turns until the first is used "
-        "up, until all are and shorter ones repeat, or until all are and none repeats",
+        "epoch of several datasets: all samples, or datasets in turns until the first is exhausted "
+        "(under), until all are, with repeats (over), or without repeats (once)",
     )
     mix_weights: list[float] | None = arg(
         None,
-        "relative sampling rate of each dataset (None: everything once an epoch); interleave: the "
-        "chance of its turn (None: turns go round)",
+        "relative sampling rate of each dataset (None: every sample once an epoch); interleave: "
+        "its probability (None: round robin)",
     )
     streaming: bool = arg(
-        False, "pt, sft: tokenise `dataset` as it is read, and keep nothing; needs max_steps"
+        False, "pt, sft: tokenise `dataset` on the fly, without a cache; needs max_steps"
     )
-    buffer_size: int = arg(
-        16384, "streaming: records that are in memory at once, and shuffled among each other", low=1
-    )
+    buffer_size: int = arg(16384, "streaming: records in the shuffle buffer", low=1)
     sample_by: Literal["line", "document"] = arg(
-        "line", "what a document of a .txt file is: each line, or the whole file"
+        "line", "document of a .txt file: each line, or the whole file"
     )
     on_bad_record: Literal["stop", "skip"] = arg(
-        "stop",
-        "a record that cannot be used ends the run, or is left out: a tenth of a dataset at most",
+        "stop", "on an unusable record stop, or skip it: at most a tenth of a dataset"
     )
-    max_samples: int | None = arg(None, "only the first so many samples of each dataset", low=1)
+    max_samples: int | None = arg(None, "maximum samples of each dataset, from its start", low=1)
     preprocessing_num_workers: int | None = arg(
-        None, "processes that tokenise (None: chosen)", low=1, high=1024
+        None, "tokenising processes (None: chosen)", low=1, high=1024
     )
-    cache_dir: str | None = arg(None, "where tokenised data is kept (None: ~/.cache/mca_lite)")
-    overwrite_cache: bool = arg(False, "tokenise again even where the cache has it")
-    disable_shuffling: bool = arg(False, "train in the file's order")
-    default_system: str | None = arg(None, "system message of conversations that have none")
+    cache_dir: str | None = arg(None, "folder of tokenised data (None: ~/.cache/mca_lite)")
+    overwrite_cache: bool = arg(False, "tokenise again, ignoring the cache")
+    disable_shuffling: bool = arg(False, "train in file order")
+    default_system: str | None = arg(None, "system message of conversations without one")
     chat_template: str | None = arg(
         None,
-        f"{', '.join(TEMPLATES)}, a jinja file, or its text (None: the tokenizer's own); one that "
-        "takes no tools gets them as text, as Qwen writes them",
+        f"{', '.join(TEMPLATES)}, a jinja file, or its text (None: the tokenizer's); "
+        "tools are rendered as Qwen's text if the template has no place for them",
     )
     template: str | None = arg(
         None,
-        "LLaMA-Factory's name of a chat template, for a tokenizer without one of its own",
+        "LLaMA-Factory's name of a chat template, for a tokenizer without one",
         check=check_template,
     )
-    enable_thinking: bool | None = arg(None, "given to the chat template (None: not given)")
-    ignore_message_keys: list[str] = arg(
-        [], "keys of messages that are left out where nothing here knows them"
+    enable_thinking: bool | None = arg(
+        None, "enable_thinking of the chat template (None: not passed)"
     )
+    ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
 
+    normalise = normalise_data
     check = check_data
 
 
 @dataclass(kw_only=True)
 class FinetuningArguments(ArgumentGroup):
-    """What training is meant: the objective, and which weights move."""
+    """Objective and adapters."""
 
     stage: str = arg(
         "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
     )
     finetuning_type: Literal["full", "lora"] = arg(
-        "full", "full: every weight is trained; lora (LLaMA-Factory's default): adapters are"
+        "full", "full: train every weight; lora (LLaMA-Factory's default): train adapters"
     )
     lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536, lora=True)
     lora_alpha: float | None = arg(
-        None, "adapters count alpha / rank (None: alpha is twice the rank)", above=0, lora=True
+        None, "adapters are scaled by alpha / rank (None: twice the rank)", above=0, lora=True
     )
     lora_dropout: float | None = arg(
-        None, "dropout on adapters' input (None: 0, or their own)", low=0, below=1, lora=True
+        None,
+        "dropout on adapters' input (None: 0, or the loaded adapter's)",
+        low=0,
+        below=1,
+        lora=True,
     )
     lora_target: list[str] = arg(
-        ["all"], "all (every linear layer but the head), module names, or patterns", lora=True
+        ["all"], "all (every linear layer except the head), module names, or patterns", lora=True
     )
-    use_rslora: bool = arg(False, "adapters count alpha / sqrt(rank)", lora=True)
+    use_rslora: bool = arg(False, "scale adapters by alpha / sqrt(rank)", lora=True)
     modules_to_save: list[str] | None = arg(
-        None, "modules trained whole beside the adapters, such as lm_head", lora=True
+        None, "modules trained in full beside the adapters, such as lm_head", lora=True
     )
     adapter_name_or_path: str | None = arg(
-        None, "a folder in PEFT's format: its adapter is trained further", lora=True
+        None, "folder of a PEFT adapter to train further", lora=True
     )
     save_merged_model: bool = arg(
-        False, "write the model with merged adapters too, to output_dir/merged", lora=True
+        False, "also export the merged model, to output_dir/merged", lora=True
     )
     pref_loss: str = arg(
-        "sigmoid", "for stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
+        "sigmoid", "stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
     )
     pref_beta: float = arg(
-        0.1, "how strongly the reference holds, or the weight of orpo's odds ratio", above=0
+        0.1, "strength of the reference, or weight of orpo's odds ratio", above=0
     )
     pref_ftx: float = arg(
-        0.0, "weight of the sft term: the mean loss of a token of the chosen response", low=0
+        0.0, "weight of the sft term: the mean token loss of the chosen response", low=0
     )
-    dpo_label_smoothing: float = arg(0.0, "share of pairs thought to be swapped", low=0, below=0.5)
+    dpo_label_smoothing: float = arg(0.0, "assumed fraction of swapped pairs", low=0, below=0.5)
     ref_model: str | None = arg(
         None,
-        "cached: scored before training; adapter: adapters off; model, a folder: a second copy",
+        "cached: scored before training; adapter: adapters off; model, or a folder: a second model",
     )
 
     check = check_finetuning
@@ -180,14 +197,14 @@ class FinetuningArguments(ArgumentGroup):
 
 @dataclass(kw_only=True)
 class UseMcaArguments(ArgumentGroup):
-    """Which backend trains."""
+    """Backend."""
 
     use_mca: bool = arg(True, "true: megatron-core; false: plain torch DDP")
 
 
 @dataclass(kw_only=True)
 class TrainingArguments(ArgumentGroup):
-    """How it is trained: batches, optimizer, cadence, precision and parallel layout.
+    """Batches, optimizer, cadence, precision and parallel layout.
 
     The constructor takes output_dir and keywords, and raises ConfigError (a ValueError) that lists
     all problems. Under torchrun the layout must divide the world. `gradient_accumulation_steps`,
@@ -196,249 +213,281 @@ class TrainingArguments(ArgumentGroup):
     """
 
     # output and cadence
-    output_dir: str = arg(MISSING, "the folder for checkpoints, logs and the trained model")
+    output_dir: str = arg(MISSING, "folder for checkpoints, logs and the trained model")
     overwrite_output_dir: bool = arg(False, "train into a folder that is not empty")
-    do_train: bool = arg(True, "train; false with do_eval: evaluate alone, and export nothing")
-    do_eval: bool = arg(False, "evaluate at the end too, where eval_strategy has not")
+    do_train: bool = arg(True, "train; false with do_eval: evaluate only, without an export")
+    do_eval: bool = arg(False, "evaluate at the end too")
     do_predict: bool = arg(
-        False, "write the log-probability of each sample for evaluation to predictions.jsonl"
+        False, "write the log-probability of each evaluation sample to predictions.jsonl"
     )
     predict_with_generate: bool = arg(
-        False, "sft: let the model answer the samples for evaluation: exact_match, rouge_l"
+        False, "sft: generate answers to the evaluation samples: exact_match, rouge_l"
     )
-    max_new_tokens: int = arg(1024, "tokens of an answer that is generated", low=1)
+    max_new_tokens: int = arg(1024, "maximum tokens of a generated answer", low=1)
     generation_num_samples: int | None = arg(
-        None, "only the first so many samples of each set are answered (None: all)", low=1
+        None, "maximum answered samples of each set (None: all)", low=1
     )
-    logging_steps: int = arg(10, "steps between two lines of the log", low=1)
-    eval_strategy: Literal["no", "steps", "epoch"] = arg("no", "when to evaluate")
+    logging_steps: int = arg(10, "steps between log lines", low=1)
+    eval_strategy: Literal["no", "steps", "epoch"] = arg("no", "evaluation by steps or epochs")
     eval_steps: int | None = arg(None, "steps between evaluations (None: logging_steps)", low=1)
-    save_strategy: Literal["no", "steps", "epoch"] = arg("steps", "when to save a checkpoint")
+    save_strategy: Literal["no", "steps", "epoch"] = arg("steps", "checkpoints by steps or epochs")
     save_steps: int = arg(500, "steps between checkpoints", low=1)
-    save_total_limit: int | None = arg(None, "checkpoints that are kept (None: all)", low=1)
-    save_only_model: bool = arg(False, "checkpoints without optimizer state, not to resume from")
-    async_save: bool = arg(False, "write checkpoints in the background, from copies in host memory")
+    save_total_limit: int | None = arg(None, "maximum number of checkpoints (None: all)", low=1)
+    save_only_model: bool = arg(False, "checkpoints without optimizer state, not resumable")
+    async_save: bool = arg(False, "write checkpoints in the background, from host memory")
     save_hf_checkpoints: bool = arg(
-        False, "put the model in Hugging Face's format into each checkpoint too, as hf/"
+        False, "also write the model in Hugging Face's format into each checkpoint, as hf/"
     )
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg(
-        "5GB", "its largest file: bytes, with KB, MB, GB, KiB, MiB or GiB", check=parse_size
+        "5GB",
+        "maximum size of a weight file: bytes, or with KB, MB, GB, KiB, MiB, GiB",
+        check=parse_size,
     )
-    load_best_model_at_end: bool = arg(False, "end with the checkpoint that evaluated best")
-    metric_for_best_model: str = arg("loss", "the metric that decides which one is best")
-    greater_is_better: bool | None = arg(None, "whether the metric grows (None: from its name)")
+    load_best_model_at_end: bool = arg(False, "end with the weights of the best evaluation")
+    metric_for_best_model: str = arg("loss", "metric of the best checkpoint")
+    greater_is_better: bool | None = arg(None, "a greater metric is better (None: from its name)")
     early_stopping_patience: int | None = arg(
-        None, "stop after so many evaluations without progress", low=1
+        None, "evaluations without progress before the run stops", low=1
     )
-    early_stopping_threshold: float = arg(0.0, "the least change that counts as progress", low=0)
+    early_stopping_threshold: float = arg(0.0, "minimum change for progress", low=0)
     resume_from_checkpoint: str | None = arg(
         None,
         "auto: the newest in output_dir; a path; false: start anew",
         # YAML files have true and false as well
         words=dict.fromkeys(("true", "yes"), "auto") | dict.fromkeys(("false", "no", "none")),
     )
-    report_to: list[str] = arg([], "none, tensorboard, wandb")
-    run_name: str | None = arg(None, "the run's name in wandb")
-    plot_loss: bool = arg(False, "draw training_loss.png, again and again during the run")
-    html_report: bool = arg(True, "write report.html, again and again during the run")
-    disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar where there is a terminal)")
+    report_to: list[Literal["none", "all", "tensorboard", "wandb"]] = arg(
+        [], "trackers: none, tensorboard, wandb"
+    )
+    run_name: str | None = arg(None, "name of the run in wandb")
+    plot_loss: bool = arg(False, "draw training_loss.png during the run")
+    html_report: bool = arg(True, "write report.html during the run")
+    disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar in a terminal)")
     profile_steps: str | None = arg(
         None,
-        "steps such as 10-12 to profile: traces in output_dir/profile, a table",
+        "profiled steps, such as 10-12: traces in output_dir/profile, a table",
         check=parse_steps,
     )
 
     # batches and length
     per_device_train_batch_size: int = arg(1, "samples of a micro-batch", low=1, high=100_000)
     per_device_eval_batch_size: int | None = arg(
-        None, "samples of a micro-batch of evaluation (None: as in training)", low=1
+        None, "samples of an evaluation micro-batch (None: as in training)", low=1
     )
     gradient_accumulation_steps: int | None = arg(
         None,
-        "micro-batches a step on each data parallel rank (None: of global_batch_size, or 1)",
+        "micro-batches a step on each data parallel rank (None: from global_batch_size, or 1)",
         low=1,
     )
     global_batch_size: int | None = arg(
-        None, "samples a step in all, or packs of them with packing", low=1
+        None, "samples of a step on all ranks, or packs of them with packing", low=1
     )
-    num_train_epochs: float = arg(3.0, "times that the data is seen", above=0, high=1e6)
-    max_steps: int = arg(-1, "optimizer steps, instead of num_train_epochs (-1: not used)", low=-1)
-    seed: int = arg(42, "of weights, data order and dropout", low=0, high=2**32 - 1)
-    data_seed: int | None = arg(None, "of the data order (None: seed)", low=0, high=2**32 - 1)
-    dataloader_num_workers: int = arg(0, "processes that load data, on each rank", low=0, high=256)
-    ddp_timeout: int = arg(1800, "seconds that a rank waits for the others", low=1, high=10**9)
+    num_train_epochs: float = arg(3.0, "passes over the data", above=0, high=1e6)
+    max_steps: int = arg(-1, "optimizer steps, in place of num_train_epochs (-1: unset)", low=-1)
+    seed: int = arg(42, "seed of weights, data order and dropout", low=0, high=2**32 - 1)
+    data_seed: int | None = arg(None, "seed of the data order (None: seed)", low=0, high=2**32 - 1)
+    dataloader_num_workers: int = arg(0, "data loading processes on each rank", low=0, high=256)
+    ddp_timeout: int = arg(1800, "timeout of collectives in seconds", low=1, high=10**9)
     hang_timeout: int = arg(
-        300, "seconds without progress until ranks are named: at most ddp_timeout / 2", low=1
+        300, "seconds without progress before ranks are named: at most ddp_timeout / 2", low=1
     )
 
     # optimizer and schedule
-    learning_rate: float = arg(5e-5, "the highest learning rate", low=0, high=1e38, optimizer="lr")
+    learning_rate: float = arg(5e-5, "peak learning rate", low=0, high=1e38, optimizer="lr")
     lr_scheduler_type: str = arg(
-        "linear", "shape of the learning rate; constant has no warm-up, constant_with_warmup has"
+        "linear",
+        "schedule of the learning rate; constant has no warm-up, constant_with_warmup has",
+        choices=SCHEDULES,
     )
     lr_scheduler_kwargs: dict[str, Any] = arg(
         {}, "min_lr, min_lr_rate, num_decay_steps, num_stable_steps, decay_type"
     )
     warmup_steps: float = arg(
-        0, "steps in which the learning rate grows; below 1: a fraction of all steps", low=0
+        0, "warm-up steps of the learning rate; below 1: a fraction of all steps", low=0
     )
     warmup_ratio: float = arg(0.0, "warm-up as a fraction of all steps", low=0, high=1)
-    weight_decay: float = arg(0.0, "decoupled; norms and biases have none", low=0, optimizer=True)
+    weight_decay: float = arg(
+        0.0, "decoupled weight decay; none on norms and biases", low=0, optimizer=True
+    )
     optim: str = arg(
-        "adam", "adam (adamw_torch, adamw_torch_fused are the same) or sgd", optimizer="optimizer"
+        "adam",
+        "adam (adamw_torch, adamw_torch_fused are the same) or sgd",
+        choices=OPTIMIZERS,
+        words=OPTIMIZER_ALIASES,
+        optimizer="optimizer",
     )
-    sgd_momentum: float = arg(0.9, "for optim: sgd", low=0, below=1, optimizer=True)
-    adam_beta1: float = arg(0.9, "decay of the mean of gradients", low=0, below=1, optimizer=True)
-    adam_beta2: float = arg(0.999, "decay of the mean of squares", low=0, below=1, optimizer=True)
+    sgd_momentum: float = arg(0.9, "momentum of sgd", low=0, below=1, optimizer=True)
+    adam_beta1: float = arg(0.9, "decay of Adam's first moment", low=0, below=1, optimizer=True)
+    adam_beta2: float = arg(0.999, "decay of Adam's second moment", low=0, below=1, optimizer=True)
     adam_epsilon: float = arg(
-        1e-8, "added to the root of the second moment", above=0, optimizer="adam_eps"
+        1e-8, "epsilon added to the root of the second moment", above=0, optimizer="adam_eps"
     )
-    exp_avg_dtype: Literal["fp32", "bf16"] = arg("fp32", "of Adam's mean of gradients")
+    exp_avg_dtype: Literal["fp32", "bf16"] = arg("fp32", "dtype of Adam's first moment")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = arg(
-        "fp32", "of Adam's mean of squared gradients; bf16 is rounded by chance"
+        "fp32", "dtype of Adam's second moment; bf16 is rounded stochastically"
     )
     max_grad_norm: float = arg(
-        1.0, "gradients are scaled down to this norm (0: never)", low=0, optimizer="clip_grad"
+        1.0, "gradient clipping norm (0: none)", low=0, optimizer="clip_grad"
     )
     calculate_per_token_loss: bool = arg(
         True, "mean over the global batch's tokens; false: of micro-batches' means", model=True
     )
     log_num_zeros_in_grad: bool = arg(False, "count the gradient's zeros", optimizer=True)
     loss_chunk_size: int | None = arg(
-        None, "rows of logits held at once (None: 4096 on a GPU, 1024 on a CPU)", low=1, model=True
+        None,
+        "rows of logits in memory at once (None: 4096 on a GPU, 1024 on a CPU)",
+        low=1,
+        model=True,
     )
     check_for_nan_in_loss_and_grad: bool = arg(
-        True, "stop before an update whose loss or gradient is not finite"
+        True, "check loss and gradient for NaN and Inf before each update"
     )
     nan_policy: Literal["stop", "skip"] = arg(
-        "stop", "what such an update does: end the run, or be left out and counted"
+        "stop", "on a non-finite update stop, or skip and count it"
     )
-    nan_skip_limit: int = arg(
-        10, "updates that nan_policy: skip leaves out, at most, before it ends the run", low=1
-    )
+    nan_skip_limit: int = arg(10, "maximum updates skipped by nan_policy: skip", low=1)
 
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
     fp16: bool = arg(False, "float16 with loss scaling", model=True)
     fp8: Literal["hybrid", "e4m3"] | None = mca(
         None,
-        "8-bit products in Transformer Engine; hybrid: gradients as e5m2",
+        "8-bit matrix products of Transformer Engine; hybrid: gradients as e5m2",
         model="always",
         words={"true": "hybrid", "false": None},  # LLaMA-Factory's
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = mca(
-        None, "scales of a tensor, its past values, blocks of 128 (None: tensorwise)", model=True
+        None,
+        "scales by tensor, by its past values, by blocks of 128 (None: tensorwise)",
+        model=True,
     )
-    first_last_layers_bf16: bool = mca(False, "leave first and last layers in bf16", model=True)
-    num_layers_at_start_in_bf16: int = mca(1, "first layers that it leaves", low=0, model=True)
-    num_layers_at_end_in_bf16: int = mca(1, "last layers that it leaves", low=0, model=True)
+    first_last_layers_bf16: bool = mca(
+        False, "bf16 for first and last layers under fp8", model=True
+    )
+    num_layers_at_start_in_bf16: int = mca(1, "first layers in bf16", low=0, model=True)
+    num_layers_at_end_in_bf16: int = mca(1, "last layers in bf16", low=0, model=True)
     loss_scale: float | None = arg(
-        None, "a constant loss scale (None: it adapts)", above=0, high=1e38, optimizer=True
+        None, "constant loss scale (None: dynamic)", above=0, high=1e38, optimizer=True
     )
-    initial_loss_scale: float = arg(2.0**16, "first loss scale", above=0, high=1e38, optimizer=True)
-    min_loss_scale: float = arg(1.0, "lower bound of the loss scale", above=0, optimizer=True)
-    loss_scale_window: int = arg(1000, "steps without overflow to double it", low=1, optimizer=True)
-    hysteresis: int = arg(2, "overflows before it halves", low=1, optimizer=True)
+    initial_loss_scale: float = arg(
+        2.0**16, "initial loss scale", above=0, high=1e38, optimizer=True
+    )
+    min_loss_scale: float = arg(1.0, "minimum loss scale", above=0, optimizer=True)
+    loss_scale_window: int = arg(
+        1000, "steps without overflow before the scale doubles", low=1, optimizer=True
+    )
+    hysteresis: int = arg(2, "overflows before the scale halves", low=1, optimizer=True)
 
     # parallel layout
-    tensor_model_parallel_size: int = mca(1, "ranks that share each matrix", low=1, model=True)
-    pipeline_model_parallel_size: int = mca(1, "ranks that share the layers", low=1, model=True)
+    tensor_model_parallel_size: int = mca(1, "ranks that split each matrix", low=1, model=True)
+    pipeline_model_parallel_size: int = mca(1, "ranks that split the layers", low=1, model=True)
     virtual_pipeline_model_parallel_size: int | None = mca(
         None, "chunks of layers on each pipeline rank", low=1, model="always"
     )
-    context_parallel_size: int = mca(1, "ranks that share each sequence", low=1, model=True)
-    expert_model_parallel_size: int = mca(1, "ranks that share the experts", low=1, model=True)
+    context_parallel_size: int = mca(1, "ranks that split each sequence", low=1, model=True)
+    expert_model_parallel_size: int = mca(1, "ranks that split the experts", low=1, model=True)
     expert_tensor_parallel_size: int | None = mca(
-        None, "ranks that share each expert's matrices", low=1, model="always"
+        None, "ranks that split each expert's matrices", low=1, model="always"
     )
     sequence_parallel: bool = mca(
         False, "split activations of norms and dropout over tensor parallel ranks", model=True
     )
     pipeline_model_parallel_layout: str | None = mca(
-        None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always"
+        None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always", check=check_layout
     )
     variable_seq_lengths: bool = mca(
-        False, "micro-batches may differ in length: pipeline stages exchange shapes", model=True
+        False, "micro-batches of different lengths: pipeline stages exchange shapes", model=True
     )
     sequence_packing: bool = arg(
         False, "join the samples of a micro-batch; packing fills rows of cutoff_len from all data"
     )
     use_distributed_optimizer: bool = mca(
-        False, "share optimizer state among the data parallel ranks", optimizer=True, ddp=True
+        False, "shard optimizer state over data parallel ranks", optimizer=True, ddp=True
     )
     overlap_grad_reduce: bool = mca(False, "reduce gradients during the backward pass", ddp=True)
     overlap_param_gather: bool = mca(
         False, "gather parameters during the forward pass", optimizer=True, ddp=True
     )
     ddp_bucket_size: int | None = mca(
-        None, "parameters a gradient bucket (None: megatron's choice)", low=1, ddp="bucket_size"
+        None, "parameters of a gradient bucket (None: megatron's choice)", low=1, ddp="bucket_size"
     )
     grad_reduce_in_fp32: bool = mca(True, "accumulate and reduce gradients in fp32", ddp=True)
     optimizer_cpu_offload: bool = mca(False, "optimizer state and step on the CPU")
-    optimizer_offload_fraction: float = mca(1.0, "share of its state on the CPU", low=0, high=1)
+    optimizer_offload_fraction: float = mca(
+        1.0, "fraction of the optimizer state on the CPU", low=0, high=1
+    )
 
     # memory, kernels and the model
     recompute_granularity: Literal["full", "selective"] | None = mca(
-        None, "activations computed again in the backward pass", model="always"
+        None, "recomputation of activations in the backward pass", model="always"
     )
     recompute_method: Literal["uniform", "block"] | None = mca(
-        None, "for full (None: uniform)", model="always"
+        None, "full recomputation by uniform units or blocks (None: uniform)", model="always"
     )
     recompute_num_layers: int | None = mca(
-        None, "for full: layers of a unit, or of a stage (None: 1)", low=1, model="always"
+        None, "full: layers of a unit, or of a stage (None: 1)", low=1, model="always"
     )
-    recompute_modules: list[str] | None = mca(
-        None, "for selective: core_attn, mlp, layernorm, moe, shared_experts", model="always"
-    )
+    recompute_modules: (
+        list[Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts"]] | None
+    ) = mca(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
     distribute_saved_activations: bool = mca(
-        False, "split recomputation's inputs over the tensor parallel ranks", model=True
+        False, "split recomputation's inputs over tensor parallel ranks", model=True
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = mca(
         "auto",
-        "auto: Transformer Engine where it works and suits the model, in bf16 or fp16",
+        "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model",
         model=True,
     )
-    attention_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
-    hidden_dropout: float | None = mca(None, "None: the model's own", low=0, below=1, model=True)
-    torch_compile: bool | None = arg(
-        None, "compile what stands between matrix products (None: on a GPU that has a compiler)"
+    attention_dropout: float | None = mca(
+        None, "dropout of attention (None: the model's)", low=0, below=1, model=True
     )
-    bias_activation_fusion: bool | None = mca(None, "None: chosen", model=True)
-    bias_dropout_fusion: bool | None = mca(None, "None: chosen", model=True)
-    apply_rope_fusion: bool | None = mca(None, "None: chosen", model=True)
+    hidden_dropout: float | None = mca(
+        None, "dropout of activations (None: the model's)", low=0, below=1, model=True
+    )
+    torch_compile: bool | None = arg(
+        None, "compile elementwise code between matrix products (None: on a GPU with a compiler)"
+    )
+    bias_activation_fusion: bool | None = mca(
+        None, "fused bias and activation (None: chosen)", model=True
+    )
+    bias_dropout_fusion: bool | None = mca(
+        None, "fused bias and dropout (None: chosen)", model=True
+    )
+    apply_rope_fusion: bool | None = mca(None, "fused rotary embedding (None: chosen)", model=True)
     moe_grouped_gemm: bool = mca(True, "one grouped matrix product for all experts", model=True)
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = mca(
-        "alltoall", "how tokens reach their experts' ranks", model=True
+        "alltoall", "exchange of tokens between expert ranks", model=True
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
         "aux_loss", "load-balancing loss: over a micro-batch, or over each row", model=True
     )
     moe_aux_loss_coeff: float | None = arg(
         None,
-        "weight of the balancing loss (None: router_aux_loss_coef; 0: none)",
+        "weight of the load-balancing loss (None: router_aux_loss_coef; 0: none)",
         low=0,
         model=True,
     )
-    moe_z_loss_coeff: float | None = arg(None, "weight of routers' z loss", low=0, model="always")
+    moe_z_loss_coeff: float | None = arg(None, "weight of the router z-loss", low=0, model="always")
     moe_router_dtype: Literal["fp32", "fp64"] = mca(
-        "fp32", "precision of the routers' logits and scores", model=True
+        "fp32", "dtype of the router's logits and scores", model=True
     )
     mtp_num_layers: int | None = arg(
-        None, "layers for multi-token prediction (None: the model's; 0: none)", low=0
+        None, "multi-token prediction layers (None: the model's; 0: none)", low=0
     )
     mtp_loss_scaling_factor: float = arg(
-        0.1, "weight of all losses of multi-token prediction together", low=0, model=True
+        0.1, "weight of the multi-token prediction loss", low=0, model=True
     )
     moe_router_bias_update_rate: float = arg(
-        0.0, "step of the bias that balances the experts' loads", low=0, model=True
+        0.0, "update rate of the load-balancing router bias", low=0, model=True
     )
-    moe_shared_expert_overlap: bool = mca(False, "run shared experts beside dispatch", model=True)
-    moe_permute_fusion: bool = mca(False, "Transformer Engine's dispatch", model=True)
+    moe_shared_expert_overlap: bool = mca(False, "overlap shared experts with dispatch", model=True)
+    moe_permute_fusion: bool = mca(False, "Transformer Engine's fused permutation", model=True)
     additional_configs: dict[str, Any] = mca(
         {}, f"fields of megatron's TransformerConfig: {', '.join(ADDITIONAL_FIELDS)}"
     )
 
+    normalise = normalise_training
     check = check_training
 
     @property
@@ -453,12 +502,12 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def should_save(self) -> bool:
-        """Whether this process is the one that writes files of its own: the first."""
+        """True on the first process, the one that writes files."""
         return self.process_index == 0
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model together: tp x pp x cp."""
+        """Ranks of one copy of the model: tp x pp x cp."""
         tp = self.tensor_model_parallel_size
         pp = self.pipeline_model_parallel_size
         return tp * pp * self.context_parallel_size
@@ -475,7 +524,7 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the data's order, and of what val_size holds out."""
+        """The seed of the data order and of the split by val_size."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
@@ -501,9 +550,11 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments:
-    """All groups of a run; their keys are attributes too. warnings: the lines that rank 0 should
-    print, each about values without effect. model_config: what the model's config.json holds, {}
-    where it was not read."""
+    """All groups of a run; their keys are attributes too.
+
+    warnings: notes about values without effect, for rank 0 to print. model_config: the model's
+    config.json, {} if it was not read.
+    """
 
     model: ModelArguments
     data: DataArguments
@@ -538,11 +589,10 @@ class RunArguments:
         return {key: value for group in groups for key, value in group.items()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Flat key -> value in effect, without the keys that are None (None and absent mean the
-        same).
+        """Flat key -> value in effect, without None, which means the same as an absent key.
 
-        Parsed again in a world of the same size it gives the same run; with global_batch_size it
-        holds for any world, because gradient_accumulation_steps is left to be derived.
+        Parsed again in a world of the same size it gives the same run; with global_batch_size in
+        any world, because gradient_accumulation_steps is left out.
         """
         values = {key: value for key, value in self.to_dict().items() if value is not None}
         if self.training.global_batch_size is not None:
@@ -562,15 +612,14 @@ FIELDS = {item.name: item for group in GROUPS for item in dataclasses.fields(gro
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
-    """The rules between training arguments and keys of other groups, for trainers that are made
-    without a file.
+    """Check training arguments against keys of other groups, for trainers made without a file.
 
     Keys that are not given have their defaults; without a stage the rules of objectives are left
-    out. Raises ConfigError, as parse_args does.
+    out. Raises ConfigError.
     """
     defaults = {name: default_of(item) for name, item in FIELDS.items()}
     judge = Judge(SimpleNamespace(**defaults | args.to_dict() | keys))
-    check_backend(judge.arguments, judge)
+    check_backend(judge)
     if stage is not None:
         judge.arguments.stage = stage
         check_objective_run(judge.arguments, judge)
@@ -581,12 +630,11 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     """The arguments of a run from the words of its command line (None: sys.argv).
 
     Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true,
-    and a word that ends in .yaml, .yml or .json is the file, which the words overrule. Of a key
-    given twice there the last value holds; null is the default. The model's config.json is read too
-    (from its folder, or the hub) and checked against the layout. needs_world=False is for commands
-    that only look at a configuration: without torchrun the layout need not fit this one process
-    then. `-h` and `--help` print the keys and leave. Raises ConfigError with all problems of the
-    run.
+    and a word ending in .yaml, .yml or .json is the file. Words override the file, later words
+    earlier ones; null is the default. The model's config.json, from its folder or the hub, is
+    checked against the layout. needs_world=False: without torchrun the layout need not fit this one
+    process, for commands that only read a configuration. `-h` and `--help` print the keys and exit.
+    Raises ConfigError with all problems of the run.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(argv):
@@ -595,7 +643,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     given, problems = read_words(argv)
     own, ignored = own_keys(given, problems)
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
-        raise ConfigError(problems)  # what else is missing may be in those groups, or not needed
+        raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
     backend = UseMcaArguments.read(own, judge)
     judge.arguments = run = RunArguments(
@@ -605,18 +653,19 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         TrainingArguments.read(own, judge, backend.use_mca),
         backend,
     )
-    if name := run.model_name_or_path:
-        revision = run.model_revision
-        own_weights = not run.train_from_scratch
-        run.model_config = read_model_config(name, judge, revision, own_weights)
-    check_training(run.training, judge)
+    model = run.model
+    if model.model_name_or_path:
+        run.model_config = read_model_config(
+            model.model_name_or_path, judge, model.model_revision, not model.train_from_scratch
+        )
+    run.training.resolve(judge)
     if needs_world and not world.current().is_given:
         check_world(run.training, judge)
-    check_data(run.data, judge)
-    check_finetuning(run.finetuning, judge)
+    run.data.resolve(judge)
+    run.finetuning.resolve(judge)
     run.warnings = [*ignored, *check_run(run, own, judge)]
     if run.model_config:
-        # of a degree that the number of processes does not allow the model has its say too
+        # a degree may fit neither the number of processes nor the model: both problems are shown
         judge.bad.discard("tensor_model_parallel_size")
         run.warnings += check_config(run.model_config, run, judge)
     judge.close()
@@ -625,11 +674,12 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
 
 # -- words and files
 
+_FILE_SUFFIXES = (".yaml", ".yml", ".json")
 _IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Key -> raw value of the file and the words, and what could not be read."""
+    """(key -> raw value of the file and the words, Problems of unreadable words)"""
     words: list[tuple[str, Any]] = []
     problems: list[Problem] = []
     paths = []
@@ -644,7 +694,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
             words.append((key, _word_value(text)))
         elif equals and key.isidentifier():
             words.append((key, _word_value(text)))
-        elif word.endswith((".yaml", ".yml", ".json")):
+        elif word.endswith(_FILE_SUFFIXES):
             paths.append(word)
         else:
             reason = "expected a YAML file, key=value or --key value"
@@ -652,18 +702,18 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
             if _is_known(word) and rest and _is_value(word, rest[0]):
                 remedy = f"{word}={rest.pop(0).lstrip('=')}"
             problems.append(Problem(word, None, reason, remedy))
-    values: dict[str, Any] = {}
-    for path in paths:
-        try:
-            values.update(read_config_file(path))
-        except ConfigError as error:
-            # its keys are not known: what else is missing may be there
-            raise ConfigError([*problems, *error.problems]) from None
     if len(paths) > 1:
         remedy = "one file, then key=value"
         problems.append(Problem("config file", ", ".join(paths), "one file is read", remedy))
+    values: dict[str, Any] = {}
+    for path in paths:
+        try:
+            values |= read_config_file(path)
+        except ConfigError as error:
+            # its keys are unknown, among them perhaps the missing ones
+            raise ConfigError([*problems, *error.problems]) from None
     for key, value in words:
-        # a word replaces the file's value, whichever of the key's names the file used
+        # a word replaces the file's value under each name of the key
         values = {n: v for n, v in values.items() if ALIASES.get(n, n) != ALIASES.get(key, key)}
         values[key] = value
     return values, problems
@@ -675,57 +725,64 @@ def _is_known(key: str) -> bool:
 
 
 def _is_value(option: str, word: str) -> bool:
-    """Whether the word after `--option` is its value, not the next key or a flag's file."""
+    """True if the word after `--option` is its value, not the next key or a flag's file."""
     key, equals, _ = word.partition("=")
-    flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
     if word.startswith("--") or (equals and _is_known(key)):
         return False
-    return not (flag and word.endswith((".yaml", ".yml", ".json")))
+    is_flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
+    return not (is_flag and word.endswith(_FILE_SUFFIXES))
 
 
 def _word_value(text: str) -> str | None:
-    """A word's value, for its field's type to read: None, or text without its quotes."""
+    """A word's value before its cast: None, or text without its quotes."""
     if text.strip().lower() in ("", "~", "null"):
         return None
-    try:
-        return str(loads_yaml(text)) if text[0] in "\"'" else text
-    except yaml.YAMLError:
-        return text  # a quote that is not closed is a character like others
+    if text[0] in "\"'":
+        with contextlib.suppress(yaml.YAMLError):  # an open quote is a character like others
+            return str(loads_yaml(text))
+    return text
 
 
 def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """Our keys by their own names, and a line about those without effect; Problems are added."""
+    """(this package's keys by their names, notes about keys without effect); adds Problems."""
     own = {}
     ignored = []
-    known = [*FIELDS, *ALIASES]
     for name, value in values.items():
         key = ALIASES.get(name, name)
-        if key in FIELDS:
-            if key in own:
-                reason = f"{key} is given too, and means the same"
-                problems.append(Problem(name, value, reason, f"only {key}"))
+        reason = lookup(IGNORED_KEYS, name)
+        if key in own:
+            same = f"{key} is given too, and means the same"
+            problems.append(Problem(name, value, same, f"only {key}"))
+        elif key in FIELDS:
             own[key] = value
         elif name in SWITCHES:
-            continue  # its key may come later
-        elif lookup(IGNORED_KEYS, name):
-            ignored.append(f"{name} ({lookup(IGNORED_KEYS, name)})")
-        elif lookup(UNSUPPORTED, name):
-            if refused := unsupported(name, value):
-                problems.append(Problem(name, value, *refused))
-        elif isinstance(value, dict):
-            flat = f"its keys without {name}: above them, each in a line of its own"
-            problems.append(Problem(name, None, _IN_GROUPS, flat))
-        else:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            remedy = near[0] if near else "one of the keys that --help lists"
-            problems.append(Problem(name, value, "no such key", HINTS.get(name, remedy)))
-    lines = _turn_switches(values, own, problems)
-    return own, [*lines, "these keys have no effect: " + ", ".join(ignored)] if ignored else lines
+            continue  # the key of a switch may come later
+        elif reason:
+            ignored.append(f"{name} ({reason})")
+        elif refused := _refuse_key(name, value):
+            problems.append(refused)
+    notes = _turn_switches(values, own, problems)
+    if ignored:
+        notes.append("these keys have no effect: " + ", ".join(ignored))
+    return own, notes
+
+
+def _refuse_key(name: str, value: Any) -> Problem | None:
+    """The Problem of a key that is no field; None for an unsupported one at its default."""
+    if lookup(UNSUPPORTED, name):
+        refused = unsupported(name, value)
+        return Problem(name, value, *refused) if refused else None
+    if isinstance(value, dict):
+        flat = f"its keys without {name}: above them, each in a line of its own"
+        return Problem(name, None, _IN_GROUPS, flat)
+    near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
+    [remedy] = near or ["one of the keys that --help lists"]
+    return Problem(name, value, "no such key", HINTS.get(name, remedy))
 
 
 def _turn_switches(values: dict[str, Any], own: dict[str, Any], problems: list) -> list[str]:
-    """Set the keys that SWITCHES stand for where they have no value -> a line about each."""
-    lines = []
+    """Set the unset keys of SWITCHES that are on -> a note about each."""
+    notes = []
     for name in filter(values.__contains__, SWITCHES):
         key, setting = SWITCHES[name]
         try:
@@ -735,12 +792,12 @@ def _turn_switches(values: dict[str, Any], own: dict[str, Any], problems: list) 
             continue
         if is_on and own.get(key) is None:
             own[key] = setting
-            lines.append(f"{name} is {key}: {setting} here")
-    return lines
+            notes.append(f"{name} is {key}: {setting} here")
+    return notes
 
 
 def format_help() -> str:
-    """All keys, their defaults and what they mean, group by group."""
+    """The text of --help: keys, defaults and meanings, by group."""
     lines = ["usage: train.py [config.yaml] [key=value ...]"]
     for group in GROUPS:
         lines += ["", str(group.__doc__).strip().splitlines()[0]]

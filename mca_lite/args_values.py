@@ -1,7 +1,6 @@
-"""Problems and who collects them, YAML, casting, and groups of keys that check themselves.
+"""YAML, casting by type, and ArgumentGroup, the base of the groups of keys in args.py.
 
-Checks collect Problems instead of raising, so that all problems of a run are shown at once. A group
-is a dataclass whose fields are made by arg(); the groups of a run are in args.py.
+Problems are collected in a Judge instead of raised, to show all of a run at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,14 +25,13 @@ import yaml
 from .args_keys import FOREIGN_VALUES
 from .errors import Judge, Problem, refuse
 
-# ---- YAML
+# -- YAML
 
-
-_MOST_VALUES = 100_000  # that a YAML text may stand for: names of names grow without end
+_MOST_VALUES = 100_000  # aliases of aliases could expand to any number
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML that refuses a key written twice, and reads 1e-5 as a number and 2024-01-31 as text."""
+    """YAML without duplicate keys, with 1e-5 as a number and 2024-01-31 as text."""
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -47,12 +45,14 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
-    """The values that a node stands for, each use of a name counted; infinite for one that holds
-    itself."""
+    """The values of a node, each use of an alias counted; infinite for a recursive one."""
     if id(node) not in counts:
         counts[id(node)] = math.inf
-        pairs = node.value if not isinstance(node, yaml.ScalarNode) else ()
-        parts = (p for pair in pairs for p in (pair if isinstance(pair, tuple) else (pair,)))
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
         counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
     return counts[id(node)]
 
@@ -69,14 +69,14 @@ ConfigLoader.add_implicit_resolver(
 
 
 def check_duplicates(node: yaml.MappingNode) -> None:
-    """yaml.MarkedYAMLError where a mapping has a key twice: YAML would take the last."""
+    """Raise yaml.MarkedYAMLError for a duplicate key of a mapping: YAML would take the last."""
     seen = set()
     for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value in seen:
-            raise yaml.MarkedYAMLError(
-                problem=f"key {key.value!r} is written twice", problem_mark=key.start_mark
-            )
-        seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                problem = f"key {key.value!r} is written twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
 
 
 def loads_yaml(text: str) -> Any:
@@ -88,38 +88,41 @@ def loads_yaml(text: str) -> Any:
 
 
 def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
-    """Key -> value of a flat YAML or JSON file. Numbers and truth values stay text, for their
-    field's type to read.
+    """Key -> value of a flat YAML or JSON file. Numbers and truth values are text, cast later by
+    the field's type.
 
-    Raises ConfigError where the file is absent, broken or not flat, or where it has a key twice.
+    Raises ConfigError for a file that is absent, broken or not flat, and for a duplicate key.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is no file, but a folder, a pipe or a device")
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"it cannot be read: {error}"
-        refuse("config file", str(path), reason, "the path of a YAML file")
+        refuse("config file", str(path), f"it cannot be read: {error}", "the path of a YAML file")
+    if str(path).endswith(".json"):
+        text = text.replace("\t", " ")  # JSON is YAML but for tabs between tokens
     try:
-        # JSON is YAML but for the tabs between its tokens
-        loader = ConfigLoader(text.replace("\t", " ") if str(path).endswith(".json") else text)
+        loader = ConfigLoader(text)
         root = loader.get_single_node()
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise yaml.MarkedYAMLError(
-                problem="expected key: value lines", problem_mark=root.start_mark
-            )
+            problem = "expected key: value lines"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=root.start_mark)
         check_duplicates(root)
         loader.flatten_mapping(root)
         return {
             str(loader.construct_object(key, deep=True)): _node_value(loader, node)
             for key, node in root.value
         }
-    except Exception as error:  # a tag such as !!bool fails in Python's words
-        why = "it is nested too deep" if isinstance(error, RecursionError) else _first_line(error)
-        reason = f"it is no valid configuration: {why}"
-        refuse("config file", str(path), reason, "key: value, each key once")
+    except RecursionError:
+        reason = "it is nested too deep"
+    except Exception as error:  # a tag such as !!bool fails with any of Python's
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark else ""
+        reason = f"{getattr(error, 'problem', None) or error}{line}"
+    reason = f"it is no valid configuration: {reason}"
+    refuse("config file", str(path), reason, "key: value, each key once")
 
 
 def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
@@ -128,18 +131,12 @@ def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
     return loader.construct_object(node, deep=True)
 
 
-def _first_line(error: Exception) -> str:
-    problem = getattr(error, "problem", None)
-    mark = getattr(error, "problem_mark", None)
-    return f"{problem or error}{f' (line {mark.line + 1})' if mark else ''}"
-
-
-# ---- by the field's type
+# -- casting
 
 
 def cast(value: Any, hint: Any) -> Any:
-    """Convert `value` to the annotation `hint`: text is read as a number, a truth value, a list (by
-    commas) or a dict (JSON or YAML). Raises ValueError with what was expected."""
+    """Convert `value` to the annotation `hint`: text is parsed as a number, a truth value, a list
+    (by commas) or a dict (JSON or YAML). Raises ValueError with the expected type."""
     if isinstance(value, enum.Enum):
         value = value.value
     origin = typing.get_origin(hint)
@@ -147,15 +144,15 @@ def cast(value: Any, hint: Any) -> Any:
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return cast(value, next(kind for kind in args if kind is not type(None)))
+        kind, _ = args  # X | None
+        return None if value is None else cast(value, kind)
     if origin is Literal:
-        # YAML reads a bare no as false, and eval_strategy: no is what everybody writes.
+        # YAML reads a bare no as false, as in eval_strategy: no
         text = "no" if value is False else str(value).strip().lower()
-        if text not in args:
+        choices = {choice.lower(): choice for choice in args}
+        if text not in choices:
             raise ValueError(f"expected one of {', '.join(args)}")
-        return text
+        return choices[text]
     if origin is list:
         return _cast_list(value, args[0])
     if origin is dict:
@@ -178,8 +175,9 @@ def _cast_dict(value: Any) -> dict:
         try:
             value = Path(value.strip()).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"expected a mapping, or a file that holds one ({error})") from None
-    value = _parse(value) if isinstance(value, str) else value
+            raise ValueError(f"expected a mapping, or a file with one ({error})") from None
+    if isinstance(value, str):
+        value = _parse(value)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError('expected a mapping, as YAML or as JSON text such as {"key": 1}')
     return dict(value)
@@ -192,36 +190,31 @@ def _parse(text: str) -> Any:
         raise ValueError(f"expected JSON or YAML text ({error})") from None
 
 
+_TRUTHS = dict.fromkeys(("true", "yes", "on", "1"), True)
+_TRUTHS |= dict.fromkeys(("false", "no", "off", "0"), False)
+
+
 def _cast_bool(value: Any) -> bool:
     text = str(value).strip().lower()
-    if text in ("true", "yes", "on", "1"):
-        return True
-    if text in ("false", "no", "off", "0"):
-        return False
-    raise ValueError("expected true or false")
+    if text not in _TRUTHS:
+        raise ValueError("expected true or false")
+    return _TRUTHS[text]
 
 
 def _cast_int(value: Any) -> int:
     try:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d+\s*", value):
-            return int(value)
         number = _cast_float(value)
     except ValueError:
-        raise ValueError("expected a whole number") from None
+        number = math.nan
     if not number.is_integer():
         raise ValueError("expected a whole number")
     return int(number)
 
 
 def _cast_float(value: Any) -> float:
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
+        if math.isfinite(number) and not isinstance(value, bool):
             return number
     raise ValueError("expected a finite number")
 
@@ -229,7 +222,7 @@ def _cast_float(value: Any) -> float:
 def _cast_str(value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
-        if "\0" in text or re.search("[\ud800-\udfff]", text):  # no file or log could hold it
+        if re.search("[\0\ud800-\udfff]", text):  # impossible in a file or a log
             raise ValueError("expected text in UTF-8, without null characters")
         return text
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -242,7 +235,7 @@ def show_count(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-# ---- groups of keys
+# -- groups of keys
 
 _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "low": ("at least", operator.ge),
@@ -253,18 +246,18 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def arg(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field with a help text and what is known of its key. One without a default may
-    be given by its place.
+    """A dataclass field with a help text and the metadata of its key. One without a default may be
+    given by position.
 
-    choices: a table of the values, which may grow until the arguments are read. words: texts that
-        mean another value. check: raises ValueError for a value that does not work.
+    choices: a table of the values, which may grow until the arguments are read. words: texts -> the
+        values that they mean. check: raises ValueError for a value that does not work.
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
-    model: the key is a field of McaModelConfig under the same name, which takes it where it is not
-        None; "always" if a None counts too.
-    optimizer, ddp: True if it is a field of megatron's OptimizerConfig, or of its
+    model: True for a field of McaModelConfig under the same name, set unless the key is None;
+        "always" if a None is set too.
+    optimizer, ddp: True for a field of megatron's OptimizerConfig, or of its
         DistributedDataParallelConfig, under the same name; else its name there.
-    lora: True for a key that has an effect with adapters only.
+    lora: True for a key with an effect on adapters only.
     """
     metadata = {"help": text, **metadata}
     if isinstance(default, (list, dict)):
@@ -275,14 +268,14 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
 
 
 def default_of(item: dataclasses.Field) -> Any:
-    """A field's default, dataclasses.MISSING where it has none."""
+    """A field's default, or dataclasses.MISSING."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
 
 
 def example(item: dataclasses.Field) -> str:
-    """What to write instead: the key with its default, or with its help text."""
+    """A line with a value that works: the key with its default, or with its help text."""
     default = default_of(item)
     if default is None and "low" in item.metadata:
         default = item.metadata["low"]
@@ -293,6 +286,15 @@ def example(item: dataclasses.Field) -> str:
     return f"{item.name}: <{item.metadata['help']}>"
 
 
+def _check_value(value: Any, metadata: Mapping[str, Any]) -> None:
+    if "check" in metadata:
+        metadata["check"](value)
+    limits = [(*_LIMITS[name], limit) for name, limit in metadata.items() if name in _LIMITS]
+    if not all(keeps(value, limit) for _, keeps, limit in limits):
+        expected = " and ".join(f"{words} {limit}" for words, _, limit in limits)
+        raise ValueError(f"it must be {expected}")
+
+
 _Group = TypeVar("_Group", bound="ArgumentGroup")
 
 
@@ -301,23 +303,22 @@ class ArgumentGroup:
     """Base of the groups: the constructor casts every field by its type and raises ConfigError with
     all problems.
 
-    `notes` holds one line for each value that was changed or has no effect, `changed` the keys
-    that were given another value than their default.
+    notes: a line for each value that was changed or has no effect. changed: the keys with another
+    value than their default.
     """
 
     def __post_init__(self) -> None:
         judge = Judge(self)
-        self._cast(judge)
-        self.check(judge)
+        self.cast_fields(judge)
+        self.resolve(judge)
         judge.close()
 
     @classmethod
     def read(cls: type[_Group], values: dict[str, Any], judge: Judge, use_mca=True) -> _Group:
-        """The group made of key -> value; its rules are not asked yet. Other groups' keys are
-        passed over, and without use_mca megatron-core's are too.
+        """A group from key -> value, before its rules. Other groups' keys are ignored, and without
+        use_mca megatron-core's are too.
 
-        It does without the constructor, since the rules between groups must see a group that has
-        problems too.
+        The constructor is not called: rules between groups need a group with problems too.
         """
         group = cls.__new__(cls)
         left_out = []
@@ -326,58 +327,63 @@ class ArgumentGroup:
             if value is None and default_of(item) is MISSING:
                 judge.refuse(item.name, "it is required and was not given", example(item), None)
                 value = ""
-            if value is not None and not (use_mca or item.metadata.get("torch", True)):
-                with contextlib.suppress(ValueError):  # not of its type: it stays, to be shown
+            if value is not None and not use_mca and not item.metadata.get("torch", True):
+                with contextlib.suppress(ValueError):  # a value of another type is refused below
                     if cast(value, _hint(cls, item.name)) != default_of(item):
                         left_out.append(item.name)
                     value = None
             setattr(group, item.name, value)
-        group._cast(judge)
+        group.cast_fields(judge)
         if left_out:
             names = ", ".join(left_out)
             group.notes.append(f"use_mca is false: plain torch DDP does without {names}")
         return group
 
-    def _cast(self, judge: Judge) -> None:
+    def cast_fields(self, judge: Judge) -> None:
+        """Cast and check each field in place; sets `notes` and `changed`."""
         self.notes: list[str] = []
         self.changed: list[str] = []
         for item in dataclasses.fields(self):
-            self._check_field(item, judge)
+            self.check_field(item, judge)
             if getattr(self, item.name) != default_of(item):
                 self.changed.append(item.name)
 
-    def _check_field(self, item: dataclasses.Field, judge: Judge) -> None:
-        """Cast a field in place and check it; what does not work becomes the default."""
+    def check_field(self, item: dataclasses.Field, judge: Judge) -> None:
+        """Cast a field in place and check it; a value with a problem becomes the default."""
         key = item.name
-        value = getattr(self, item.name)
+        known = item.metadata
+        value = getattr(self, key)
         default = default_of(item)
         if value is None and default is not MISSING:
             value = default
-        value = item.metadata.get("words", {}).get(str(value).lower(), value)
+        value = known.get("words", {}).get(str(value).lower(), value)
         try:
             value = cast(value, _hint(type(self), key))
-            if "choices" in item.metadata:
-                value = cast(value, Literal[tuple(item.metadata["choices"])])
-            if "check" in item.metadata and value is not None:
-                item.metadata["check"](value)
+            if "choices" in known:
+                value = cast(value, Literal[tuple(known["choices"])])
+            if value is not None:
+                _check_value(value, known)
         except ValueError as error:
             reason = str(error)
             remedy = example(item)
-            if theirs := FOREIGN_VALUES.get(key, {}).get(str(value).lower()):
-                reason = f"{theirs[0]}: {error}"
-                remedy = theirs[1]
+            foreign = FOREIGN_VALUES.get(key, {}).get(str(value).lower())
+            if foreign:
+                reason = f"{foreign[0]}: {error}"
+                remedy = foreign[1]
             judge.refuse(key, reason, remedy, value)
-        else:
-            limits = [(*_LIMITS[x], limit) for x, limit in item.metadata.items() if x in _LIMITS]
-            if value is not None and not all(keeps(value, limit) for _, keeps, limit in limits):
-                wanted = " and ".join(f"{words} {limit}" for words, _, limit in limits)
-                judge.refuse(key, f"it must be {wanted}", example(item), value)
-        if key in judge.bad:
             value = "" if default is MISSING else default
         setattr(self, key, value)
 
+    def resolve(self, judge: Judge) -> None:
+        """Fill in the values that follow from others, and apply the rules of the group."""
+        self.normalise()
+        self.check(judge)
+
+    def normalise(self) -> None:
+        """Fill in the values that follow from others; the fields have values of their types."""
+
     def check(self, judge: Judge) -> None:
-        """The rules of a group; its fields hold values of their types."""
+        """Apply the rules of the group; changes nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
         """{field: value} of keys declared as fields of a config: "optimizer" or "ddp"."""
@@ -406,5 +412,5 @@ def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
     for item in dataclasses.fields(group_type):
         if item.name in values:
             setattr(group, item.name, values[item.name])
-            group._check_field(item, judge)
+            group.check_field(item, judge)
     return judge.problems

@@ -309,8 +309,8 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     world.end_second_run()
     objective = objective_of(stage)
     judge = Judge(data_args)
-    check_named(data_args, judge)
-    check_records(data_args, objective, judge)
+    check_named(judge)
+    check_records(objective, judge)
     judge.close()
     renderer: ChatRenderer | None = None
     report: list[str] = []

@@ -27,8 +27,9 @@ from .args_rules_model import check_model, check_numbers
 from .args_rules_training import (
     ADDITIONAL_FIELDS,
     DERIVED_FIELDS,
+    VIRTUAL_STAGES,
     check_additional_configs,
-    check_virtual_stages,
+    normalise_additional_configs,
 )
 from .errors import Judge, refuse
 from .families import FAMILIES, SAME_AS, check_type, get_family
@@ -423,7 +424,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         judge = Judge(self)
         resolve_layers(self)
         check_layers(self, judge)
-        check_virtual_stages(self, judge)
+        judge.apply(VIRTUAL_STAGES)
         check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
@@ -592,8 +593,9 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_activation_fusion", False)  # SwiGLU is a kernel of our own
     if args.mtp_num_layers is not None:  # else a checkpoint's own
         out["mtp_num_layers"] = args.mtp_num_layers or None
+    normalise_additional_configs(args)  # they may have changed since the constructor
     judge = Judge(args)
-    check_additional_configs(args, judge)  # which may have changed since the constructor
+    check_additional_configs(args, judge)
     judge.close()
     # those of a checkpoint are the run's that saved it
     out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}

@@ -471,7 +471,7 @@ def register_optimizer(
     for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
         raise ValueError(f"optim {taken} is registered already: choose another name")
     OPTIMIZERS[name] = Optimizer(make, tuple(states), counts_steps)
-    OPTIMIZER_ALIASES.update(dict.fromkeys(aliases, name))
+    OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
 
 
 def _adam(groups: list[dict], args):

@@ -693,7 +693,7 @@ def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
     judge = Judge(None, problems)
     for group in GROUPS:
         judge.arguments = group.read(own, judge)
-        judge.arguments.check(judge)
+        judge.arguments.resolve(judge)
     assert judge.problems == []
 
 

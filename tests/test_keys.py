@@ -336,7 +336,7 @@ def settings_of_a_trainer(path: str, rows: dict) -> dict:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments, args_rules_training
 
     # the trackers' packages need not be there
-    args_rules_training._check_installed = lambda *key: None
+    args_rules_training.check_installed = lambda *key: None
     told: dict = {}  # what the tracker was told at its start
 
     def init(**options):

@@ -47,7 +47,7 @@ sequence_parallel=true expert_model_parallel_size=3
     moe   1 moe_expert_capacity_factor     every token reaches   moe_expert_capacity_factor=1.5
     moe   1 moe_router_topk                config.json           moe_router_topk=4
     moe   1 num_experts                    config.json           num_experts=4
-    moe   1 moe_aux_loss_coeff             weigh nothing         moe_aux_loss_coeff=0.1 \
+    moe   1 moe_aux_loss_coeff             no effect             moe_aux_loss_coeff=0.1 \
 moe_router_load_balancing_type=none
     moe   1 moe_token_dispatcher_type      alltoall              variable_seq_lengths=true \
 moe_token_dispatcher_type=allgather

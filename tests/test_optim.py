@@ -256,7 +256,7 @@ STABLE = "warmup_stable_decay"
 @pytest.mark.parametrize(
     "kind, kwargs, key, reason",
     [
-        ("polynomial", {}, "lr_scheduler_type", "no such schedule"),
+        ("polynomial", {}, "lr_scheduler_type", "expected one of constant"),
         ("linear", {"power": 2}, "power", "no schedule takes it"),
         ("cosine", {"decay_type": "linear"}, "decay_type", "no effect on .* cosine"),
         ("linear", {"num_stable_steps": 2}, "num_stable_steps", "no effect on .* linear"),

@@ -15,8 +15,8 @@ from mca_lite.args import (
     check_together,
     parse_args,
 )
-from mca_lite.args_rules_training import _BESIDE, ADDITIONAL_FIELDS
-from mca_lite.errors import ConfigError, Judge
+from mca_lite.args_rules_training import ADDITIONAL_FIELDS, NEEDS
+from mca_lite.errors import ConfigError, Judge, Rule
 from mca_lite.model_config import AutoConfig, load_hf_config
 from tests.shared import tiny, tiny_moe
 
@@ -215,8 +215,23 @@ BESIDE = {
 OFF = {"nan_policy": dict(check_for_nan_in_loss_and_grad=False)}
 
 
+def test_conditions_of_a_rule_are_met_as_they_are_written():
+    given = DataArguments(dataset=["a", "b"], eval_dataset=[], val_size=0.0)
+    judge = Judge(given)
+    for (
+        condition
+    ) in "dataset dataset=b !dataset=c !val_size val_size=0.0 eval_dataset|dataset".split():
+        assert judge.holds(condition), condition
+    for condition in "!dataset dataset=c val_size eval_dataset|val_size".split():
+        assert not judge.holds(condition), condition
+    judge.apply([Rule("!val_size dataset=a", "a reason", "a remedy")])
+    assert judge.problems == [("val_size", 0.0, "a reason", "a remedy")]
+    with pytest.raises(AttributeError):
+        judge.apply([Rule("val_size data_set", "", "")])
+
+
 def test_each_key_beside_another_is_in_the_table():
-    keys = {key for row in _BESIDE for key in row.keys.split()}
+    keys = {key for row in NEEDS for key in row.keys.split()}
     assert BESIDE.keys() | NOTED.keys() == keys - ADDITIONAL_FIELDS.keys()
 
 
@@ -229,7 +244,7 @@ def test_a_key_without_the_one_that_it_needs_is_refused_with_what_to_set(key):
         TrainingArguments(output_dir="out", **{key: value}, **OFF.get(key, {}))
     [problem] = caught.value.problems
     assert problem.key == key and problem.reason.startswith("no effect, since ")
-    switch = next(row.setting for row in _BESIDE if key in row.keys.split())
+    switch = next(row.setting for row in NEEDS if key in row.keys.split())
     assert problem.suggestion == f"{switch}, or {key} left out"
 
 
