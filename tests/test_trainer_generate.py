@@ -179,7 +179,7 @@ def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):
 def test_generation_that_cannot_be_compared_is_refused_when_the_trainer_is_made(given, said):
     from mca_lite import TrainingArguments
     from mca_lite.generation import Answers
-    from mca_lite.trainer_evaluation import check_metrics
+    from mca_lite.trainer_evaluation import Evaluator
 
     metric = given.pop("metric", "rouge_l")
     args = TrainingArguments(
@@ -195,7 +195,7 @@ def test_generation_that_cannot_be_compared_is_refused_when_the_trainer_is_made(
         )  # fmt: skip
         trainer = SimpleNamespace(**{**parts, **more})
         Answers().on_init_end(args, None, None, trainer)
-        check_metrics(trainer)
+        Evaluator(trainer).check()
 
     if metric == "rouge_l":
         check()
