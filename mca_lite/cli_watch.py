@@ -16,7 +16,8 @@ from pathlib import Path
 
 from .cli import USER_ERROR, at_least, finish, has_colors, parser_of
 from .files import PAGE_NAME, TRAINER_LOG_NAME, write_file
-from .log_html import RunFolder, format_duration, format_rate, page, smooth
+from .log_html import RunFolder, page, smooth
+from .log_metrics import format_duration, format_rate
 
 # -- watch
 

@@ -5,6 +5,7 @@ Curves are stretched SVGs with texts of HTML round them, so that they can be rea
 """
 
 import html
+import io
 import json
 import math
 import operator
@@ -23,6 +24,8 @@ from .args_values import read_config_file
 from .errors import ConfigError
 from .files import (
     GENERATIONS_NAME,
+    LOSS_PLOT_NAME,
+    PAGE_NAME,
     RUN_CONFIG_NAME,
     RUN_SUMMARY_NAME,
     TRAINER_LOG_NAME,
@@ -30,7 +33,9 @@ from .files import (
     is_there,
     printable,
     read_json,
+    write_file,
 )
+from .log_metrics import MOST, LineFile, format_duration, format_rate, is_count, is_number, log_line
 
 # -- reading a run
 
@@ -39,25 +44,6 @@ from .files import (
 _FIRST_LINE_S = 900
 _QUIET_S = 120
 _QUIET_LINES = 5
-_MOST = 10**15  # steps, processes, seconds since 1970
-
-
-def format_duration(seconds: float) -> str:
-    """Returns 58s, 1m20s or 2h05m."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def format_rate(per_second: float) -> str:
-    """Returns 850, 12.3k or 1.2M."""
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if per_second >= limit:
-            return f"{per_second / limit:.1f}{unit}"
-    return f"{per_second:.0f}"
 
 
 def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
@@ -78,18 +64,8 @@ def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
 # -- what somebody's files hold: checked once, here
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a page can draw it: finite, and so are differences and quotients of such numbers."""
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and (value == 0 or 1e-300 <= abs(value) <= 1e300)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST
-
-
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= _MOST
+    return is_number(value) and 0 <= value <= MOST
 
 
 def _is_text(value: Any) -> bool:
@@ -100,31 +76,9 @@ def _is_sections(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
 
 
-def _is_loads(value: Any) -> bool:
-    rows = value if isinstance(value, list) else []
-    whole = (isinstance(row, list) and row and all(map(_is_number, row)) for row in rows)
-    return bool(rows) and all(whole)
-
-
-def _object(record: Any) -> dict | None:
-    return record if isinstance(record, dict) else None
-
-
-def log_line(record: Any) -> dict[str, Any] | None:
-    """Returns a line of the log: its step, the keys that have numbers, and expert_load; None for
-    what has no step."""
-    if not isinstance(record, dict) or not _is_count(record.get("step")):
-        return None
-    line = {key: value for key, value in record.items() if _is_number(value)}
-    line.pop("expert_load", None)
-    if _is_loads(record.get("expert_load")):
-        line["expert_load"] = record["expert_load"]
-    return line
-
-
 def _sample(record: Any) -> dict[str, str]:
     keys = ("prompt", "answer", "before", "expected")
-    found = ((key, record.get(key)) for key in keys if isinstance(record, dict))
+    found = ((key, record.get(key)) for key in keys)
     return {key: value for key, value in found if _is_text(value)}
 
 
@@ -157,11 +111,11 @@ class RunSummary:
 
 _SUMMARY: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "state": ("a text", _is_text),
-    "max_steps": ("a number of steps", _is_count),
-    "first_step": ("a number of steps", _is_count),
+    "max_steps": ("a number of steps", is_count),
+    "first_step": ("a number of steps", is_count),
     "started": ("seconds since 1970", _is_time),
     "host": ("a text", _is_text),
-    "pid": ("a process", _is_count),
+    "pid": ("a process", is_count),
     "sections": ("names with their facts", _is_sections),
 }
 
@@ -187,48 +141,6 @@ def read_config(path: Path) -> dict[str, str]:
         return _texts(read_config_file(path)) if is_there(path) else {}
     except ConfigError as error:
         raise ValueError(f"{path}: {error.problems[0].reason}") from None
-
-
-class LineFile:
-    """The records of a .jsonl file that another process may be writing.
-
-    convert: from what a line holds to its record, None for none. read() takes what was added since:
-    a last line without its end waits for the next call, lines that are no JSON are passed over, and
-    a file in the place of the one before (of a resumed run, or a new one) is read from its
-    beginning. No file has no records. OSError or ValueError where it cannot be read.
-    """
-
-    def __init__(self, path: str | os.PathLike, convert: Callable[[Any], dict | None] = _object):
-        self.path = Path(path)
-        self._convert = convert
-        self._begin(0)
-
-    def _begin(self, inode: int) -> None:
-        self.records: list[dict] = []
-        self.changed_at: float | None = None  # seconds since 1970; None without a file
-        self._inode = inode
-        self._offset = 0
-
-    def read(self) -> list[dict]:
-        if not is_there(self.path):
-            self._begin(0)
-            return self.records
-        with open(self.path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
-                self._begin(found.st_ino)
-            file.seek(self._offset)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self.changed_at = found.st_mtime
-        self._offset += len(whole + end)
-        for line in whole.split(b"\n"):
-            try:
-                record = self._convert(json.loads(line))
-            except (ValueError, RecursionError):  # of JSON, or of UTF-8; nested too deep
-                continue
-            if record:
-                self.records.append(record)
-        return self.records
 
 
 class RunFolder:
@@ -349,6 +261,44 @@ def _lives(pid: int) -> bool:
     except OSError:  # another user's
         pass
     return True
+
+
+# -- pictures
+
+
+def draw(args) -> None:
+    """Draw report.html and training_loss.png of a run, as its TrainingArguments set them."""
+    run = RunFolder(args.output_dir)
+    if args.plot_loss:
+        plot_loss(run, run.folder / LOSS_PLOT_NAME)
+    if args.html_report:
+        write_file(run.folder / PAGE_NAME, page([run]))
+
+
+def plot_loss(run: RunFolder, path: Path) -> None:
+    """Write a picture of loss, smoothed loss and eval_loss over the steps; needs matplotlib."""
+    # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every
+    # figure alive.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss per token")
+    trained = run.points("loss")
+    evaluated = run.points("eval_loss")
+    if trained:
+        steps, losses = zip(*trained, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, label="loss")
+        axes.plot(steps, smooth(losses), color="tab:blue", label="loss, smoothed")
+    if evaluated:
+        axes.plot(*zip(*evaluated, strict=True), color="tab:orange", marker="o", label="eval_loss")
+    if trained or evaluated:
+        axes.legend()
+    axes.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_file(path, picture.getvalue())
 
 
 # -- the page

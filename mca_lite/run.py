@@ -9,6 +9,7 @@ and trains.
 import copy
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -295,17 +296,18 @@ def add_adapters(built, plan: Plan):
     return lora.inject(built, spec, args.seed, dtype)
 
 
-def train(plan: Plan):
+def train(plan: Plan, callbacks: Sequence = ()):
     """Start the world, build, train, save, and stop the world -> the trainer.
 
-    A signal during the export does not stop it: half a model is of no use to anyone.
+    callbacks: more of them for the trainer. A signal during the export does not stop it: half a
+    model is of no use to anyone.
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
     quiet = mcore.quiet()
     explained = plan_memory.explained(plan.arguments)
     with quiet, watchdog.watch(args), ckpt_folder.hold(args.output_dir), explained:
-        trainer = build_trainer(plan)
+        trainer = build_trainer(plan, callbacks)
         if args.do_train:
             result = trainer.train()
             with StopSignals():
@@ -350,7 +352,7 @@ def _predict(trainer) -> None:
             write_file(folder / name, f"{text}\n")
 
 
-def build_trainer(plan: Plan):
+def build_trainer(plan: Plan, callbacks: Sequence = ()):
     """The objective's trainer with the planned model and data. Collective."""
     arguments = plan.arguments
     args = plan.arguments.training
@@ -370,7 +372,7 @@ def build_trainer(plan: Plan):
         eval_dataset=data.eval,
         shuffle=not arguments.data.disable_shuffling,
         summary={"data": data_summary(plan)},
-        callbacks=[_SaveConfig(arguments)],
+        callbacks=[_SaveConfig(arguments), *callbacks],
         **make.own_keywords(arguments, second_model),
     )
     trainer.settings = arguments.to_yaml_dict()  # of all groups

@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_watch, log
+from mca_lite import TrainingArguments, cli_watch, log, log_html
 from mca_lite.callbacks import TrainerControl, TrainerState
 from mca_lite.cli_watch import curve, frame
 from mca_lite.log import Report
-from mca_lite.log_html import LineFile, RunFolder, page
+from mca_lite.log_html import RunFolder, draw, page
+from mca_lite.log_metrics import LineFile
 from tests.shared import tiny, world
 from tests.shared.training import Clock
 
@@ -468,6 +469,7 @@ def begin(tmp_path, **options) -> tuple[Report, Clock]:
     clock = Clock()
     args = TrainingArguments(output_dir=str(tmp_path), disable_tqdm=True, **options)
     report = Report(args, True, clock)
+    report.draw = draw
     report.summary({"data": {"training": "3 samples"}})
     report.on_train_begin(None, TrainerState(max_steps=9), TrainerControl())
     return report, clock
@@ -475,7 +477,7 @@ def begin(tmp_path, **options) -> tuple[Report, Clock]:
 
 def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(log, "plot_loss", lambda records, path: drawn.append(len(records)))
+    monkeypatch.setattr(log_html, "plot_loss", lambda run, path: drawn.append(len(run.records)))
     report, clock = begin(tmp_path, plot_loss=True)
     for step, now in enumerate((0, 29, 30, 31, 59, 61), start=1):
         clock.now = float(now)
@@ -496,13 +498,12 @@ def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, 
 def test_pictures_take_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
     drawn = []
 
-    def draw(runs):
+    def slow(args):
         drawn.append(clock.now)
         clock.now += 2.0
-        return ""
 
     report, clock = begin(tmp_path)
-    monkeypatch.setattr(log, "page", draw)
+    report.draw = slow
     for now in range(0, 400, 10):
         clock.now = float(now)
         report.log({"step": now, "loss": 1.0})
@@ -510,11 +511,11 @@ def test_pictures_take_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsys):
-    def fail(runs):
+    def fail(args):
         raise OSError(28, "No space left on device")
 
     report, clock = begin(tmp_path)
-    monkeypatch.setattr(log, "page", fail)
+    report.draw = fail
     for now in (40.0, 80.0):
         clock.now = now
         report.log({"step": int(now), "loss": 1.0})
@@ -529,7 +530,8 @@ def train_with_and_without(model: str, out: str) -> None:
 
     log._DRAW_EVERY_S = log._DRAW_SHARE = 0  # after every line
     for name in ("with", "without"):
-        train(model, f"{out}/{name}", export=True, html_report=name == "with")
+        pictures = [log.Pictures(draw)]
+        train(model, f"{out}/{name}", export=True, callbacks=pictures, html_report=name == "with")
 
 
 def test_a_run_exports_the_same_bytes_with_its_report(tmp_path):
