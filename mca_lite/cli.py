@@ -61,13 +61,14 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"note: {line}", flush=True)
         arguments.training.notes.clear()  # they are printed
         # torch, transformers and megatron-core take seconds: imported after the keys are checked
-        from . import generation, plan_memory, run
+        from . import generation, log, log_html, plan_memory, run
         from .ckpt_folder import check_new
 
         if arguments.training.do_train and arguments.training.resume_from_checkpoint is None:
             check_new(arguments.training)  # here too, before anything is tokenised
         plan = run.make_plan(arguments)
-        run.train(plan, [generation.Answers()], plan_memory.explained(arguments))
+        callbacks = [generation.Answers(), log.Pictures(log_html.draw)]
+        run.train(plan, callbacks, plan_memory.explained(arguments))
     except KeyboardInterrupt:  # outside of the loop, which saves on it
         if world.current().is_main:
             print("interrupted outside of training: nothing was saved", file=sys.stderr)

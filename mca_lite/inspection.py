@@ -1,15 +1,16 @@
-"""The dry run: what a run does before its first step, and what each of its ranks would hold and
-read then. One process does it alone, and writes nothing.
+"""Facts of a run before it begins: samples, rows and problems of its data; its ranks in a dry run.
+
+One process does it alone. The dry run (check) writes nothing.
 """
 
 import copy
+import dataclasses
 import itertools
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,51 +22,50 @@ from .args import RunArguments
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
 from .data import TokenDataset, marked_runs, tokens_of
-from .data_batches import Collator, Packs, make_loader, samples_of
+from .data_batches import Packs, make_loader, samples_of
 from .data_chat import ChatRenderer
 from .data_encode import BAD, CUT, NO_LABELS, cache_folder, joins_texts
 from .data_files import SIDES
 from .data_stream import TokenStream
 from .files import check_can_write
 from .log import format_summary, steps_summary
-from .log_html import document, esc, tiles
 from .model_config import grow
 from .plan_memory import ModelTensors
 from .run import Plan, data_summary, make_plan
 from .trainer_events import read_step
 
-# -- counts and samples
+# -- the data
 
-# what can be wrong with a sample
-FOUND = {
+PROBLEMS = {  # of a sample
     "duplicate": "the same tokens as an earlier one",
     "in training too": "the same tokens as one of the training data",
     "double BOS": "the token that begins a text, twice in a row",
-    "no end of turn": "a trained turn ends without the token that ends it",
+    "no end of turn": "a trained turn ends without its end token",
     "cut in a turn": "cutoff_len cut a trained turn before its end",
 }
 _MAX_ROWS = 10
 _MAX_BARS = 12
+_TAIL = 16  # tokens in which an end of turn is looked for
 
 
 class Side(NamedTuple):
-    """A piece of a sample: what it is, and (text, whether it is trained) of its runs of tokens."""
+    """A piece of a sample: its name, and (text, True if trained) of its runs of tokens."""
 
     name: str
     runs: list[tuple[str, bool]]
 
 
 class Sample(NamedTuple):
-    """One of a dataset. sides: one; of a pair what both begin with, then how chosen and rejected go
-    on. found: what is wrong with it, of FOUND."""
+    """A sample of a dataset. sides: one; of a pair the common beginning, then the rest of chosen
+    and of rejected. problems: names of PROBLEMS."""
 
     number: int
     sides: list[Side]
-    found: list[str]
+    problems: list[str]
 
 
 class Row(NamedTuple):
-    """A packed row: (name, tokens) of each document, and the tokens that it has room for."""
+    """A packed row: (name, tokens) of each document, and the tokens for which there is room."""
 
     number: int
     documents: list[tuple[str, int]]
@@ -74,25 +74,23 @@ class Row(NamedTuple):
 
 @dataclass
 class Part:
-    """A dataset of a run: training, or one of the evaluation. bars: (how many tokens, documents
-    that have so many). found: by the names of FOUND the numbers of its samples, or of its texts
-    where rows are cut from them. rows: some of them, [] where a sample is a row."""
+    """A dataset of a run: training, or one of the evaluation. bars: (range of lengths, documents of
+    these lengths). problems: name -> numbers of the samples, or of the texts where rows are cut
+    from them. rows: some of them, [] where a sample is a row."""
 
     name: str
     summary: str
     bars: list[tuple[str, int]] = field(default_factory=list)
-    found: dict[str, list[int]] = field(default_factory=dict)
+    problems: dict[str, list[int]] = field(default_factory=dict)
     packing: str = "not packed: each sample is a row, padded to the longest of its micro-batch"
     rows: list[Row] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
 
 class DataInspector:
-    """Looks at the datasets of a run.Plan: parts() of each, records() of the files. shown: how many
-    samples of each."""
+    """Facts about the datasets of a run.Plan. shown: the number of samples of each."""
 
-    def __init__(self, plan, shown: int):
-        self.plan = plan
+    def __init__(self, plan: Plan, shown: int):
         self.shown = shown
         self.tokenizer = plan.tokenizer
         data = plan.arguments.data
@@ -112,7 +110,7 @@ class DataInspector:
         self.sets = {name: dataset for name, dataset in sets.items() if dataset is not None}
 
     def records(self) -> dict[str, int]:
-        """Counts over the files of all datasets: what was read, and what became of it."""
+        """Counts of records over the files of all datasets."""
         sets = self.sets.values()
         shards = {shard.folder: shard for one in sets for shard in samples_of(one).shards}
         counts = dict.fromkeys(("read", "bad", "truncated", "label-less", "left out besides"), 0)
@@ -130,272 +128,157 @@ class DataInspector:
         return counts
 
     def parts(self) -> Iterator[Part]:
-        """What there is to see of each dataset, of the training one first. Reads all samples."""
+        """The facts of each dataset, training first. Reads all samples."""
         trained_on: set[int] = set()
-        shards: set = set()
+        trained_shards: set = set()
         for name, dataset in self.sets.items():
             tokens = samples_of(dataset)
-            part = Part(name, _summary(dataset, self.objective))
-            folders = {shard.folder for shard in tokens.shards}
-            if not (self.joins and folders <= shards):  # else its texts were those of training
-                seen = self._scan(tokens, part, trained_on)
+            part = Part(name, self._summary(dataset))
+            shards = {shard.folder for shard in tokens.shards}
+            if not self.joins or not shards <= trained_shards:  # else it has the texts of training
+                hashes = self._scan(tokens, part, trained_on)
                 part.bars = histogram(self._lengths(tokens))
                 if name == "training":
-                    trained_on = seen
-                    shards = folders
-            self._map_rows(dataset, part)
+                    trained_on = hashes
+                    trained_shards = shards
+            if isinstance(dataset, Packs):
+                self._map_packs(dataset, part)
+            elif self.joins:
+                self._map_joined(dataset, part)
             numbers = set(range(min(self.shown, len(tokens))))
             if not self.joins:  # texts have numbers of their own
-                numbers |= {number for found in part.found.values() for number in found[:1]}
+                numbers |= {number for of in part.problems.values() for number in of[:1]}
             part.samples = [self._sample(tokens, number, part) for number in sorted(numbers)]
             yield part
 
+    def _summary(self, dataset) -> str:
+        samples = f"{len(samples_of(dataset)):,} {self.objective.unit}s"
+        share = dataset.num_trained_tokens / max(dataset.num_tokens, 1)
+        return f"{samples}, {dataset.num_tokens:,} tokens, {share:.1%} of them trained"
+
+    def _ends_of_texts(self, shard) -> np.ndarray:
+        """Places after the end token of each joined text."""
+        return np.flatnonzero(shard.maps()[0] == self.tokenizer.eos_token_id) + 1
+
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
-        """Tokens of each document, or of each text that was joined."""
+        """Tokens of each document, or of each joined text."""
         if not self.joins:
             return dataset.document_lengths.ravel()
-        ends = [_ends_of_texts(shard.maps()[0], self.tokenizer) for shard in dataset.shards]
+        ends = map(self._ends_of_texts, dataset.shards)
         return np.concatenate([np.diff(of_shard, prepend=0) for of_shard in ends])
 
     def _scan(self, dataset: TokenDataset, part: Part, trained_on: set[int]) -> set[int]:
-        """Fill part.found -> hashes of the samples."""
-        names = [name for name in FOUND if name != "in training too" or trained_on]
+        """Fill part.problems -> hashes of the samples."""
+        part.problems = {name: [] for name in PROBLEMS}
+        if not trained_on:
+            del part.problems["in training too"]
         if self.objective.joins_documents:
-            names = [name for name in names if "turn" not in name]
-        part.found = {name: [] for name in names}
-        seen: set[int] = set()
+            del part.problems["no end of turn"], part.problems["cut in a turn"]
+        hashes: set[int] = set()
         for number, documents in self._units(dataset):
             key = hash(tuple(tokens.tobytes() for tokens, _ in documents))
-            found = set()
-            if key in seen:
-                found.add("duplicate")
-            if key in trained_on:
-                found.add("in training too")
-            seen.add(key)
+            problems = {"duplicate": key in hashes, "in training too": key in trained_on}
+            hashes.add(key)
             for tokens, trained in documents:
-                found |= self._wrong_with(tokens, trained)
-            for name in found & part.found.keys():
-                part.found[name].append(number)
-        return seen
+                problems |= dict.fromkeys(self._problems(tokens, trained), True)
+            for name, numbers in part.problems.items():
+                if problems.get(name):
+                    numbers.append(number)
+        return hashes
 
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple]]]:
-        """(number, (tokens, whether each is trained) of its documents) of each sample once, though
-        a mix repeats it; or of each text, whole, that joining cut into rows."""
+        """(number, (tokens, trained) of its documents) of each sample once, though a mix repeats
+        it; or of each whole text that joining cut into rows."""
         if not self.joins:
             for number in np.sort(np.unique(dataset.index, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
             return
-        number = 0
-        for shard in dataset.shards:
-            ids = shard.maps()[0].astype(np.int64)
-            for text in np.split(ids, _ends_of_texts(ids, self.tokenizer)[:-1]):
-                yield number, [(text, np.ones(len(text), bool))]
-                number += 1
+        texts = (
+            text
+            for shard in dataset.shards
+            for text in np.split(shard.maps()[0], self._ends_of_texts(shard)[:-1])
+        )
+        for number, text in enumerate(texts):
+            yield number, [(text.astype(np.int64), np.ones(len(text), bool))]
 
-    def _wrong_with(self, tokens: np.ndarray, trained: np.ndarray) -> set[str]:
-        found = set()
+    def _problems(self, tokens: np.ndarray, trained: np.ndarray) -> Iterator[str]:
+        """Names of PROBLEMS of one document."""
         bos = self.tokenizer.bos_token_id
         # where bos is eos too, it stands between joined texts
-        if bos is not None and not (self.joins and bos == self.tokenizer.eos_token_id):
-            if ((tokens[1:] == bos) & (tokens[:-1] == bos)).any():
-                found.add("double BOS")
+        separates = self.joins and bos == self.tokenizer.eos_token_id
+        if bos is not None and not separates and ((tokens[1:] == bos) & (tokens[:-1] == bos)).any():
+            yield "double BOS"
         ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
         for end in ends[~np.isin(tokens[ends], self.end_ids)].tolist():
-            # an end of several tokens, or white space behind it
-            tail = self.tokenizer.decode(tokens[: end + 1][-16:].tolist()).rstrip()
+            # an end of several tokens, or white space after it
+            tail = self.tokenizer.decode(tokens[: end + 1][-_TAIL:].tolist()).rstrip()
             if not tail.endswith(self.ends):
                 is_cut = end == self.cutoff_len  # a document has one token more at most
-                found.add("cut in a turn" if is_cut else "no end of turn")
-        return found
+                yield "cut in a turn" if is_cut else "no end of turn"
 
-    def _map_rows(self, dataset, part: Part) -> None:
-        if isinstance(dataset, Packs):
-            count = len(dataset)
-            names = [""]
-            if self.objective.has_pairs:
-                names = [f" {side}" for side in SIDES]
-            capacity = self.cutoff_len * len(names)
-            part.packing = f"{count:,} rows of {capacity:,} tokens, samples do not see each other, "
-            part.packing += f"{dataset.padding_fraction:.1%} padding"
-            lengths = dataset.dataset.document_lengths
-            # the longest samples are in the first rows: some of all
-            for number in np.unique(np.linspace(0, count - 1, _MAX_ROWS, dtype=int)).tolist():
-                pack = dataset.packs[number]
-                named = [(f"{i}{names[k]}", int(n)) for i in pack for k, n in enumerate(lengths[i])]
-                part.rows.append(Row(number, named, capacity))
-        elif self.joins:
-            part.packing = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens, texts joined "
-            part.packing += "and cut, which see each other"
-            ends = [_ends_of_texts(shard.maps()[0], self.tokenizer) for shard in dataset.shards]
-            before = np.cumsum([0, *map(len, ends)]).tolist()
-            for i in range(min(len(dataset), _MAX_ROWS)):
-                shard, row = dataset.place(i)
-                start, stop = dataset.shards[shard].spans[row, 0]
-                inside = ends[shard][(ends[shard] > start) & (ends[shard] < stop - 1)]
-                first = before[shard] + int(np.searchsorted(ends[shard], start, side="right"))
-                sizes = np.diff([start, *inside, stop - 1]).tolist()
-                named = [(str(first + n), size) for n, size in enumerate(sizes)]
-                part.rows.append(Row(i, named, self.cutoff_len))
+    def _map_packs(self, packs: Packs, part: Part) -> None:
+        names = [f" {side}" for side in SIDES] if self.objective.has_pairs else [""]
+        capacity = self.cutoff_len * len(names)
+        part.packing = f"{len(packs):,} rows of {capacity:,} tokens, samples do not see each other"
+        part.packing += f", {packs.padding_fraction:.1%} padding"
+        lengths = packs.dataset.document_lengths
+        # the longest samples are in the first rows: rows from all over the set
+        for number in np.unique(np.linspace(0, len(packs) - 1, _MAX_ROWS, dtype=int)).tolist():
+            documents = []
+            for i in packs.packs[number]:
+                for name, length in zip(names, lengths[i].tolist(), strict=True):
+                    documents.append((f"{i}{name}", length))
+            part.rows.append(Row(number, documents, capacity))
+
+    def _map_joined(self, dataset: TokenDataset, part: Part) -> None:
+        part.packing = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens, texts joined "
+        part.packing += "and cut, which see each other"
+        ends = list(map(self._ends_of_texts, dataset.shards))
+        texts_before = np.cumsum([0, *map(len, ends)]).tolist()
+        for number in range(min(len(dataset), _MAX_ROWS)):
+            shard, row = dataset.place(number)
+            start, stop = dataset.shards[shard].spans[row, 0]
+            inside = ends[shard][(ends[shard] > start) & (ends[shard] < stop - 1)]
+            first = texts_before[shard] + int(np.searchsorted(ends[shard], start, side="right"))
+            sizes = np.diff([start, *inside, stop - 1]).tolist()
+            documents = [(str(text), size) for text, size in enumerate(sizes, first)]
+            part.rows.append(Row(number, documents, self.cutoff_len))
 
     def _sample(self, dataset: TokenDataset, number: int, part: Part) -> Sample:
         documents = dataset[number]
-        found = []
+        problems = []
         if not self.joins:
-            found = [name for name, numbers in part.found.items() if number in numbers]
+            problems = [name for name, numbers in part.problems.items() if number in numbers]
         sizes = [f"{len(document['input_ids']):,} tokens" for document in documents]
         if not self.objective.has_pairs:
             name = f"{'row' if self.joins else 'sample'} {number}, {sizes[0]}"
-            return Sample(number, [Side(name, self._runs(documents[0]))], found)
+            return Sample(number, [self._side(name, documents[0])], problems)
         chosen, rejected = (tokens_of(document)[0] for document in documents)
         size = min(len(chosen), len(rejected))
-        differ = np.append(chosen[:size] != rejected[:size], True)
-        at = int(differ.argmax())
-        sides = [Side(f"pair {number}: the first {at:,} tokens", self._runs(documents[0], 0, at))]
-        for name, count, of_side in zip(SIDES, sizes, documents, strict=True):
-            sides.append(Side(f"{name}, {count}, goes on", self._runs(of_side, at)))
-        return Sample(number, sides, found)
+        at = int(np.append(chosen[:size] != rejected[:size], True).argmax())
+        sides = [self._side(f"pair {number}: the first {at:,} tokens", documents[0], stop=at)]
+        for name, count, document in zip(SIDES, sizes, documents, strict=True):
+            sides.append(self._side(f"{name}, {count}, goes on", document, at))
+        return Sample(number, sides, problems)
 
-    def _runs(self, document: dict, start: int = 0, stop: int | None = None):
-        """(text, whether it is trained) of the runs of a document from one token to another."""
-        tokens, trained = (of_all[start:stop] for of_all in tokens_of(document))
-        return marked_runs(tokens, trained, self.tokenizer)
-
-
-def _ends_of_texts(ids: np.ndarray, tokenizer) -> np.ndarray:
-    """Behind the end token of each text of a stream."""
-    return np.flatnonzero(ids == tokenizer.eos_token_id) + 1
-
-
-def _summary(dataset, objective) -> str:
-    tokens = samples_of(dataset)
-    count = dataset.num_tokens
-    share = dataset.num_trained_tokens / max(count, 1)
-    return f"{len(tokens):,} {objective.unit}s, {count:,} tokens, {share:.1%} of them trained"
+    def _side(self, name: str, document: dict, start: int = 0, stop: int | None = None) -> Side:
+        tokens, trained = (column[start:stop] for column in tokens_of(document))
+        return Side(name, marked_runs(tokens, trained, self.tokenizer))
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """("from-to", how many of the lengths lie there) of at most 12 bars of one round width."""
+    """("from-to", number of lengths there) of at most 12 bars of one round width."""
     width = 1
     least = int(lengths.min())
     most = int(lengths.max())
+    factors = itertools.cycle((2, 2.5, 2))  # 1, 2, 5, 10
     while most // width - least // width >= _MAX_BARS:
-        width = {"1": 2, "2": 5, "5": 10}[str(width)[0]] * 10 ** (len(str(width)) - 1)
+        width = int(width * next(factors))
     bars = []
     for start in range(least // width * width, most + 1, width):
         name = f"{start:,}" if width == 1 else f"{start:,}-{start + width - 1:,}"
         bars.append((name, int(((lengths >= start) & (lengths < start + width)).sum())))
     return bars
-
-
-def visible(text: str, most: int) -> str:
-    """The text with codes instead of characters that nobody sees, or that control a terminal, and
-    without its middle where it is longer than `most`."""
-    if len(text) > most:
-        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-# -- the page
-
-_MAX_CHARS = 20_000  # of a piece of a sample
-_STYLE = """
-:root { --mark: #c9f0d3; --ink: #0b3d1c; }
-@media (prefers-color-scheme: dark) { :root { --mark: #1d4d2e; --ink: #c8f5d5; } }
-a { color: inherit }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem } dd { margin: 0 }
-h3 { margin-top: 1.2rem } details { margin: .6rem 0 }
-.tiles span.c5 { color: var(--c5); font-size: inherit }
-.tiles small { display: block; font-weight: 400; color: var(--soft) }
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 2px .7rem;
-  font-size: .85rem } .bars i, .row i { background: var(--c0); border-radius: 0 3px 3px 0 }
-.row { display: flex; height: 1.25rem; line-height: 1.25rem; margin: 2px 0;
-  font-size: .7rem; gap: 1px; color: var(--back) }
-.row span { width: 3rem; flex: none; color: var(--soft) }
-.row i { overflow: hidden; text-align: center; font-style: normal; min-width: 0 }
-.row i:nth-child(odd) { opacity: .7 } .row s { border: 1px dashed var(--line); min-width: 0 }
-article { margin: .7rem 0 } article h4 { margin: 0 0 .3rem; font-size: .9rem }
-.text, pre { font: .85rem/1.55 ui-monospace, monospace; white-space: pre-wrap;
-  max-height: 28rem; overflow-y: auto; margin: 0 }
-.sides { display: grid; grid-template-columns: 1fr 1fr; gap: .8rem; margin-top: .6rem;
-  border-top: 1px dashed var(--soft); padding-top: .5rem }
-mark { background: var(--mark); color: var(--ink); border-radius: 3px }
-"""
-
-
-def page(title: str, plan, report: list[str], records: dict[str, int], parts: list[Part]) -> str:
-    """The page of a run.Plan. report: lines about its files; records, parts: as DataInspector has
-    them."""
-    facts = {"model": plan.arguments.model.model_name_or_path}
-    told = [part.name for part in parts]
-    facts |= {name: text for name, text in data_summary(plan).items() if name not in told}
-    rows = (f"<dt>{esc(name)}</dt><dd>{esc(text)}</dd>" for name, text in facts.items())
-    read = _text("\n".join(report))
-    body = [
-        f"<h1>inspect {esc(title)}</h1><dl>{''.join(rows)}</dl><h3>Records of the files</h3>",
-        tiles((name, _count(count, name != "read")) for name, count in records.items()),
-        f"<details><summary>what was read</summary><pre class='card'>{read}</pre></details>",
-        "<p><mark>Marked</mark> tokens are trained: they carry loss. The others are read.</p>",
-        *(html for number, part in enumerate(parts) for html in _part(number, part)),
-    ]
-    return document(f"inspect {title}", _STYLE, body)
-
-
-def _count(count: int, is_bad: bool) -> str:
-    return f"<span class='c5'>{count:,}</span>" if count and is_bad else f"{count:,}"
-
-
-def _part(number: int, part: Part) -> Iterable[str]:
-    yield f"<h2>{esc(part.name)}</h2><p>{esc(part.summary)}</p>"
-    shown = {sample.number for sample in part.samples}
-    found = []
-    for name, numbers in part.found.items():
-        links = [f'<a href="#{number}-{n}">{n}</a>' if n in shown else str(n) for n in numbers[:5]]
-        where = ": " + ", ".join(links) if links else ""
-        found.append((name, f"{_count(len(numbers), True)}<small>{FOUND[name]}{where}</small>"))
-    yield tiles(found)
-    yield "<h3>Samples</h3>"
-    yield from (_sample(number, sample) for sample in part.samples)
-    if part.bars:
-        yield '<h3>Tokens of a document</h3>\n<div class="bars">'
-        most = max(count for _, count in part.bars)
-        for lengths, count in part.bars:
-            width = 100 * count / most
-            yield f'<span>{lengths}</span><i style="width:{width:.2f}%"></i><span>{count:,}</span>'
-        yield "</div>"
-    yield f"<h3>Rows</h3><p>{esc(part.packing)}</p>"
-    yield from map(_row, part.rows)
-
-
-def _row(row: Row) -> str:
-    blocks = []
-    used = 0
-    for name, size in row.documents:
-        used += size
-        what = esc(f"{name}: {size:,} tokens")
-        blocks.append(f'<i style="flex:{size} 0 0" title="{what}">{esc(name)}</i>')
-    if free := row.capacity - used:
-        blocks.append(f'<s style="flex:{free} 0 0" title="{free:,} free"></s>')
-    return f'<div class="row"><span>{row.number}</span>{"".join(blocks)}</div>'
-
-
-def _sample(part: int, sample: Sample) -> str:
-    found = f' <b class="c5">{", ".join(sample.found)}</b>' if sample.found else ""
-    first, *others = map(_side, sample.sides)
-    body = first.replace("</h4>", f"{found}</h4>", 1)
-    if others:
-        body += f'<div class="sides"><div>{"</div><div>".join(others)}</div></div>'
-    return f'<article class="card" id="{part}-{sample.number}">{body}</article>'
-
-
-def _side(side: Side) -> str:
-    text = ""
-    for run, is_trained in side.runs:
-        text += f"<mark>{_text(run)}</mark>" if is_trained else _text(run)
-    return f'<h4>{side.name}</h4><div class="text">{text}</div>'
-
-
-def _text(text: str) -> str:
-    return esc(visible(text, _MAX_CHARS))
 
 
 # -- the dry run
@@ -404,26 +287,28 @@ _MAX_RANKS = 64
 
 
 def check(arguments: RunArguments) -> None:
-    """Print what a run would begin with, in the world of WORLD_SIZE. What keeps it from its first
-    step is raised, as the run would raise it."""
+    """Print the beginning of a run in the world of WORLD_SIZE: model, data, steps, and the tensors
+    and first batches of each rank. Raises the errors that the run would raise before its first
+    step."""
     cache = cache_folder(arguments.data)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
-        _show_cache(cache, Path(folder))
+        _link_cache(cache, Path(folder))
         plan = make_plan(arguments)
         if any(not path.is_symlink() for path in Path(folder, "tokens").glob("*")):
             check_can_write(cache, "cache_dir")  # the run would tokenise into it
         print(*plan.data.report, sep="\n")
-        print(format_summary({"model": _of_model(plan), "data": data_summary(plan)}))
+        print(format_summary({"model": _model_facts(plan), "data": data_summary(plan)}))
         if arguments.training.do_train:
-            print(format_summary({"steps": _of_steps(plan)}))
-            print(*_of_ranks(plan), sep="\n")
+            print(format_summary({"steps": _step_facts(plan)}))
+            stages = _stages(plan)
+            print(*_rank_table(plan, stages), *_tensor_lists(stages), sep="\n")
     first = "first step" if arguments.training.do_train else "evaluation"
     print(f"\nok: nothing was written, and nothing keeps the run from its {first}")
 
 
-def _show_cache(cache: Path, folder: Path) -> None:
-    """Let a folder have what is in the token cache by links; what is not goes into the folder."""
+def _link_cache(cache: Path, folder: Path) -> None:
+    """Link the files of the token cache into a folder."""
     for kind in ("tokens", "hashes"):
         (folder / kind).mkdir()
         for path in (cache / kind).glob("*"):
@@ -431,9 +316,8 @@ def _show_cache(cache: Path, folder: Path) -> None:
                 (folder / kind / path.name).symlink_to(path.absolute())
 
 
-def _of_model(plan: Plan) -> dict:
+def _model_facts(plan: Plan) -> dict:
     planned = plan.model
-    config = plan.model.config
     weights = "a checkpoint of this package"
     if planned.from_scratch:
         weights = "drawn from the seed"
@@ -441,21 +325,21 @@ def _of_model(plan: Plan) -> dict:
         weights = f"{len(planned.source.names()):,} tensors, whose names and shapes fit"
     return {
         "name": plan.arguments.model.model_name_or_path,
-        "type": getattr(config, "hf_model_type", None) or config.model_type,
+        "type": getattr(planned.config, "hf_model_type", None) or planned.config.model_type,
         "weights": weights,
         "tokens": planned.vocab_size,
         "reference": plan.second_model and str(plan.second_model.folder),
     }
 
 
-def _of_steps(plan: Plan) -> dict:
-    """What the run will say of its steps, and what it would resume. ValueError where that, or a new
-    run in output_dir, is refused."""
+def _step_facts(plan: Plan) -> dict:
+    """The steps, and the checkpoint to resume. ValueError where that, or a new run in output_dir,
+    is refused."""
     args = plan.arguments.training
     config = plan.model.config
     notes = []
-    asked = args.resume_from_checkpoint
-    if asked in (None, False):
+    resumed = args.resume_from_checkpoint
+    if resumed in (None, False):
         ckpt_folder.check_new(args)
     else:
         kind = "megatron"
@@ -464,84 +348,103 @@ def _of_steps(plan: Plan) -> dict:
             kind = "torch"
             hf = config.to_dict()
         identity = ckpt_folder.model_identity(hf)
-        ckpt_folder.choose(args, asked, kind, identity, notes.append)
-    trainer = _absent_trainer(plan, 0)
-    told = steps_summary(trainer, trainer.plan_batches(trainer.train_dataset))
-    del told["from step"]  # it is in the checkpoint, which is not read
-    return {**told, "resuming": "; ".join(notes) or "no"}
+        ckpt_folder.choose(args, resumed, kind, identity, notes.append)
+    trainer = _planned_trainer(plan, 0)
+    facts = steps_summary(trainer, trainer.plan_batches(trainer.train_dataset))
+    del facts["from step"]  # it is in the checkpoint, which is not read
+    return {**facts, "resuming": "; ".join(notes) or "no"}
 
 
-# -- ranks that are not there
+# -- planned ranks
 
 
-class _Absent:
-    """Before a backend in the order of classes, and in place of its constructor: what is known of
-    a data parallel rank before it is there."""
+class _Planned:
+    """A backend of a data parallel rank of the dry run: the facts of the layout, without a model
+    and other ranks. at_least: the longest micro-batch of the other ranks."""
 
     dp_rank = 0
     dp_size = 1
-    at_least = 0
 
     def __init__(self, plan: Plan, dp_rank: int):
         self.args = plan.arguments.training
         self.config = plan.model.config
+        self.model = torch.nn.Module()
+        self.model.config = plan.model.config
+        self.chunks: list = []
         self.dp_rank = dp_rank
         self.dp_size = self.args.data_parallel_size
+        self.at_least = 0
 
     def common_length(self, longest: int) -> int:
         return super().common_length(max(longest, self.at_least))
 
+    def use_loss(self, of_logits) -> None:
+        """Nothing is computed."""
 
-class _AbsentMegatron(_Absent, MegatronBackend):
+    def expect_weighted_losses(self) -> None:
+        """Nothing is computed."""
+
+
+class _PlannedMegatron(_Planned, MegatronBackend):
     pass
 
 
-class _AbsentTorch(_Absent, TorchBackend):
+class _PlannedTorch(_Planned, TorchBackend):
     pass
 
 
-def _absent_trainer(plan: Plan, dp_rank: int):
-    """The trainer of a rank without its constructor, which wants a model and the other ranks."""
-    trainer = object.__new__(plan.objective.trainer_class())
-    backend = _AbsentMegatron if plan.arguments.backend.use_mca else _AbsentTorch
-    trainer.args = plan.arguments.training
-    trainer.backend = backend(plan, dp_rank)
-    trainer.tokenizer = plan.tokenizer
-    trainer.train_dataset = plan.data.train
-    trainer.shuffle = not plan.arguments.data.disable_shuffling
-    trainer.state = SimpleNamespace(global_step=0, max_steps=plan.steps)
+def _planned_trainer(plan: Plan, dp_rank: int):
+    """The trainer of a rank of the dry run, whose model has no parameters."""
+    arguments = plan.arguments
+    args = copy.copy(arguments.training)
+    args.eval_strategy = "no"  # of the metrics of answers a trainer without model knows nothing
+    args.predict_with_generate = False
+    kind = _PlannedMegatron if arguments.backend.use_mca else _PlannedTorch
+    backend = kind(plan, dp_rank)
+    make = plan.objective.trainer_class()
+    finetuning = dataclasses.replace(arguments.finetuning, ref_model=None)  # it scores nothing
+    trainer = make(
+        model=backend.model,
+        args=args,
+        tokenizer=plan.tokenizer,
+        train_dataset=plan.data.train,
+        shuffle=not arguments.data.disable_shuffling,
+        backend=backend,
+        **make.own_keywords(dataclasses.replace(arguments, finetuning=finetuning), None),
+    )
+    trainer.state.max_steps = plan.steps
     return trainer
 
 
 def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
     """The shapes [rows, tokens] of the first step's micro-batches, for each data parallel rank."""
     sizes = range(plan.arguments.training.data_parallel_size)
-    trainers = [_absent_trainer(plan, dp_rank) for dp_rank in sizes]
+    trainers = [_planned_trainer(plan, dp_rank) for dp_rank in sizes]
     shapes = [_first_batches_of(trainer) for trainer in trainers]
-    for trainer in trainers:  # some layouts want one length on all ranks, who ask each other
+    for trainer in trainers:  # some layouts agree on one length for all ranks
         trainer.backend.at_least = max(length for of_rank in shapes for _, length in of_rank)
     return [_first_batches_of(trainer) for trainer in trainers]
 
 
 def _first_batches_of(trainer) -> list[tuple[int, int]]:
     data = trainer.train_dataset
-    collate = Collator(trainer._pad_token_id)
     batches = trainer.plan_batches(data)
     if isinstance(data, TokenStream):
-        loader = data.loader(collate, batches, None, num_workers=0, speaks=False)
+        loader = data.loader(trainer.data_collator, batches, None, num_workers=0, speaks=False)
     else:
-        loader = make_loader(data, collate, batches)
+        loader = make_loader(data, trainer.data_collator, batches)
     step = read_step(trainer, iter(loader), batches, 0)[0]
     return [tuple(batch["input_ids"].shape) for batch in step]
 
 
-def _of_ranks(plan: Plan) -> Iterator[str]:
+def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
+    """A line for each rank: its places in the layout, its parameters, its first batches."""
     args = plan.arguments.training
     shapes = _first_batches(plan)
-    stages = _stages(plan)
     config = plan.model.config
     tp = args.tensor_model_parallel_size
     cp = args.context_parallel_size
+    sp = tp if args.sequence_parallel else 1
     # in megatron-core's order of ranks the first of these counts fastest
     sizes = {"tensor": tp, "context": cp, "data": args.data_parallel_size}
     of_experts = {}
@@ -553,20 +456,23 @@ def _of_ranks(plan: Plan) -> Iterator[str]:
     for rank in range(min(args.world_size, _MAX_RANKS)):
         stage, within = divmod(rank, args.world_size // len(stages))
         places = {"stage": stage, **_places(within, sizes), **_places(within, of_experts)}
-        data = places["data"]
-        (held, trained, _) = stages[stage]
-        sp = tp if args.sequence_parallel else 1
+        total, trained, _ = stages[stage]
         batches = []
-        for (b, s), alike in itertools.groupby(shapes[data]):
-            batches.append(f"{len(list(alike))} x [{b}, {s // cp}]")
-            if stage:  # what comes from the stage before
-                batches[-1] += f" as [{s // cp // sp}, {b}, {config.hidden_size}]"
+        for (b, s), alike in itertools.groupby(shapes[places["data"]]):
+            batch = f"{len(list(alike))} x [{b}, {s // cp}]"
+            if stage:  # of the stage before
+                batch += f" as [{s // cp // sp}, {b}, {config.hidden_size}]"
+            batches.append(batch)
         columns = "".join(f" {place:>{max(7, len(name))}}" for name, place in places.items())
-        yield f"{rank:>4}{columns} {held:>14,} {trained:>14,}  {', '.join(batches)}"
+        yield f"{rank:>4}{columns} {total:>14,} {trained:>14,}  {', '.join(batches)}"
     if args.world_size > _MAX_RANKS:
         yield f"  ... and {args.world_size - _MAX_RANKS:,} ranks more"
     if args.sequence_packing and not torch.cuda.is_available() and plan.arguments.backend.use_mca:
         yield f"note: on GPUs packed rows are padded to multiples of {PACKED_BUCKET} tokens"
+
+
+def _tensor_lists(stages: list) -> Iterator[str]:
+    """The tensors of a rank of each stage: name, shape and layers."""
     for stage, (_, _, tensors) in enumerate(stages):
         yield f"\na rank of stage {stage} holds"
         for (name, shape), layers in tensors.items():
@@ -583,16 +489,16 @@ def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
-    """(parameters, those that are trained, {(name, shape): layers}) of a rank of each stage."""
+    """(parameters, trained ones, {(name, shape): layers}) of a rank of each pipeline stage."""
     config = plan.model.config
     spec = plan.model.adapters
     if plan.arguments.backend.use_mca:
-        tensors = ModelTensors(config, spec)
+        of_model = ModelTensors(config, spec)
         stages = []
         for stage in range(config.pipeline_model_parallel_size):
-            held, trained, adapters = tensors.of_stage(config, stage)
+            held, trained, adapters = of_model.of_stage(config, stage)
             total = held.sum + adapters.sum
-            stages.append((total, trained.sum + adapters.sum, tensors.shapes(config, stage)))
+            stages.append((total, trained.sum + adapters.sum, of_model.shapes(config, stage)))
         return stages
     config = copy.deepcopy(config)
     grow(config, plan.model.vocab_size)
@@ -602,14 +508,17 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
         )
         if spec is not None:
             lora.inject(model, spec)
-    found: dict = {}
+    tensors: dict = {}
+    total = 0
+    trained = 0
     for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        trained += parameter.numel() * parameter.requires_grad
         layer = re.search(r"\.layers\.(\d+)\.", name)
         name = re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
         number = int(layer[1]) if layer else None
-        found.setdefault((name, tuple(parameter.shape)), []).append(number)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return [(sum(p.numel() for p in model.parameters()), trained, found)]
+        tensors.setdefault((name, tuple(parameter.shape)), []).append(number)
+    return [(total, trained, tensors)]
 
 
 def _spans(layers: list[int]) -> str:

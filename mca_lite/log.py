@@ -1,6 +1,5 @@
 """What a run says about itself: start summary, progress, trainer_log.jsonl, trackers, pictures."""
 
-import io
 import json
 import math
 import os
@@ -9,7 +8,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from .args_values import show_count
 from .callbacks import TrainerCallback
 from .families import DENSE_CONFIG, FAMILIES
 from .files import (
-    LOSS_PLOT_NAME,
     PAGE_NAME,
     RUN_SUMMARY_NAME,
     TRAINER_LOG_NAME,
@@ -30,7 +28,7 @@ from .files import (
     write_file,
     write_json,
 )
-from .log_html import LineFile, RunFolder, format_duration, format_rate, log_line, page, smooth
+from .log_metrics import METRICS, LineFile, format_duration, log_line
 
 # -- speed
 
@@ -325,18 +323,7 @@ def peak_memory_gib() -> float:
 # Pictures are drawn again after so many seconds, and so rarely that they take 1/50 of the time
 _DRAW_EVERY_S = 30.0
 _DRAW_SHARE = 50
-
-# The progress line shows these keys so, then the tokens per second, and other keys as they are
-_FORMS = {
-    "epoch": "epoch {:.2f}",
-    "loss": "loss {:.4f}",
-    "grad_norm": "grad_norm {:.2f}",
-    "learning_rate": "lr {:.1e}",
-}
-# ... but not these, which the log file has
-_NOT_IN_LINE = {"step", "consumed_samples", "consumed_tokens", "expert_load", "padding_fraction"}
-_NOT_IN_LINE |= {"tokens_per_second", "tokens_per_second_per_device", "tflops_per_device"}
-_NOT_IN_LINE |= {"step_time_s", "peak_memory_gib", *_FORMS}
+_ROWS = {metric.key for metric in METRICS}
 
 
 def format_summary(sections: Mapping[str, Mapping]) -> str:
@@ -370,64 +357,47 @@ def _text(value) -> str:
 
 
 def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -> str:
-    """Returns one line for one record of the log; what the record lacks is left out."""
+    """One line for one record of the log, in the order of METRICS."""
+    hidden = {"skipped_iter": 0}
+    logs = {k: v for k, v in logs.items() if v is not None and hidden.get(k) != v}
     parts = [f"step {logs['step']}/{max_steps}"]
-    parts += [form.format(logs[key]) for key, form in _FORMS.items() if logs.get(key) is not None]
-    if logs.get("tokens_per_second") is not None:
-        parts.append(f"{format_rate(logs['tokens_per_second'])} tokens/s")
+    for metric in METRICS:
+        if metric.in_line and metric.key in logs:
+            parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
-        counts_nothing = key == "skipped_iter" and not value
-        if key not in _NOT_IN_LINE and value is not None and not counts_nothing:
+        if key not in _ROWS:
             parts.append(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}")
     if eta_s is not None:
         parts.append(f"eta {format_duration(eta_s)}")
     return "  ".join(parts)
 
 
-def plot_loss(records: Iterable[Mapping], path: str) -> None:
-    """Writes a picture of loss, smoothed loss and eval_loss over the steps of `records` to `path`,
-    in one step; needs matplotlib."""
-    # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every
-    # figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+class Pictures(TrainerCallback):
+    """Gives a trainer's Report the function that draws the run: Pictures(log_html.draw)."""
 
-    records = list(records)
-    trained = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
-    evaluated = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
-    figure = Figure(figsize=(8, 5))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if trained:
-        steps, losses = zip(*trained, strict=True)
-        axes.plot(steps, losses, color="tab:blue", alpha=0.3, label="loss")
-        axes.plot(steps, smooth(losses), color="tab:blue", label="loss, smoothed")
-    if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), color="tab:orange", marker="o", label="eval_loss")
-    if trained or evaluated:
-        axes.legend()
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss per token")
-    axes.grid(alpha=0.3)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    write_file(path, picture.getvalue())
+    def __init__(self, draw: Callable):
+        self.draw = draw
+
+    def on_init_end(self, args, state, control, trainer, **kwargs):
+        trainer.report.draw = self.draw
 
 
 class Report(TrainerCallback):
-    """Prints progress and writes the log, as TrainingArguments say; every rank constructs one, only
-    the rank with `is_main` prints and writes.
+    """Prints progress and writes the log, as TrainingArguments set it. Every rank constructs one,
+    only the rank with `is_main` prints and writes.
 
     With disable_tqdm None a bar is shown where stderr is a terminal, and plain lines elsewhere.
+    draw: a function of TrainingArguments that draws the pictures of a run, again and again while it
+    trains and at its end; None: none are drawn. A failure of it does not end the run.
     """
+
+    draw: Callable | None = None
 
     def __init__(self, args, is_main: bool, clock: Callable[[], float] = time.perf_counter):
         self.args = args
         self.is_main = is_main
         self._clock = clock
         self.log_path = os.path.join(args.output_dir, TRAINER_LOG_NAME)
-        self.page_path = os.path.join(args.output_dir, PAGE_NAME) if args.html_report else None
-        self.plots = args.plot_loss
         self.uses_bar = not args.disable_tqdm
         if args.disable_tqdm is None:
             self.uses_bar = sys.stderr.isatty()
@@ -435,7 +405,13 @@ class Report(TrainerCallback):
         self._max_steps = self.first_step = 0
         self._started = self._draw_at = clock()
         self._facts: dict = {}  # run_summary.json
-        self._folder: RunFolder | None = None
+
+    @property
+    def page_path(self) -> str | None:
+        """The path of the run's page, None where none is drawn."""
+        if self.draw is None or not self.args.html_report:
+            return None
+        return os.path.join(self.args.output_dir, PAGE_NAME)
 
     def print(self, text: str) -> None:
         """Prints on the main rank only, above the bar where there is one."""
@@ -489,8 +465,8 @@ class Report(TrainerCallback):
         0) starts empty."""
         kept = []
         if resumed_step:
-            lines = LineFile(self.log_path).read()
-            kept = [line for line in lines if log_line(line) and line["step"] <= resumed_step]
+            lines = filter(log_line, LineFile(self.log_path).read())
+            kept = [line for line in lines if line["step"] <= resumed_step]
         write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(self.log_path, "a", encoding="utf-8")  # until on_train_end
 
@@ -551,20 +527,14 @@ class Report(TrainerCallback):
         write_json(os.path.join(self.args.output_dir, RUN_SUMMARY_NAME), self._facts, default=str)
 
     def _draw(self) -> None:
-        """Draws training_loss.png and report.html. A failure here does not end the run."""
+        if self.draw is None:
+            return
         began = self._clock()
         try:
-            if self._folder is None:
-                self._folder = RunFolder(self.args.output_dir)
-            run = self._folder.read()
-            if self.plots:
-                plot_loss(run.records, os.path.join(self.args.output_dir, LOSS_PLOT_NAME))
-            if self.page_path is not None:
-                write_file(self.page_path, page([run]))
-        except Exception as error:  # whatever a full disk or a font leads to
+            self.draw(self.args)
+        except Exception as error:  # from a full disk, or a font
             self.print(f"note: no more pictures of this run: {describe_error(error)}")
-            self.plots = False
-            self.page_path = None
+            self.draw = None
         now = self._clock()
         self._draw_at = now + max(_DRAW_EVERY_S, _DRAW_SHARE * (now - began))
 

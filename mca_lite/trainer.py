@@ -70,7 +70,7 @@ class McaTrainer:
     parameters, its scheduler or None), or as optimizer and lr_scheduler.
     compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over what
     preprocess_logits_for_metrics(logits, labels) returns of each sample: as in transformers,
-    position t of the labels is predicted by t - 1.
+    position t of the labels is predicted by t - 1. backend: in place of one made of the model.
     TypeError for a model, arguments or a callback that are none, and for a subclass's override that
     would not be called, or with other arguments than it names.
     """
@@ -101,6 +101,7 @@ class McaTrainer:
         preprocess_logits_for_metrics=None,
         optimizer=None,
         lr_scheduler=None,
+        backend=None,
     ):
         check_given(model, args)
         check_hooks(self, McaTrainer)
@@ -109,7 +110,8 @@ class McaTrainer:
             optimizers = optimizer, lr_scheduler
         self._given = given_optimizers(optimizers, model, is_megatron)
         tokenizer = processing_class if tokenizer is None else tokenizer
-        parallel.start_process_group(args.ddp_timeout)
+        if backend is None:
+            parallel.start_process_group(args.ddp_timeout)
         self.args = args
         self.model = model
         self.tokenizer = tokenizer
@@ -117,7 +119,9 @@ class McaTrainer:
         self.checkpoints = ckpt.Checkpoints(self)
         self.guard = FiniteGuard(self)
         self.guard.check_weights("before training")
-        self.backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
+        if backend is None:
+            backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
+        self.backend = backend
         self.models = self.backend.chunks
         self.limits = Limits.of(self.backend.hf_config or {})
         self.backend.use_loss(self._loss_of_logits)

@@ -355,7 +355,8 @@ def settings_of_a_trainer(path: str, rows: dict) -> dict:
         with contextlib.suppress(Exception):
             trainer.evaluate()
         told.clear()
-        plots = trainer.report.plots
+        drawn = []
+        trainer.report.draw = lambda args: drawn.append(args.plot_loss)
         trainer.report.on_train_begin(args, trainer.state, trainer.control)
         trainer.report.end("interrupted")
         return {
@@ -365,7 +366,7 @@ def settings_of_a_trainer(path: str, rows: dict) -> dict:
             "trackers": ["wandb"] if told else [],
             "bar": not trainer.report.uses_bar,
             "run name": told.get("name"),
-            "plot": plots,
+            "plot": drawn == [True],
             **{f"ddp {name}": value for name, value in vars(ddp).items()},
         }
 

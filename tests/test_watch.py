@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_watch, log
+from mca_lite import TrainingArguments, cli_watch, log, log_html
 from mca_lite.callbacks import TrainerControl, TrainerState
-from mca_lite.cli_watch import curve, frame
+from mca_lite.cli_watch import frame, sparkline
 from mca_lite.log import Report
-from mca_lite.log_html import LineFile, RunFolder, page
+from mca_lite.log_html import RunFolder, draw, page
+from mca_lite.log_metrics import LineFile
 from tests.shared import tiny, world
 from tests.shared.training import Clock
 
@@ -137,8 +138,9 @@ def test_a_frame_has_the_runs_beside_each_other(tmp_path):
     assert other[1] == "finished  step 100/100 100%  after 1m40s"
     assert nothing[1] == "no run yet" and not any(nothing[2:])
     assert one[-1].startswith("last line ")
-    assert {line[:15].strip(): line[15:28].strip() for line in one[7:-1]} == {
-        "loss": "2.5000", "eval_loss": "2.7500", "grad norm": "1.250", "lr": "3.00e-04",
+    assert {line[:15].strip(): line[15:28].strip() for line in one[2:-1]} == {
+        "epoch": "0.50", "loss": "2.5000", "eval_loss": "2.7500", "grad_norm": "1.25",
+        "lr": "3.0e-04",
         "tokens/s": "12.3k", "MFU": "42.0%", "padding": "37.5%", "memory": "1.50 GiB",
         "experts, most": "1.50 x mean",
     }  # fmt: skip
@@ -154,21 +156,18 @@ def test_a_narrow_frame_has_them_below_each_other_and_color_takes_no_room(tmp_pa
     assert [re.sub(r"\033\[\d+m", "", line).rstrip() for line in colored] == frame(runs, 90)
 
 
-def test_a_narrow_frame_keeps_whole_curves_and_says_what_it_cuts(tmp_path):
+def test_a_narrow_frame_keeps_whole_sparklines_and_marks_a_cut(tmp_path):
     losses = [4.0, 3.0, 1.0]
     lines = frame([RunFolder(make_run(tmp_path / "a", losses, state="interrupted"))], 30)
     assert lines[1] == "interrupted  step 30/100 30..."
     [row] = [line for line in lines if line.startswith("loss ")]
-    assert row[28:] == curve(losses, 2, 1)[0]
+    assert row[28:] == sparkline(losses, 2) == "█▁"
 
 
-def test_curves_are_of_braille():
-    # two columns of four dots: the value 0 is the lowest, 1 the highest, joined from below
-    assert curve([0.0, 1.0], 1, 1) == [chr(0x2800 + 0x40 + 0x08 + 0x10 + 0x20 + 0x80)]
-    assert curve([5.0], 2, 1) == [2 * chr(0x2800 + 0x04 + 0x20)]  # a constant: the third of four
-    up = curve(list(range(20)), 10, 5)
-    assert [line.strip(chr(0x2800)) != "" for line in up] == [True] * 5
-    assert up[0][:5] == chr(0x2800) * 5 and up[-1][5:] == chr(0x2800) * 5
+def test_a_sparkline_has_the_first_and_the_last_value_at_its_ends():
+    assert sparkline([0.0, 7.0], 2) == "▁█" and sparkline([5.0], 3) == "▁▁▁"
+    assert sparkline(list(range(8)), 8) == "▁▂▃▄▅▆▇█" == sparkline(list(range(1, 9)), 8)
+    assert sparkline([3.0, 1.0, 2.0], 0) == ""
 
 
 def test_watch_follows_until_all_runs_have_ended(tmp_path, capsys, monkeypatch):
@@ -252,9 +251,9 @@ def test_the_numbers_on_the_page_are_the_logs(tmp_path):
     )
     assert tiles.pop("time") in ("1m40s", "1m41s")
     assert tiles == {
-        "state": "finished", "step": "40 of 100", "last loss": "1",
-        "last eval_loss": "1.75", "best eval_loss": "1.5", "tokens/s, median": "12.3k",
-        "MFU, median": "42.0%", "padding, median": "37.5%", "peak memory": "1.50 GiB",
+        "state": "finished", "step": "40 of 100", "loss, last": "1.0000",
+        "eval_loss, last": "1.7500", "eval_loss, best": "1.5000", "tokens/s, median": "12.3k",
+        "MFU, median": "42.0%", "padding, median": "37.5%", "memory, peak": "1.50 GiB",
     }  # fmt: skip
     chart = cards(root)["Loss"]
     assert texts(chart, "span", "c0") == ["loss 1"] and texts(chart, "span", "c1") == [
@@ -468,6 +467,7 @@ def begin(tmp_path, **options) -> tuple[Report, Clock]:
     clock = Clock()
     args = TrainingArguments(output_dir=str(tmp_path), disable_tqdm=True, **options)
     report = Report(args, True, clock)
+    report.draw = draw
     report.summary({"data": {"training": "3 samples"}})
     report.on_train_begin(None, TrainerState(max_steps=9), TrainerControl())
     return report, clock
@@ -475,7 +475,7 @@ def begin(tmp_path, **options) -> tuple[Report, Clock]:
 
 def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(log, "plot_loss", lambda records, path: drawn.append(len(records)))
+    monkeypatch.setattr(log_html, "plot_loss", lambda run, path: drawn.append(len(run.records)))
     report, clock = begin(tmp_path, plot_loss=True)
     for step, now in enumerate((0, 29, 30, 31, 59, 61), start=1):
         clock.now = float(now)
@@ -496,13 +496,12 @@ def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, 
 def test_pictures_take_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
     drawn = []
 
-    def draw(runs):
+    def slow(args):
         drawn.append(clock.now)
         clock.now += 2.0
-        return ""
 
     report, clock = begin(tmp_path)
-    monkeypatch.setattr(log, "page", draw)
+    report.draw = slow
     for now in range(0, 400, 10):
         clock.now = float(now)
         report.log({"step": now, "loss": 1.0})
@@ -510,11 +509,11 @@ def test_pictures_take_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsys):
-    def fail(runs):
+    def fail(args):
         raise OSError(28, "No space left on device")
 
     report, clock = begin(tmp_path)
-    monkeypatch.setattr(log, "page", fail)
+    report.draw = fail
     for now in (40.0, 80.0):
         clock.now = now
         report.log({"step": int(now), "loss": 1.0})
@@ -529,7 +528,8 @@ def train_with_and_without(model: str, out: str) -> None:
 
     log._DRAW_EVERY_S = log._DRAW_SHARE = 0  # after every line
     for name in ("with", "without"):
-        train(model, f"{out}/{name}", export=True, html_report=name == "with")
+        pictures = [log.Pictures(draw)]
+        train(model, f"{out}/{name}", export=True, callbacks=pictures, html_report=name == "with")
 
 
 def test_a_run_exports_the_same_bytes_with_its_report(tmp_path):
