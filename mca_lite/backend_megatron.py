@@ -9,6 +9,7 @@ import torch.distributed as dist
 from . import lora, parallel, weights_convert
 from .args_rules_model import check_gate
 from .backend import Backend
+from .batch import Targets, row_layout
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .errors import Judge
 from .loss_tokens import TrainedPlaces
@@ -28,7 +29,6 @@ from .model import VirtualModels
 from .model_config import accumulate_in_place, without_effect
 from .model_moe import BalancingLosses, Experts, RouterStatistics, routers_of
 from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
-from .packed_rows import Targets, row_layout
 
 PACKED_BUCKET = 128  # tokens
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend
+from .batch import block_diagonal_mask, packed_row
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge
 from .families import values_of
@@ -23,7 +24,6 @@ from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, choices_of, updated_bias
 from .optim import create_grad_scaler, create_torch_optimizer
-from .packed_rows import block_diagonal_mask, packed_row
 from .weights_convert import write_model
 from .weights_files import file_tensors
 

@@ -20,6 +20,7 @@ import torch
 from . import ckpt, ckpt_folder, mcore, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
+from .batch import Targets, get_ltor_masks_and_position_ids, pack_batch, packed_row, pad_packed
 from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
 from .data_batches import BatchPlan, Collator, Limits, make_loader, pad_batch
 from .data_stream import TokenStream
@@ -27,13 +28,6 @@ from .files import IGNORE_INDEX, replacing
 from .log import ModelWork, Report, Throughput, model_work, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
-from .packed_rows import (
-    Targets,
-    get_ltor_masks_and_position_ids,
-    pack_batch,
-    packed_row,
-    pad_packed,
-)
 from .trainer_evaluation import PredictionOutput, check_metrics, evaluate, predict, run_loop
 from .trainer_events import (
     EvalLoopOutput,
@@ -272,7 +266,7 @@ class McaTrainer:
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
         """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
 
-        With multi-token prediction labels are packed_rows.Targets, and losses [b, s, 1 + layers]:
+        With multi-token prediction labels are batch.Targets, and losses [b, s, 1 + layers]:
         "mtp_loss" is one more metric.
         """
         ahead = None

@@ -27,6 +27,7 @@ from torch.utils.data import Subset
 
 from . import ckpt_folder, lora, parallel, tables
 from .args import FinetuningArguments, check_together
+from .batch import join_packed, pack_batch
 from .callbacks import Interrupted
 from .ckpt_folder import CheckpointError, measure
 from .data_batches import Packs, WithReference, documents_of, samples_of, split_documents
@@ -34,7 +35,6 @@ from .data_encode import cache_folder
 from .data_files import SIDES
 from .errors import Judge, refuse
 from .files import HF_CONFIG_NAME, describe_error, read_json, resolve_folder, write_file, write_json
-from .packed_rows import join_packed, pack_batch
 from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
 from .trainer_evaluation import by_sample, collecting, sum_documents

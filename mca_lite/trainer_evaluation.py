@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
+from .batch import Targets
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge
 from .files import GENERATION_METRICS, IGNORE_INDEX
 from .generation import check_room, generate, scores
-from .packed_rows import Targets
 from .trainer_events import EvalLoopOutput, Numbers, plan_batches
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.data_batches import best_fit
-from mca_lite.model_layers import CoreAttention
-from mca_lite.packed_rows import (
+from mca_lite.batch import (
     block_diagonal_mask,
     check_pack_seq_aligned,
     get_ltor_masks_and_position_ids,
@@ -22,6 +20,8 @@ from mca_lite.packed_rows import (
     row_layout,
     zigzag,
 )
+from mca_lite.data_batches import best_fit
+from mca_lite.model_layers import CoreAttention
 
 PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 
