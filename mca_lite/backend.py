@@ -13,8 +13,10 @@ import torch
 
 from . import cpu, kernels, lora, lora_files, parallel
 from .args import check_together
+from .batch import to_rank
 from .loss_tokens import LossOfLogits
 from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
+from .tables import COLUMNS
 
 
 class Backend(abc.ABC):
@@ -70,6 +72,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def wrap_reference(self, model) -> list[torch.nn.Module]:
         """A frozen model as chunks that forward_backward runs forward only."""
+
+    def places(self, batch: dict) -> torch.Tensor | None:
+        """Places of this rank's tokens in the rows of an arranged batch; None: all."""
+        return None
+
+    def loss_columns(self, batch: dict) -> dict:
+        """The batch with its columns for losses alone on this rank's device, cut as the model's."""
+        names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
+        return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
     def joins_rows(self, chunks) -> bool:
         """Whether a forward pass of these chunks takes rows of several micro-batches at once."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from . import lora, parallel, weights_convert
 from .args_rules_model import check_gate
 from .backend import Backend
-from .batch import Targets, row_layout
+from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .errors import Judge
 from .loss_tokens import TrainedPlaces
@@ -36,13 +36,6 @@ PACKED_BUCKET = 128  # tokens
 def _one_or_all(of_chunks: list):
     """As megatron takes what each chunk has: a list, or that of the only chunk."""
     return of_chunks if len(of_chunks) > 1 else of_chunks[0]
-
-
-def _to_rank(tokens, device, index):
-    """A tensor [..., s], or Targets, on a device; of its tokens those at `index` (None: all)."""
-    if isinstance(tokens, Targets):
-        return Targets(*(_to_rank(x, device, index) for x in tokens))
-    return parallel.to_device(tokens if index is None else tokens[..., index], device)
 
 
 class MegatronBackend(Backend):
@@ -136,31 +129,32 @@ class MegatronBackend(Backend):
 
     def model_inputs(self, batch: dict) -> dict:
         """Tokens and labels are cut alike, and have the borders of packed documents with them."""
-        size, rank = self.context_parallel
+        places = self.places(batch)
         device = parallel.device()
-        params = batch.get("packed_seq_params")
-        s = batch["input_ids"].shape[1]
-        layout = row_layout((0, s), size, rank, device) if params is None else params.layout
-        labels = batch["labels"]
-        index = layout.index if size > 1 else None
-        main = labels if index is None else labels[..., index]
+        names = model_columns(batch)
+        if not self.config.num_moe_experts:  # padding does not count where experts are balanced
+            names.remove("padding_mask")
+        inputs = to_rank(batch, names, places, device)
+        labels = batch["labels"] if places is None else batch["labels"][..., places]  # on the host
+        trained = TrainedPlaces.of(inputs["labels"], labels)
         if self.config.mtp_num_layers:
-            labels = Targets.ahead(batch, self.config.mtp_num_layers)
-        ids = _to_rank(batch["input_ids"], device, index)
-        labels = _to_rank(labels, device, index)
-        on_device = labels.labels if isinstance(labels, Targets) else labels
-        inputs = dict(
-            input_ids=ids,
-            labels=labels,
-            trained=TrainedPlaces.of(on_device, main),
-            position_ids=layout.positions.expand(ids.shape),
+            inputs["labels"] = Targets.ahead(batch, self.config.mtp_num_layers).to_rank(
+                inputs["labels"], places, device
+            )
+        return dict(
+            inputs,
+            trained=trained,
+            position_ids=self._layout(batch).positions.expand(inputs["input_ids"].shape),
             attention_mask=None,
-            packed_seq_params=params,
+            packed_seq_params=batch.get("packed_seq_params"),
         )
-        if self.config.num_moe_experts and "padding_mask" in batch:
-            # padding does not count where experts are balanced
-            inputs["padding_mask"] = _to_rank(batch["padding_mask"], device, index)
-        return inputs
+
+    def places(self, batch: dict) -> torch.Tensor | None:
+        return None if self.context_parallel[0] == 1 else self._layout(batch).index
+
+    def _layout(self, batch: dict) -> RowLayout:
+        borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
+        return row_layout(borders, *self.context_parallel, parallel.device())
 
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor

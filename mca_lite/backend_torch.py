@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend
-from .batch import block_diagonal_mask, packed_row
+from .batch import (
+    block_diagonal_mask,
+    get_ltor_masks_and_position_ids,
+    model_columns,
+    packed_row,
+    to_rank,
+)
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge
 from .families import values_of
@@ -275,16 +281,14 @@ class TorchBackend(Backend):
         """The batch on this rank's device; masks and positions keep packed documents apart."""
         device = parallel.device()
         params = batch.get("packed_seq_params")
-        ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
-        padding = batch.get("padding_mask")
-        self.routers.expect(None if padding is None else padding.to(device))
-        if params is None:
-            mask = None
-            positions = batch["position_ids"].to(device)
+        inputs = to_rank(batch, model_columns(batch), None, device)
+        self.routers.expect(inputs.pop("padding_mask"))
+        if params is None:  # rows are padded on the right and attention is causal: no mask
+            mask, positions = get_ltor_masks_and_position_ids(inputs["input_ids"], False)
         else:
             mask = block_diagonal_mask(batch["cu_seqlens"], device)
             positions = params.layout.positions[None]
-        return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
+        return dict(inputs, position_ids=positions, attention_mask=mask)
 
     def expect_weighted_losses(self) -> None:
         self.loss_model.weights_differ = True

@@ -1,141 +1,197 @@
-"""Packed rows: masks, borders, and the cut of a row over context-parallel ranks. Letters: b rows, s
-positions, t tokens of a packed row, cp the context-parallel size.
+"""The columns of a micro-batch: pad, pack, join and cut them; masks and borders of packed rows.
 
-A packed row is a row of documents that do not see each other. `cu_seqlens` are the documents'
-borders, from 0 to t: what pads a row at its end is a document of its own. Under context parallelism
-every document is cut into 2 cp chunks, of which rank r holds the chunks r and 2 cp - 1 - r: causal
-attention is then the same work on every rank.
+A batch is a dict of tensors, whose columns tables.COLUMNS declares. Letters: b rows, s positions, t
+tokens of a packed row, cp the context-parallel size. The collator's batch has rows of documents,
+numbered by attention_mask. An arranged one has padding_mask, and either a document in each row or a
+packed row with the documents' borders, `cu_seqlens` from 0 to t. Documents of a packed row do not
+see each other, and the padding at its end is a document as well. Columns per document or sample are
+[n] then, without fillers. Under context parallelism every document is cut into 2 cp chunks, and
+rank r has the chunks r and 2 cp - 1 - r: causal attention is then the same work on every rank.
 """
 
 import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from .files import IGNORE_INDEX
 from .mcore import PackedSeqParams
 from .parallel import to_device
+from .tables import COLUMNS, registered_columns
+
+# -- from the collator's rows to what a model takes
 
 
-def get_ltor_masks_and_position_ids(
-    input_ids: torch.Tensor,
-    build_attention_mask: bool = True,
-    attn_mask_1D: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(causal mask bool [b, 1, s, s] where True means hidden, position ids int64 [b, s] from 0 to s
-    - 1).
-
-    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
-    columns as well. build_attention_mask False: the mask is attn_mask_1D as it is; None, which the
-    models take as causal, where there is none.
-    """
-    b, s = input_ids.shape
-    position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
-    if not build_attention_mask:
-        return attn_mask_1D, position_ids
-    visible = torch.ones(s, s, dtype=torch.bool, device=input_ids.device).tril().expand(b, 1, s, s)
-    if attn_mask_1D is not None:
-        visible = visible & attn_mask_1D.bool()[:, None, None, :]
-    return ~visible, position_ids
+def padding_of(name: str, pad_token_id: int) -> float:
+    """The value of a column in positions that only pad."""
+    return pad_token_id if name == "input_ids" else COLUMNS[name].padding
 
 
-def _document_lengths(row: torch.Tensor) -> torch.Tensor:
-    """Lengths of a row's documents in order; padding (0) is one of its own at the end."""
-    counts = torch.bincount(row.long())
-    counts = torch.cat([counts[1:], counts[:1]])
-    return counts[counts > 0]
+def _is_of_tokens(name: str) -> bool:
+    return name in COLUMNS and COLUMNS[name].per == "token"
 
 
-def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed
-    batch.
-
-    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The
-    rows stand one behind the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7,
-    9, 12] and 3.
-    """
-    lengths = torch.cat([_document_lengths(row) for row in attention_mask]).to(torch.int32)
-    zero = torch.zeros(1, dtype=torch.int32, device=lengths.device)
-    return torch.cat([zero, lengths.cumsum(0, dtype=torch.int32)]), lengths.max()
+def document_lengths(mask: torch.Tensor) -> list[list[int]]:
+    """Tokens of each document of each row, by a mask [b, s] that numbers them from 1."""
+    counts = (torch.bincount(row)[1:] for row in mask.long().clamp(min=0))
+    return [of_row[of_row > 0].tolist() for of_row in counts]
 
 
-def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
-    """Whether all documents are a multiple of align_size long; padding may have any length."""
-    lengths = (_document_lengths(row[row != 0]) for row in attention_mask)
-    return all(bool((of_row % align_size == 0).all()) for of_row in lengths)
+def _pieces(column: torch.Tensor, lengths: list[list[int]]) -> list[torch.Tensor]:
+    """The documents of [b, s], one after another."""
+    rows = zip(column, lengths, strict=True)
+    return [piece for row, of_row in rows for piece in row[: sum(of_row)].split(of_row)]
 
 
-# -- a batch as one packed row ---------------------------------------------------------------------
+def _values(name: str, column: torch.Tensor, lengths: list[list[int]], per_sample: int):
+    """A column [b, most documents of a row] as [documents], or [samples], without fillers."""
+    rows = zip(column, lengths, strict=True)
+    documents = torch.cat([row[: len(of_row)] for row, of_row in rows])
+    return documents[::per_sample] if COLUMNS[name].per == "sample" else documents
 
 
-def pack_batch(batch: dict, document_multiple: int = 1, pad_token_id: int = 0) -> dict:
-    """{"input_ids", "labels" int64 [1, t], "padding_mask" bool [1, t], "cu_seqlens": borders as a
-    tuple} of the documents of a padded batch. padding_mask: True is padding.
-
-    batch: input_ids, labels [b, s] and attention_mask [b, s] with a number for each document of a
-    row, 0 for padding (which is dropped). Each document is padded to document_multiple inside,
-    without labels.
-    """
-    ids = []
-    labels = []
-    pads = []
-    cu = [0]
+def _with_masks(batch: dict) -> dict:
+    """The batch with attention_mask and padding_mask; no value of a script's column in padding."""
     mask = batch.get("attention_mask")
-    mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-    for row, row_labels, row_mask in zip(batch["input_ids"], batch["labels"], mask, strict=True):
-        used = int((row_mask != 0).sum())
-        start = 0
-        for length in _document_lengths(row_mask[:used]).tolist() if used else ():
-            padding = -length % document_multiple
-            inside = slice(start, start + length)
-            ids += [row[inside], row.new_full((padding,), pad_token_id)]
-            labels += [row_labels[inside], row_labels.new_full((padding,), IGNORE_INDEX)]
-            pads.append(torch.arange(length + padding) >= length)
-            cu.append(cu[-1] + length + padding)
-            start += length
-    if not ids:  # nothing but padding: one empty document keeps every rank in step
-        ids = [torch.full((document_multiple,), pad_token_id)]
-        labels = [torch.full((document_multiple,), IGNORE_INDEX)]
-        pads = [torch.ones(document_multiple, dtype=torch.bool)]
-        cu.append(document_multiple)
-    rows = {
-        "input_ids": torch.cat(ids)[None],
-        "labels": torch.cat(labels)[None],
-        "padding_mask": torch.cat(pads)[None],
-    }
-    return {**rows, "cu_seqlens": tuple(cu)}
+    if mask is None:
+        mask = torch.ones_like(batch["input_ids"])
+    batch = {**batch, "attention_mask": mask, "padding_mask": mask == 0}
+    for name, column in registered_columns().items():
+        if column.per == "token" and name in batch:
+            batch[name] = batch[name].masked_fill(mask == 0, column.padding)
+    return batch
 
 
-def pad_packed(batch: dict, length: int, pad_token_id: int = 0) -> dict:
-    """The packed batch with a tail up to `length` tokens: a document of its own, without labels."""
+def pack(
+    batch: dict, document_multiple: int = 1, pad_token_id: int = 0, documents_per_sample: int = 1
+) -> dict:
+    """The documents of the collator's rows as one packed row [1, t], without what pads the rows,
+    and "cu_seqlens", its borders as a tuple.
+
+    Each document is padded to document_multiple inside, without labels. A batch of padding alone
+    gives an empty document, as every rank has to take part in a step.
+    """
+    batch = _with_masks(batch)
+    lengths = document_lengths(batch.pop("attention_mask"))
+    counts = list(itertools.chain(*lengths)) or [0]
+    sizes = [max(1, -(-n // document_multiple)) * document_multiple for n in counts]
+    packed: dict = {"cu_seqlens": tuple(itertools.accumulate(sizes, initial=0))}
+    for name, column in batch.items():
+        if _is_of_tokens(name):
+            value = padding_of(name, pad_token_id)
+            pieces = _pieces(column, lengths) or [column.new_empty(0)]
+            padded = [
+                F.pad(piece, (0, size - len(piece)), value=value)
+                for piece, size in zip(pieces, sizes, strict=True)
+            ]
+            packed[name] = torch.cat(padded)[None]
+        else:
+            packed[name] = _values(name, column, lengths, documents_per_sample)
+    return packed
+
+
+def split(batch: dict, documents_per_sample: int = 1, pad_token_id: int = 0) -> dict:
+    """The collator's rows with a document in each: [b * documents_per_sample, longest document].
+
+    Rows of one document stay as they are. A row of padding alone, which only fills the batch, gives
+    rows of padding. ValueError for rows with other numbers of documents.
+    """
+    batch = _with_masks(batch)
+    mask = batch["attention_mask"]
+    lengths = document_lengths(mask)
+    rows = {}
+    # all micro-batches of a pipeline have one shape: a filler has rows too
+    places = [of_row or [1] * documents_per_sample for of_row in lengths]
+    if documents_per_sample > 1:
+        for of_row in places:
+            if len(of_row) != documents_per_sample:
+                raise ValueError(
+                    f"a row holds {len(of_row)} documents, expected {documents_per_sample}: set "
+                    "sequence_packing: true"
+                )
+        batch["attention_mask"] = (mask != 0).long()
+    for name, column in batch.items():
+        if not _is_of_tokens(name):
+            rows[name] = _values(name, column, lengths, documents_per_sample)
+        elif documents_per_sample == 1:
+            rows[name] = column
+        else:
+            pieces = _pieces(column, places)
+            value = padding_of(name, pad_token_id)
+            rows[name] = pad_sequence(pieces, batch_first=True, padding_value=value)
+    return rows
+
+
+def pad(batch: dict, length: int, pad_token_id: int = 0) -> dict:
+    """An arranged batch with `length` positions; the tail of a packed row is a document, without
+    labels."""
     more = length - batch["input_ids"].shape[1]
     if not more:
         return batch
-    values = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "padding_mask": True}
-    rows = {
-        k: torch.cat([batch[k], batch[k].new_full((1, more), v)], 1)
-        for k, v in values.items()
-        if k in batch
-    }
-    return {**rows, "cu_seqlens": (*batch["cu_seqlens"], length)}
+    padded = dict(batch)
+    for name, column in batch.items():
+        if _is_of_tokens(name):
+            padded[name] = F.pad(column, (0, more), value=padding_of(name, pad_token_id))
+    if "cu_seqlens" in batch:
+        padded["cu_seqlens"] = (*batch["cu_seqlens"], length)
+    return padded
 
 
-def join_packed(batches: list[dict], counts: list[int]) -> dict:
-    """Packed batches as one: the first counts[i] documents of each, without what pads them."""
-    kept = []
-    cu = [0]
-    for batch, count in zip(batches, counts, strict=True):
-        borders = batch["cu_seqlens"][1 : count + 1]
-        start = cu[-1]
-        cu += [start + border for border in borders]
-        kept.append(borders[-1])
-    rows = {
-        key: torch.cat([batch[key][:, :end] for batch, end in zip(batches, kept, strict=True)], 1)
-        for key in ("input_ids", "labels", "padding_mask")
-    }
-    return {**rows, "cu_seqlens": tuple(cu)}
+def real_documents(batch: dict) -> torch.Tensor:
+    """bool [documents] of an arranged batch: False for the rows and tails that only pad."""
+    if "cu_seqlens" in batch:
+        return ~batch["padding_mask"][0, list(batch["cu_seqlens"][:-1])]
+    return ~batch["padding_mask"][:, 0]
+
+
+def join(batches: list[dict]) -> dict:
+    """Arranged batches as one: packed rows end to end, without their tails; rows of one length one
+    below the other."""
+    joined: dict = {}
+    ends = []
+    is_packed = "cu_seqlens" in batches[0]
+    if is_packed:
+        cu = [0]
+        for batch in batches:
+            borders = batch["cu_seqlens"][1 : int(real_documents(batch).sum()) + 1]
+            cu += [cu[-1] + end - start for start, end in itertools.pairwise((0, *borders))]
+            ends.append(borders[-1])
+        joined["cu_seqlens"] = tuple(cu)
+    for name in batches[0]:
+        if name == "cu_seqlens":
+            continue
+        columns = [batch[name] for batch in batches]
+        if is_packed and _is_of_tokens(name):
+            columns = [column[:, :end] for column, end in zip(columns, ends, strict=True)]
+            joined[name] = torch.cat(columns, 1)
+        else:
+            joined[name] = torch.cat(columns)
+    return joined
+
+
+def model_columns(batch: dict) -> list[str]:
+    """The columns of an arranged batch for the forward pass."""
+    return [name for name in batch if name in COLUMNS and COLUMNS[name].to_model]
+
+
+def to_rank(
+    batch: Mapping, names: Sequence[str], places: torch.Tensor | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """These columns of an arranged batch on a device, those of tokens at the rank's `places` of a
+    row (None: all)."""
+    columns = {}
+    for name in names:
+        column = batch[name]
+        if places is not None and _is_of_tokens(name):
+            column = column[..., places]
+        columns[name] = to_device(column, device)
+    return columns
 
 
 class Targets(NamedTuple):
@@ -162,6 +218,61 @@ class Targets(NamedTuple):
             next_ids.masked_fill(is_beyond, 0),
             next_labels.masked_fill(is_beyond, IGNORE_INDEX),
         )
+
+    def to_rank(self, labels, places: torch.Tensor | None, device: torch.device) -> "Targets":
+        """Those of this rank's places (None: all), on its device, as its labels [b, s] are."""
+        ahead = (self.next_ids, self.next_labels)
+        if places is not None:
+            ahead = tuple(x[..., places] for x in ahead)
+        return Targets(labels, *(to_device(x, device) for x in ahead))
+
+
+# -- masks and borders, as mcore_adapter has them
+
+
+def get_ltor_masks_and_position_ids(
+    input_ids: torch.Tensor,
+    build_attention_mask: bool = True,
+    attn_mask_1D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(causal mask bool [b, 1, s, s] where True means hidden, position ids int64 [b, s] from 0 to s
+    - 1).
+
+    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
+    columns as well. build_attention_mask False: the mask is attn_mask_1D as it is; None, which the
+    models take as causal, where there is none.
+    """
+    b, s = input_ids.shape
+    position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
+    if not build_attention_mask:
+        return attn_mask_1D, position_ids
+    visible = torch.ones(s, s, dtype=torch.bool, device=input_ids.device).tril().expand(b, 1, s, s)
+    if attn_mask_1D is not None:
+        visible = visible & attn_mask_1D.bool()[:, None, None, :]
+    return ~visible, position_ids
+
+
+def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed
+    batch.
+
+    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The
+    rows stand one behind the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7,
+    9, 12] and 3.
+    """
+    lengths: list[int] = []
+    for of_row in document_lengths(attention_mask):
+        padding = attention_mask.shape[1] - sum(of_row)
+        lengths += [*of_row, padding] if padding else of_row
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu = cu.to(attention_mask.device)
+    return cu, cu.diff().max()
+
+
+def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
+    """True if the length of each document is a multiple of align_size; padding may have any."""
+    lengths = itertools.chain(*document_lengths(attention_mask))
+    return all(length % align_size == 0 for length in lengths)
 
 
 # -- how a rank sees a row -------------------------------------------------------------------------

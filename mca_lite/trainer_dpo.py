@@ -27,10 +27,10 @@ from torch.utils.data import Subset
 
 from . import ckpt_folder, lora, parallel, tables
 from .args import FinetuningArguments, check_together
-from .batch import join_packed, pack_batch
+from .batch import join, real_documents
 from .callbacks import Interrupted
 from .ckpt_folder import CheckpointError, measure
-from .data_batches import Packs, WithReference, documents_of, samples_of, split_documents
+from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import cache_folder
 from .data_files import SIDES
 from .errors import Judge, refuse
@@ -199,7 +199,6 @@ def _store_of(trainer, pairs) -> ReferenceStore | None:
 
 # -- preference training
 
-PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
 # micro-batches, and tokens of all of them, in a forward pass of the reference: with fewer a GPU
 # waits for the host's launches, with more it might hold more than in training
 JOINED = 2
@@ -295,7 +294,6 @@ class DPOTrainer(McaTrainer):
 
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
-    _language_input_names = [*McaTrainer._language_input_names, "reference"]
 
     def __init__(
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
@@ -395,26 +393,18 @@ class DPOTrainer(McaTrainer):
         return tables.dpo_loss(responses, self.train_config)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
-        known = batch.get("reference")
         of_reference = (None, None)
-        if known is not None:
-            of_reference = parallel.to_device(known, parallel.device()).unbind(-1)
+        if "reference" in batch:
+            of_reference = batch["reference"].view(-1, len(SIDES)).unbind(-1)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch, *of_reference)
-
-    def _response_logps(self, labels, batch: dict, losses):
-        """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and
-        rejected in turn. Collective under context parallelism: one sum over its group."""
-        sums = sum_documents(self.backend, batch, labels, losses)
-        return sums[:, : 2 * len(batch["real"])]
 
     def _post_compute_loss(self, labels, batch, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
 
-        labels [b, s]; batch: the micro-batch as it was read, whose "real" float32 [P] is 0 for a
-        pair that only fills it; ref_*_logps float32 [P], None for a loss without reference.
+        labels [b, s] of this rank; batch: the whole micro-batch; ref_*_logps float32 [P], None for
+        a loss without reference. Collective under context parallelism: one sum over its group.
         """
-        logps, lens = self._response_logps(labels, batch, losses)
-        real = parallel.to_device(batch["real"], parallel.device())
+        logps, lens = sum_documents(self.backend, batch, labels, losses)
         config = self.train_config
         responses = Responses(
             logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
@@ -433,18 +423,15 @@ class DPOTrainer(McaTrainer):
             "logps/rejected": responses.rejected,
             "sft_loss": sft,
         }
-        count = real.sum()
-        metrics = {
-            key: torch.stack([(value.detach() * real).sum(), count])
-            for key, value in values.items()
-        }
+        count = torch.full_like(sft.sum(), len(sft))
+        metrics = {key: torch.stack([value.detach().sum(), count]) for key, value in values.items()}
         # all context-parallel ranks have the same pairs, and megatron adds up what they count: one
         # of them counts
         counts = self.backend.context_parallel[1] == 0
-        return (of_pairs * real).sum(), (count * counts).int(), metrics
+        return of_pairs.sum(), (count * counts).int(), metrics
 
     def _count_of_loss(self, batch: dict) -> int:
-        return int(batch["real"].sum())
+        return _num_pairs(batch)
 
     def _over_ranks(self, numbers):
         """The sums over all ranks, of which those of context parallelism have the same pairs."""
@@ -455,36 +442,13 @@ class DPOTrainer(McaTrainer):
     # -- micro-batches
 
     def _arrange(self, batch: dict) -> dict:
-        if "attention_mask" not in batch:
-            raise ValueError(
-                "the data collator gave no attention_mask: expected one that numbers a row's "
-                "documents from 1"
-            )
         counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
         if (counts % 2).any():
             raise ValueError(
                 f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
                 "rejected in turn, numbered from 1 by attention_mask"
             )
-        known = batch.get("reference")  # [b, most documents of a row]
-        if self.args.sequence_packing:  # fillers are dropped
-            arranged = pack_batch(batch, self.backend.document_multiple, self._pad_token_id)
-            arranged["real"] = torch.ones(int(counts.sum()) // 2)
-            if known is not None:
-                known = torch.cat([row[:n] for row, n in zip(known, counts, strict=True)])
-        else:  # fillers are kept: all micro-batches of a pipeline have one shape
-            arranged = split_documents(batch, len(SIDES), self._pad_token_id)
-            arranged["real"] = (counts > 0).float()
-            if known is not None:
-                known = known * arranged["real"][:, None]
-        if known is not None:
-            arranged["reference"] = known.view(-1, len(SIDES))
-        return arranged
-
-    def _to_length(self, batch: dict, at_least: int = 0) -> dict:
-        of_pairs = {key: batch[key] for key in PAIR_KEYS if key in batch}
-        tokens = {key: value for key, value in batch.items() if key not in PAIR_KEYS}
-        return {**super()._to_length(tokens, at_least), **of_pairs}
+        return super()._arrange(batch)
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches with the reference's log-probabilities, where the loss takes them and
@@ -504,9 +468,10 @@ class DPOTrainer(McaTrainer):
         found = self._reference_logps(models, joined, seq_length)
         if not found:  # a pipeline stage before the last, where no loss is taken
             return micro_batches
-        found = torch.cat(found).split([len(batch["real"]) for batch in micro_batches])
+        logps = torch.cat(found).split(list(map(_num_pairs, micro_batches)))
         return [
-            {**batch, "reference": logps} for batch, logps in zip(micro_batches, found, strict=True)
+            {**batch, "reference": of_pairs.flatten()}
+            for batch, of_pairs in zip(micro_batches, logps, strict=True)
         ]
 
     # -- the reference
@@ -520,16 +485,7 @@ class DPOTrainer(McaTrainer):
                 groups[-1].append(batch)
             else:
                 groups.append([batch])
-        return [group[0] if len(group) == 1 else self._join(group) for group in groups]
-
-    def _join(self, batches: list[dict]) -> dict:
-        real = torch.cat([batch["real"] for batch in batches])
-        if "cu_seqlens" not in batches[0]:
-            keys = [key for key in batches[0] if key not in PAIR_KEYS]
-            rows = {key: torch.cat([batch[key] for batch in batches]) for key in keys}
-            return {**rows, "real": real}
-        counts = [len(SIDES) * len(batch["real"]) for batch in batches]
-        return self._to_length({**join_packed(batches, counts), "real": real})
+        return [group[0] if len(group) == 1 else self._to_length(join(group)) for group in groups]
 
     @torch.no_grad()
     def compute_reference_log_probs(
@@ -545,7 +501,7 @@ class DPOTrainer(McaTrainer):
         was_training = self.models[0].training
 
         def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-            logps, _ = self._response_logps(inputs["labels"], batch, losses)
+            logps, _ = sum_documents(self.backend, batch, inputs["labels"], losses)
             return {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
 
         if own:
@@ -608,7 +564,7 @@ class DPOTrainer(McaTrainer):
         """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's
         pairs. Takes micro-batches of get_train_dataloader() too."""
         micro_batches = list(data_iterator)
-        if any("real" not in batch for batch in micro_batches):
+        if any("padding_mask" not in batch for batch in micro_batches):
             micro_batches, _ = arrange(self, micro_batches)
             seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
         answer = super().training_step(models, micro_batches, seq_length)
@@ -658,7 +614,12 @@ def _fit_together(batches: list[dict]) -> bool:
     if len(lengths) > 1 and "cu_seqlens" not in batches[0]:
         return False
     few = len(batches) <= JOINED and tokens <= JOINED_TOKENS
-    return few and all(len(batch["real"]) for batch in batches)
+    return few and all(map(_num_pairs, batches))
+
+
+def _num_pairs(batch: dict) -> int:
+    """Pairs of an arranged micro-batch, without those that only fill it."""
+    return int(real_documents(batch).sum()) // len(SIDES)
 
 
 def _check_pairs(dataset, packs: bool) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
-from .batch import Targets
+from .batch import Targets, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge
@@ -236,8 +236,8 @@ def _numbers(logp: float, count: float) -> dict[str, Any]:
 
 
 def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
-    """float32 [2, documents]: the log-probabilities of each document's labels, and their number;
-    without "cu_seqlens" in the batch, which a packed row has, each row is a document.
+    """float32 [2, real documents]: the log-probabilities of each document's labels, and their
+    number. batch: an arranged one, of rows of a document each, or a packed row.
 
     labels, losses [rows, s] of this rank, or with multi-token prediction Targets and [rows, s,
     more], of which the next token counts. Collective under context parallelism: one sum over its
@@ -254,7 +254,8 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
         sums = torch.stack([part.sum(-1) for part in both[:, 0].split(lengths, -1)], -1)
     else:
         sums = both.sum(-1)
-    return backend.sum_over_context_parallel(sums)
+    real = parallel.to_device(real_documents(batch).nonzero()[:, 0], sums.device)
+    return backend.sum_over_context_parallel(sums).index_select(1, real)
 
 
 @torch.no_grad()
@@ -265,8 +266,7 @@ def log_probabilities(trainer, dataset) -> np.ndarray:
 
     def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
         sums = sum_documents(trainer.backend, batch, inputs["labels"], losses)
-        whole = sums.shape[1] // count * count  # what pads a packed row is no pair
-        return sums[:, :whole].t().reshape(-1, count, 2)
+        return sums.t().reshape(-1, count, 2)
 
     trainer.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
     try:
