@@ -31,6 +31,7 @@ _HOME = {
     "get_megatron_lr_scheduler": "optim",
     "get_seqlens_in_batch": "batch",
     "load_datasets": "data",
+    "register_column": "tables",
     "register_loss": "tables",
     "register_objective": "tables",
     "register_optimizer": "tables",

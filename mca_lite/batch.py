@@ -160,7 +160,8 @@ def join(batches: list[dict]) -> dict:
         cu = [0]
         for batch in batches:
             borders = batch["cu_seqlens"][1 : int(real_documents(batch).sum()) + 1]
-            cu += [cu[-1] + end - start for start, end in itertools.pairwise((0, *borders))]
+            start = cu[-1]
+            cu += [start + border for border in borders]
             ends.append(borders[-1])
         joined["cu_seqlens"] = tuple(cu)
     for name in batches[0]:
