@@ -1,8 +1,6 @@
 """torch's profiler over some steps of a run: a trace of each rank, and a table by kind of kernel.
 
-On a GPU the history of its memory is recorded until then too, with the place of each allocation in
-the code: memory_rank0.pickle has it, of the last profiled step or of the moment when memory ran
-out. Runs without profile_steps record nothing and are not slowed down.
+Runs without profile_steps record nothing and are not slowed down.
 """
 
 import math
@@ -383,7 +381,6 @@ class StopSignals:
 # -- profiler
 
 FOLDER = "profile"  # in output_dir
-_MAX_ALLOCATIONS = 200_000  # the last ones, whose places are kept
 _OTHER = "other"
 # the kind of a kernel, or of an operation of the CPU, by its name: the first row that fits counts.
 # A rank of gloo waits within the autograd function that communicates.
@@ -411,10 +408,6 @@ class Profiler(TrainerCallback):
         self.running: torch.profiler.profile | None = None
         self.began = self.since = 0
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        if torch.cuda.is_available() and state.global_step < self.last:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS)
-
     def on_step_begin(self, args, state, control, **kwargs):
         if self.running is None and self.first <= state.global_step + 1 <= self.last:
             self.running = torch.profiler.profile(acc_events=True)  # False warns
@@ -438,23 +431,10 @@ class Profiler(TrainerCallback):
         profile.stop()
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
-        dump_memory(folder)
         if parallel.is_main():
             steps = f"profile of steps {self.since + 1} to {state.global_step}, rank 0"
             head = f"{steps}, {seconds:.2f} s; traces of all ranks are in {folder}"
             trainer.report.print("\n".join([head, *table(profile.key_averages(), seconds)]))
-
-
-def dump_memory(folder: Path) -> Path | None:
-    """Write what this rank's GPU memory holds, with its history where that is recorded, which ends
-    here -> the file, which pytorch.org/memory_viz shows; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"memory_rank{parallel.rank()}.pickle"
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(None)  # a process that ends while it goes on crashes
-    return path
 
 
 def kind_of(name: str) -> str:

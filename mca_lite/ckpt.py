@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from . import ckpt_folder, lora, parallel
+from . import ckpt_folder, lora, parallel, watchdog
 from .args import FIELDS
 from .args_values import default_of, read_config_file
 from .callbacks import TrainerState, ranking_of, restore_states
@@ -140,23 +140,25 @@ _OF_A_START = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}  
 # -- a folder, from the trainer's side ----------------------------------------------------------
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of one trainer, one at a time. Its methods are collective."""
+class Checkpoints:
+    """The checkpoints of one trainer, written one at a time. Its methods are collective."""
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.written_step: int | None = None  # of the last checkpoint begun
+        # the newest one, while no step was made from its weights: older ones stay
+        self.unproven: Path | None = None
         self._job: _Job | None = None
         self._base: dict | None = None  # of adapters: what the frozen model is known by
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is begun and not named yet."""
+        """True while a checkpoint is begun and not named yet."""
         return self._job is not None
 
     @property
-    def still_writes(self) -> bool:
-        """Whether this rank's thread is at work."""
+    def is_writing(self) -> bool:
+        """True while this rank's thread writes."""
         return self._job is not None and self._job.thread.is_alive()
 
     def begin(self) -> None:
@@ -177,7 +179,7 @@ class CheckpointWriter:
         files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": _random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
-            files[TRAINING_NAME] = _json({**_training_record(trainer), "base": self._base})
+            files[TRAINING_NAME] = _json({**self._training_record(), "base": self._base})
         with_optimizer = not args.save_only_model
         backend = trainer.backend
         facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
@@ -193,13 +195,17 @@ class CheckpointWriter:
         else:
             self._job.write()
 
-    def finish(self) -> tuple[Path, int]:
-        """Wait for the writing, then name the folder -> (the folder, its step).
+    def finish(self) -> None:
+        """Wait for all ranks to have written a checkpoint that is on its way, and name its folder.
 
+        Older ones are pruned for it after the next good step: its weights may be finite, and lost.
         CheckpointError, on every rank, where a part could not be written; what was there before is
         untouched.
         """
         job = self._job
+        if job is None:
+            return
+        watchdog.note(watchdog.SAVING)
         self._job = None
         if job.thread.is_alive():
             job.thread.join()
@@ -208,7 +214,126 @@ class CheckpointWriter:
         except CheckpointError as error:
             parallel.on_main(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
             raise CheckpointError(f"{error}; earlier checkpoints are untouched") from None
-        return job.final, job.facts["step"]
+        self.trainer.notify("on_save", path=str(job.final), step=job.facts["step"])
+        self.unproven = job.final
+        if not self.trainer.guard.is_on:
+            self.prune()
+
+    def prune(self) -> None:
+        """Delete the oldest checkpoints beyond save_total_limit, once a step from the weights of
+        the newest was good."""
+        folder = self.unproven
+        if folder is None:
+            return
+        self.unproven = None
+        best = self.trainer.state.best_model_checkpoint
+        limit = self.trainer.args.save_total_limit
+        parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
+
+    def resume(self, asked: str | bool | None) -> None:
+        """Put a trainer where a checkpoint was, if there is one; asked: see ckpt_folder.find.
+        Collective; CheckpointError for what cannot be gone on from."""
+        trainer = self.trainer
+        backend = trainer.backend
+        say = trainer.report.print
+        model = ckpt_folder.model_identity(backend.hf_config)
+        folder = ckpt_folder.find(trainer.args, asked, backend.name, model, say)
+        if folder is not None:
+            self._load(folder)
+            restore_states(trainer.callbacks, trainer.state.stateful_callbacks)
+
+    def _load(self, folder: Path) -> None:
+        """Put a trainer where the checkpoint was. All ranks must call it, on a folder that was
+        verified.
+
+        CheckpointError where the checkpoint has no optimizer state, or where the data, the global
+        batch or the optimizer have changed. Other settings are taken, and a line lists them.
+        """
+        trainer = self.trainer
+        record, state = _read_records(folder)
+        if not record["with_optimizer"]:
+            raise CheckpointError(
+                f"{folder} was saved with save_only_model and cannot be resumed from: start from "
+                "its weights"
+            )
+        now = self._training_record()
+        keys = "streaming num_samples global_batch_size data_seed shuffle dataset"
+        refuse_changes({"streaming": False, **record}, now, keys, folder)
+        before = settings_before(record, folder)
+        refuse_other_states(before, trainer.settings, trainer.backend.name, folder)
+        trainer.check_objective(record.get("objective") or {}, folder)
+        _check_base(record.get("base") or {}, trainer.model, folder)
+        trainer.backend.load_state(folder)
+        try:
+            load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint"
+            ) from None
+        if (folder / MCA_CONFIG_NAME).is_file():
+            saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
+            trainer.report.print(
+                f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
+            )
+        state.max_steps = trainer.state.max_steps
+        state.num_train_epochs = trainer.state.num_train_epochs
+        trainer.state = state
+        best = folder.parent / Path(state.best_model_checkpoint or ".").name
+        if state.best_model_checkpoint is not None and best.is_dir():
+            state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
+        self._forget_other_best(before)
+        # last: it writes rate and decay into the optimizer's groups, by the schedule of this run
+        trainer.lr_scheduler.num_steps = 0
+        trainer.lr_scheduler.step(record["scheduler_steps"])
+        _restore_random_states(folder, record["layout"] == now["layout"])
+        parallel.on_main(lambda: self._tidy(folder), CheckpointError)
+        if changes := say_changes(before, trainer.settings):
+            trainer.report.print(changes)
+
+    def _forget_other_best(self, before: dict) -> None:
+        """A best evaluation that was told by another metric than this run's is none."""
+        trainer = self.trainer
+        keys = ("metric_for_best_model", "greater_is_better")
+        state = trainer.state
+        was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
+        if state.best_metric is not None and before and was != now:
+            trainer.report.print(
+                f"note: the best evaluation so far, of step {state.best_global_step}, is "
+                f"forgotten: {' and '.join(keys)} decide in another way from here on"
+            )
+            state.forget_best()
+
+    def _tidy(self, folder: Path) -> None:
+        """Set newer checkpoints aside and prune old ones."""
+        args = self.trainer.args
+        state = self.trainer.state
+        ckpt_folder.set_newer_aside(args.output_dir, state.global_step, self.trainer.report.print)
+        if folder.parent.resolve() == Path(args.output_dir).resolve():
+            ckpt_folder.prune(folder, state.best_model_checkpoint, args.save_total_limit)
+
+    def _training_record(self) -> dict:
+        trainer = self.trainer
+        args = trainer.args
+        plan = trainer.batch_plan
+        streams = isinstance(trainer.train_dataset, TokenStream)
+        layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
+        layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
+        layout += [args.world_size]
+        return {
+            "with_optimizer": not args.save_only_model,
+            "scheduler_steps": trainer.lr_scheduler.num_steps,
+            "loss_scales": scaler_states(trainer.backend.grad_scalers),
+            "streaming": streams,
+            "num_samples": 0 if streams else plan.num_samples,
+            "global_batch_size": plan.global_batch_size,
+            "data_seed": plan.seed,
+            "shuffle": plan.shuffle,
+            # other people's datasets have none
+            "dataset": getattr(trainer.train_dataset, "identity", None),
+            "layout": layout,
+            "objective": trainer.objective_facts(),
+            "settings": trainer.settings,
+        }
 
 
 class _Job:
@@ -299,79 +424,6 @@ def _json(record: dict) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
-def resume(trainer, asked: str | bool | None) -> None:
-    """Put a trainer where a checkpoint was, if there is one; asked: see ckpt_folder.find.
-    Collective; CheckpointError for what cannot be gone on from."""
-    backend = trainer.backend
-    say = trainer.report.print
-    model = ckpt_folder.model_identity(backend.hf_config)
-    folder = ckpt_folder.find(trainer.args, asked, backend.name, model, say)
-    if folder is not None:
-        load(folder, trainer)
-        restore_states(trainer.callbacks, trainer.state.stateful_callbacks)
-
-
-def load(folder: Path, trainer) -> None:
-    """Put a trainer where the checkpoint was. All ranks must call it, on a folder that was
-    verified.
-
-    CheckpointError where the checkpoint has no optimizer state, or where the data, the global batch
-    or the optimizer are not what they were. Other settings are taken, and a line says which.
-    """
-    record, state = _read_records(folder)
-    if not record["with_optimizer"]:
-        raise CheckpointError(
-            f"{folder} was saved with save_only_model and cannot be resumed from: start from its "
-            "weights"
-        )
-    now = _training_record(trainer)
-    keys = "streaming num_samples global_batch_size data_seed shuffle dataset"
-    refuse_changes({"streaming": False, **record}, now, keys, folder)
-    before = settings_before(record, folder)
-    refuse_other_states(before, trainer.settings, trainer.backend.name, folder)
-    trainer.check_objective(record.get("objective") or {}, folder)
-    _check_base(record.get("base") or {}, trainer.model, folder)
-    trainer.backend.load_state(folder)
-    try:
-        load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint"
-        ) from None
-    if (folder / MCA_CONFIG_NAME).is_file():
-        saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
-        trainer.report.print(
-            f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
-        )
-    state.max_steps = trainer.state.max_steps
-    state.num_train_epochs = trainer.state.num_train_epochs
-    trainer.state = state
-    best = folder.parent / Path(state.best_model_checkpoint or ".").name
-    if state.best_model_checkpoint is not None and best.is_dir():
-        state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
-    _forget_other_best(before, trainer)
-    # last: it writes rate and decay into the optimizer's groups; the schedule's shape is this run's
-    trainer.lr_scheduler.num_steps = 0
-    trainer.lr_scheduler.step(record["scheduler_steps"])
-    _restore_random_states(folder, record["layout"] == now["layout"])
-    parallel.on_main(lambda: _tidy(trainer, folder), CheckpointError)
-    if changes := say_changes(before, trainer.settings):
-        trainer.report.print(changes)
-
-
-def _forget_other_best(before: dict, trainer) -> None:
-    """A best evaluation that was told by another metric than this run's is none."""
-    keys = ("metric_for_best_model", "greater_is_better")
-    state = trainer.state
-    was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
-    if state.best_metric is not None and before and was != now:
-        trainer.report.print(
-            f"note: the best evaluation so far, of step {state.best_global_step}, is forgotten: "
-            f"{' and '.join(keys)} decide in another way from here on"
-        )
-        state.forget_best()
-
-
 _KINDS = {  # what training.json must hold
     "with_optimizer": bool,
     "scheduler_steps": int,
@@ -421,16 +473,6 @@ def _check_base(theirs: dict, model, folder: Path) -> None:
     parallel.on_main(check, CheckpointError)
 
 
-def _tidy(trainer, folder: Path) -> None:
-    """What is newer than the checkpoint that was loaded goes aside; what a run that died did not
-    get to prune is pruned."""
-    args = trainer.args
-    state = trainer.state
-    ckpt_folder.set_newer_aside(args.output_dir, state.global_step, trainer.report.print)
-    if folder.parent.resolve() == Path(args.output_dir).resolve():
-        ckpt_folder.prune(folder, state.best_model_checkpoint, args.save_total_limit)
-
-
 def load_model(folder: str | os.PathLike, backend) -> None:
     """The weights alone, verified first. Collective. CheckpointError for what cannot be read."""
     model = ckpt_folder.model_identity(backend.hf_config)
@@ -455,30 +497,6 @@ def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None
     job = _Job(folder, folder, snapshot, _facts(backend, hf_config))
     job.write()
     job.complete()
-
-
-def _training_record(trainer) -> dict:
-    args = trainer.args
-    plan = trainer.batch_plan
-    streams = isinstance(trainer.train_dataset, TokenStream)
-    layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
-    layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
-    layout += [args.world_size]
-    return {
-        "with_optimizer": not args.save_only_model,
-        "scheduler_steps": trainer.lr_scheduler.num_steps,
-        "loss_scales": scaler_states(trainer.backend.grad_scalers),
-        "streaming": streams,
-        "num_samples": 0 if streams else plan.num_samples,
-        "global_batch_size": plan.global_batch_size,
-        "data_seed": plan.seed,
-        "shuffle": plan.shuffle,
-        # other people's datasets have none
-        "dataset": getattr(trainer.train_dataset, "identity", None),
-        "layout": layout,
-        "objective": trainer.objective_facts(),
-        "settings": trainer.settings,
-    }
 
 
 # -- settings: which may be others when a run goes on ------------------------------------------

@@ -223,12 +223,13 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"note: {line}", flush=True)
         arguments.training.notes.clear()  # the summary need not say them again
         # torch, transformers and megatron-core: seconds, and a typing error is told by now
+        from . import generation, plan_memory, run
         from .ckpt_folder import check_new
-        from .run import make_plan, train
 
         if arguments.training.do_train and arguments.training.resume_from_checkpoint is None:
             check_new(arguments.training)  # here too, before anything is tokenised
-        train(make_plan(arguments))
+        plan = run.make_plan(arguments)
+        run.train(plan, [generation.Answers()], plan_memory.explained(arguments))
     except KeyboardInterrupt:  # outside of the loop, which saves on it
         if os.environ.get("RANK", "0") == "0":
             print("interrupted outside of training: nothing was saved", file=sys.stderr)

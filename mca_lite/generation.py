@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from . import lora, lora_files, model_config, parallel, watchdog
 from .args import GROUPS
 from .args_values import read_config_file
+from .callbacks import TrainerCallback
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .data_batches import documents_of, samples_of
@@ -348,14 +349,6 @@ def stream(
 _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
 
 
-def scores(answers: list[dict], prefix: str) -> dict[str, float]:
-    """<prefix>_exact_match and <prefix>_rouge_l: their means over what generate() returned."""
-    found = [[one["exact_match"], rouge_l(one["answer"], one["expected"])] for one in answers]
-    means = np.array(found).reshape(-1, len(GENERATION_METRICS)).sum(0) / max(len(found), 1)
-    names = [f"{prefix}_{name}" for name in GENERATION_METRICS]
-    return dict(zip(names, means.tolist(), strict=True))
-
-
 def rouge_l(ours: str, theirs: str) -> float:
     """ROUGE-L's F1: twice the longest common subsequence of words over the words of both."""
     a, b = (_WORD.findall(text.lower()) for text in (ours, theirs))
@@ -372,18 +365,111 @@ def rouge_l(ours: str, theirs: str) -> float:
     return 2 * (len(a) - row.bit_count()) / (len(a) + len(b))
 
 
-# -- the model whole
+class Answers(TrainerCallback):
+    """Generated answers as metrics of evaluate() and predict(): exact_match and rouge_l.
+
+    A callback of a McaTrainer with predict_with_generate. `lines`: see generate(), of the data set
+    that was measured last.
+    """
+
+    metrics = GENERATION_METRICS
+
+    def __init__(self):
+        self.lines: list[dict] = []
+
+    def on_init_end(self, args, state, control, trainer, **kwargs):
+        """Become the trainer's `answers`. ValueError where answers cannot be generated or compared,
+        and on every rank where one has no room for a copy of the whole model."""
+        if not args.predict_with_generate:
+            return
+        if trainer.compute_metrics is not None:
+            reason = "compute_metrics is given logits, and generate's tokens go into exact_match "
+            raise ValueError(f"predict_with_generate: {reason}and rouge_l: one of the two")
+        if trainer.documents_per_sample > 1:
+            raise ValueError("predict_with_generate: a pair has two answers: set it to false")
+        if trainer.tokenizer is None:
+            raise ValueError(
+                "predict_with_generate: give the trainer a tokenizer, to compare texts"
+            )
+        check_room(trainer.backend)
+        self.trainer = trainer
+        trainer.answers = self
+
+    def measure(self, dataset) -> dict[str, tuple[float, int]]:
+        """Answer a data set -> {metric: (sum, count)}, the same on every rank. Collective."""
+        self.lines = self.generate(dataset)
+        matches = sum(line["exact_match"] for line in self.lines)
+        overlaps = sum(rouge_l(line["answer"], line["expected"]) for line in self.lines)
+        count = len(self.lines)
+        return {"exact_match": (matches, count), "rouge_l": (overlaps, count)}
+
+    @torch.no_grad()
+    def generate(self, dataset) -> list[dict]:
+        """{"index", "prompt", "answer", "expected", "exact_match"} of those among the first
+        generation_num_samples samples that have an answer, in order, on every rank. Collective."""
+        trainer = self.trainer
+        args = trainer.args
+        tokenizer = trainer.tokenizer
+        dataset = samples_of(dataset)
+        count = min(len(dataset), args.generation_num_samples or len(dataset))
+        turns = ((index, last_turn(documents_of(dataset[index])[0])) for index in range(count))
+        turns = [(index, *turn) for index, turn in turns if turn is not None]
+        own = turns[parallel.rank() :: parallel.world_size()]
+        size = args.per_device_eval_batch_size
+        watchdog.note("generating answers")
+        trainer.backend.train_mode(False)
+        model = self._whole_model()
+        found = []
+        decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
+        stop = stop_ids(model, tokenizer)
+        for start in range(0, len(own), size):
+            watchdog.alive()
+            batch = own[start : start + size]
+            prompts = [prompt for _, prompt, _ in batch]
+            with trainer.backend.autocast():
+                written = continuations(model, prompts, stop, decoding, size)
+            for (index, prompt, known), ids in zip(batch, written, strict=True):
+                texts = tokenizer.batch_decode(
+                    [ids, until_stop(known, stop)], skip_special_tokens=True
+                )
+                answer, expected = (text.strip() for text in texts)
+                line = {"index": index, "prompt": tokenizer.decode(prompt), "answer": answer}
+                found.append({**line, "expected": expected, "exact_match": answer == expected})
+        del model
+        torch.cuda.empty_cache()  # the copy's memory is training's again
+        trainer.backend.train_mode(True)
+        whole = [answer for theirs in parallel.gather(found) for answer in theirs]
+        return sorted(whole, key=lambda answer: answer["index"])
+
+    def _whole_model(self):
+        """The model as transformers has it, whole on this rank. Collective."""
+        trainer = self.trainer
+        backend = trainer.backend
+        if backend.name == "torch":
+            return trainer.model
+        check_room(backend)
+        folder = Path(trainer.args.output_dir) / ".generate"
+        try:
+            has_adapters = lora.spec_of(trainer.model) is not None
+            export = backend.export_merged if has_adapters else backend.export_hf
+            export(folder, trainer.args.max_shard_size)
+            model = load_torch_model(str(folder), dtype=backend.dtype).eval()
+            parallel.barrier()
+        finally:
+            if parallel.is_main():
+                shutil.rmtree(folder, ignore_errors=True)
+        return model
 
 
-def check_room(trainer) -> None:
+def check_room(backend) -> None:
     """ValueError, on every rank, where one of them has no room for a copy of the whole model."""
-    if trainer.backend.name == "torch":
+    if backend.name == "torch":
         return
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**trainer.backend.hf_config))
-    weights = sum(p.numel() for p in whole.parameters()) * trainer.backend.dtype.itemsize
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**backend.hf_config))
+    weights = sum(p.numel() for p in whole.parameters()) * backend.dtype.itemsize
     room = free_memory()
     [is_short] = parallel.largest(int(weights > room))
     if is_short:
@@ -405,62 +491,3 @@ def free_memory() -> float:
         free = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(free.split()[1]) * 1024 / ranks
     return math.inf
-
-
-def _whole_model(trainer):
-    """The model as transformers has it, whole on this rank. Collective."""
-    backend = trainer.backend
-    args = trainer.args
-    if backend.name == "torch":
-        return trainer.model
-    check_room(trainer)
-    folder = Path(args.output_dir) / ".generate"
-    try:
-        has_adapters = lora.spec_of(trainer.model) is not None
-        export = backend.export_merged if has_adapters else backend.export_hf
-        export(folder, args.max_shard_size)
-        model = load_torch_model(str(folder), dtype=backend.dtype).eval()
-        parallel.barrier()
-    finally:
-        if parallel.is_main():
-            shutil.rmtree(folder, ignore_errors=True)
-    return model
-
-
-# -- generation
-
-
-@torch.no_grad()
-def generate(trainer, dataset) -> list[dict]:
-    """{"index", "prompt", "answer", "expected", "exact_match"} of those among the first
-    generation_num_samples samples that have an answer, in order, on every rank. Collective."""
-    args = trainer.args
-    tokenizer = trainer.tokenizer
-    dataset = samples_of(dataset)
-    count = min(len(dataset), args.generation_num_samples or len(dataset))
-    turns = ((index, last_turn(documents_of(dataset[index])[0])) for index in range(count))
-    turns = [(index, *turn) for index, turn in turns if turn is not None]
-    own = turns[parallel.rank() :: parallel.world_size()]
-    size = args.per_device_eval_batch_size
-    watchdog.note("generating answers")
-    trainer.backend.train_mode(False)
-    model = _whole_model(trainer)
-    found = []
-    decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
-    stop = stop_ids(model, tokenizer)
-    for start in range(0, len(own), size):
-        watchdog.alive()
-        batch = own[start : start + size]
-        prompts = [prompt for _, prompt, _ in batch]
-        with trainer.backend.autocast():
-            written = continuations(model, prompts, stop, decoding, size)
-        for (index, prompt, known), ids in zip(batch, written, strict=True):
-            texts = tokenizer.batch_decode([ids, until_stop(known, stop)], skip_special_tokens=True)
-            answer, expected = (text.strip() for text in texts)
-            line = {"index": index, "prompt": tokenizer.decode(prompt), "answer": answer}
-            found.append({**line, "expected": expected, "exact_match": answer == expected})
-    del model
-    torch.cuda.empty_cache()  # the copy's memory is training's again
-    trainer.backend.train_mode(True)
-    whole = [answer for theirs in parallel.gather(found) for answer in theirs]
-    return sorted(whole, key=lambda answer: answer["index"])

@@ -32,7 +32,7 @@ from .log_html import document, esc, tiles
 from .model_config import grow
 from .plan_memory import ModelTensors
 from .run import Plan, data_summary, make_plan
-from .trainer_events import plan_batches, read_step
+from .trainer_events import read_step
 
 # -- counts and samples
 
@@ -466,7 +466,7 @@ def _of_steps(plan: Plan) -> dict:
         identity = ckpt_folder.model_identity(hf)
         ckpt_folder.choose(args, asked, kind, identity, notes.append)
     trainer = _absent_trainer(plan, 0)
-    told = steps_summary(trainer, plan_batches(trainer, trainer.train_dataset, training=True))
+    told = steps_summary(trainer, trainer.plan_batches(trainer.train_dataset))
     del told["from step"]  # it is in the checkpoint, which is not read
     return {**told, "resuming": "; ".join(notes) or "no"}
 
@@ -526,7 +526,7 @@ def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
 def _first_batches_of(trainer) -> list[tuple[int, int]]:
     data = trainer.train_dataset
     collate = Collator(trainer._pad_token_id)
-    batches = plan_batches(trainer, data, training=True)
+    batches = trainer.plan_batches(data)
     if isinstance(data, TokenStream):
         loader = data.loader(collate, batches, None, num_workers=0, speaks=False)
     else:

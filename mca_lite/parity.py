@@ -27,7 +27,6 @@ from .backend_torch import TorchBackend
 from .batch import zigzag
 from .families import FAMILIES
 from .model import VirtualModels
-from .trainer_events import plan_batches
 from .weights_files import generator_of
 
 # another order of sums is as far again: tiny models of 24 kinds came to 1.5 times the noise
@@ -81,7 +80,10 @@ def compare(plan: run.Plan) -> list[Row]:
     row are too.
     Collective. ValueError, on every rank, for what rank 0 cannot run.
     """
-    parallel.initialize(plan.arguments.training, plan.arguments.backend.use_mca)
+    args = plan.arguments.training
+    parallel.initialize(args, plan.arguments.backend.use_mca)
+    args.eval_strategy = "no"
+    args.predict_with_generate = False
     if not plan.arguments.backend.use_mca:
         plan.model.config = _hf_config(plan)
     trainer = run.build_trainer(plan)
@@ -120,7 +122,7 @@ def _wake_adapters(model, plan: run.Plan) -> None:
 
 def _first_step(trainer) -> tuple[list[dict], int]:
     """(this rank's micro-batches of the first step, with a reference's numbers; their length)"""
-    plan = plan_batches(trainer, trainer.train_dataset)
+    plan = trainer.plan_batches(trainer.train_dataset)
     loader = iter(trainer._train_loader(plan, 0, 0))
     batches, length, _ = trainer._get_step_iterator_and_seq_length(loader, plan, 0)
     return trainer._prepare_micro_batches(batches, length), length

@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ import torch
 from . import lora, lora_files, parallel
 from .args import RunArguments, parse_args
 from .args_rules_model import layout_stages
-from .callbacks import FOLDER, dump_memory
 from .families import Row
 from .files import show_size
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
@@ -505,18 +503,14 @@ _SHOWN = 3
 
 @contextlib.contextmanager
 def explained(arguments: RunArguments) -> Iterator[None]:
-    """Let torch's error of too little GPU memory say what was planned, which keys help most and
-    where a snapshot of the memory is. It stays a torch.OutOfMemoryError."""
+    """Add the planned memory and the keys that lower it most to torch's error of too little GPU
+    memory. It stays a torch.OutOfMemoryError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         lines = [str(error).strip()]
         with contextlib.suppress(Exception):  # the first words must come through
             lines += advice(arguments, parallel.world_size())
-        with contextlib.suppress(OSError, RuntimeError):
-            path = dump_memory(Path(arguments.training.output_dir) / FOLDER)
-            if path is not None:
-                lines.append(f"pytorch.org/memory_viz shows what memory holds: {path}")
         raise torch.OutOfMemoryError("\n  ".join(lines)) from error
 
 

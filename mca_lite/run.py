@@ -6,9 +6,11 @@ meet. What follows takes the plan and asks nothing again. The command line (cli.
 and trains.
 """
 
+import contextlib
 import copy
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from . import (
     model,
     model_config,
     parallel,
-    plan_memory,
     watchdog,
     weights_convert,
 )
@@ -51,7 +52,6 @@ from .files import (
     write_file,
     write_json,
 )
-from .generation import generate, scores
 from .lora import host_of
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
@@ -295,17 +295,19 @@ def add_adapters(built, plan: Plan):
     return lora.inject(built, spec, args.seed, dtype)
 
 
-def train(plan: Plan):
+def train(plan: Plan, callbacks: Sequence = (), explained=None):
     """Start the world, build, train, save, and stop the world -> the trainer.
 
-    A signal during the export does not stop it: half a model is of no use to anyone.
+    callbacks: more of them for the trainer. explained: a context manager that rewords errors before
+    other ranks hear of them. A signal during the export does not stop it: half a model is of no use
+    to anyone.
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
     quiet = mcore.quiet()
-    explained = plan_memory.explained(plan.arguments)
+    explained = explained or contextlib.nullcontext()
     with quiet, watchdog.watch(args), ckpt_folder.hold(args.output_dir), explained:
-        trainer = build_trainer(plan)
+        trainer = build_trainer(plan, callbacks)
         if args.do_train:
             result = trainer.train()
             with StopSignals():
@@ -336,10 +338,8 @@ def _predict(trainer) -> None:
         found, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
         of_set = {"dataset": name} if name else {}
         files[PREDICTIONS_NAME] += [of_set | line for line in records_of(found)]
-        if trainer.args.predict_with_generate:
-            answers = generate(trainer, dataset)
-            files[GENERATIONS_NAME] += [of_set | answer for answer in answers]
-            metrics |= scores(answers, "predict")
+        if trainer.answers is not None:
+            files[GENERATIONS_NAME] += [of_set | line for line in trainer.answers.lines]
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         trainer.report.print(f"{name or 'evaluation'}: {len(found):,} samples, {shown}")
     folder = Path(trainer.args.output_dir)
@@ -350,7 +350,7 @@ def _predict(trainer) -> None:
             write_file(folder / name, f"{text}\n")
 
 
-def build_trainer(plan: Plan):
+def build_trainer(plan: Plan, callbacks: Sequence = ()):
     """The objective's trainer with the planned model and data. Collective."""
     arguments = plan.arguments
     args = plan.arguments.training
@@ -370,7 +370,7 @@ def build_trainer(plan: Plan):
         eval_dataset=data.eval,
         shuffle=not arguments.data.disable_shuffling,
         summary={"data": data_summary(plan)},
-        callbacks=[_SaveConfig(arguments)],
+        callbacks=[_SaveConfig(arguments), *callbacks],
         **make.own_keywords(arguments, second_model),
     )
     trainer.settings = arguments.to_yaml_dict()  # of all groups

@@ -22,27 +22,22 @@ from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .batch import Targets, pack, packed_row, pad, split
 from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
-from .data_batches import BatchPlan, Collator, Limits, make_loader
+from .data_batches import BatchPlan, Collator, Limits, make_loader, samples_of
 from .data_stream import TokenStream
 from .files import IGNORE_INDEX, replacing
-from .log import ModelWork, Report, Throughput, model_work, run_summary
+from .log import ModelWork, Report, model_work, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
-from .trainer_evaluation import PredictionOutput, check_metrics, evaluate, predict, run_loop
+from .trainer_evaluation import Evaluator, PredictionOutput
 from .trainer_events import (
     EvalLoopOutput,
     Numbers,
-    RunSums,
+    StepEvents,
     TrainOutput,
-    agree,
     as_callback,
-    begin_step,
     callbacks_of,
     check_given,
     check_hooks,
-    end_step,
-    finish_run,
-    plan_batches,
     read_step,
     steady_host,
 )
@@ -79,6 +74,7 @@ class McaTrainer:
     _reference_model = None  # a second model that each batch goes through, forward only
     _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
     limits = Limits()  # of the model: ids and positions of the data
+    answers: Any = None  # generation.Answers of predict_with_generate, which sets it
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
@@ -111,8 +107,9 @@ class McaTrainer:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = ckpt.settings_of(args)
-        self._writer, self._guard = ckpt.CheckpointWriter(self), FiniteGuard(self)
-        self._guard.check_weights("before training")
+        self.checkpoints = ckpt.Checkpoints(self)
+        self.guard = FiniteGuard(self)
+        self.guard.check_weights("before training")
         self.backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
         self.models = self.backend.chunks
         self.limits = Limits.of(self.backend.hf_config or {})
@@ -128,14 +125,15 @@ class McaTrainer:
         self.optimizer = self.batch_plan = cast(Any, None)  # made when training begins
         self.state = TrainerState()
         self.control = TrainerControl()
-        self._signals = StopSignals()
+        self.signals = StopSignals()
+        self.evaluator = Evaluator(self)
         self.report = Report(args, parallel.is_main())
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        check_metrics(self)
-        self._loaders = {"train_dataloader": None, "eval_dataloader": None}
+        self.loaders = {"train_dataloader": None, "eval_dataloader": None}
         self.callbacks = [*map(as_callback, callbacks or ()), *callbacks_of(args), self.report]
-        self._notify("on_init_end")
+        self.notify("on_init_end")
+        self.evaluator.check()
 
     # -- the loop
 
@@ -151,35 +149,35 @@ class McaTrainer:
         """
         held = ckpt_folder.hold(self.args.output_dir)
         quiet = mcore.quiet()
-        with quiet, watchdog.watch(self.args), held, StopSignals() as self._signals:
+        with quiet, watchdog.watch(self.args), held, StopSignals() as self.signals:
             with steady_host(self.args):
                 return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
+        events = self.events
         started = time.perf_counter()
         batches = None
-        self._notify("on_train_begin")
-        agree(self)
+        self.notify("on_train_begin")
+        events.agree()
         while not (self.state.is_over or self.control.should_training_stop):
             epoch, step = divmod(self.state.position, plan.steps_per_epoch)
             epoch_begins = batches is None or step == 0
             if batches is None or self.control.should_epoch_stop:
-                self._loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
+                self.loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
                 batches = iter(loader)
-            begin_step(self, epoch_begins)
-            self._throughput.start()
+            events.begin_step(epoch_begins)
             data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
             _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
-            metrics, grad_norm = self._guard.after_step(skipped, grad_norm, metrics, data, length)
-            numbers = self._over_ranks(numbers.add_metrics(metrics))
-            self._sums.add(numbers, skipped, grad_norm, zeros)
+            metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, data, length)
+            numbers = self.over_ranks(numbers.add_metrics(metrics))
+            events.sums.add(numbers, skipped, grad_norm, zeros)
             loss, (tokens, squares, positions) = numbers.read()
-            self._guard.note_loss(loss, metrics)
+            self.guard.note_loss(loss, metrics)
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
-            self._throughput.stop(tokens, positions, self._work.flops(tokens, squares))
-            end_step(self)
-        return finish_run(self, time.perf_counter() - started)
+            events.throughput.stop(tokens, positions, events.work.flops(tokens, squares))
+            events.end_step()
+        return events.end_run(time.perf_counter() - started)
 
     def training_step(self, models, data_iterator, seq_length: int):
         """One optimizer step over the micro-batches of `data_iterator` -> (loss: mean per token of
@@ -192,19 +190,19 @@ class McaTrainer:
         """
         self._prepare_updates()
         micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
-        self._guard.start_step()
+        self.guard.start_step(micro_batches)
         self.backend.train_mode(True)
         self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
         metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
         for _ in micro_batches[1:]:
-            self._notify("on_substep_end")
-        self._notify("on_pre_optimizer_step")
+            self.notify("on_substep_end")
+        self.notify("on_pre_optimizer_step")
         watchdog.note("updating the weights")
         updated, grad_norm, num_zeros = self.backend.step()
-        self._notify("on_optimizer_step")
+        self.notify("on_optimizer_step")
         if updated:
             self.lr_scheduler.step(1)
-        total, count = self._numbers(metrics).vector[:2]
+        total, count = self.new_numbers(metrics).vector[:2]
         return total / count.clamp(min=1), metrics, int(not updated), grad_norm, num_zeros
 
     # -- the objective
@@ -214,7 +212,7 @@ class McaTrainer:
         batch = self._arranged(next(data_iterator))
         inputs = self._prepare_train_inputs(iter([batch]))
         of_rank = self.backend.loss_columns(batch)
-        return model(**inputs), self._guard.mark(self._pre_compute_loss(of_rank, inputs))
+        return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches of a step before they run, with what another model says of them."""
@@ -284,7 +282,45 @@ class McaTrainer:
 
     def get_train_dataloader(self):
         """A DataLoader of this data parallel rank's micro-batches, epoch after epoch."""
-        return self._train_loader(plan_batches(self, self.train_dataset), 0, 0)
+        return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
+
+    def plan_batches(self, dataset, training: bool = True) -> BatchPlan:
+        """The samples of each micro-batch on each rank. ValueError for a dataset without a length,
+        and for one whose documents are known to be too long for the model."""
+        args = self.args
+        backend = self.backend
+        size = args.per_device_eval_batch_size
+        streams = training and isinstance(dataset, TokenStream)
+        if streams and args.max_steps <= 0:
+            raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
+        if isinstance(dataset, dict) or not (streams or hasattr(dataset, "__len__")):
+            name = "train_dataset" if training else "eval_dataset"
+            what = "a dataset with a length (a list; streaming: true reads files as they come)"
+            if isinstance(dataset, dict):
+                what = "one dataset"
+            raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
+        # other people's datasets have none
+        lengths = getattr(samples_of(dataset), "document_lengths", None)
+        if lengths is not None and len(lengths):
+            self.limits.check_positions(int(lengths.max()))
+        if training:
+            size = args.per_device_train_batch_size
+        if streams:
+            of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
+            num_samples = args.max_steps * of_a_step
+        else:
+            num_samples = len(dataset)
+        return BatchPlan(
+            num_samples,
+            size,
+            # evaluation takes as many micro-batches at once: a pipeline wants more than one
+            args.gradient_accumulation_steps,
+            backend.dp_rank,
+            backend.dp_size,
+            seed=args.order_seed,
+            shuffle=self.shuffle and training and not streams,  # it has an order of its own
+            costs=getattr(dataset, "costs", None),  # other people's datasets have none
+        )
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
         workers = self.args.dataloader_num_workers
@@ -298,7 +334,7 @@ class McaTrainer:
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, their length, the step's Numbers with its
         counts). Collective where the layout wants one length on all ranks."""
-        numbers = self._numbers()
+        numbers = self.new_numbers()
         batches, counts = read_step(self, loader, plan, step)
         if self.backend.counts_tokens:
             numbers.set_counts(*counts)
@@ -329,10 +365,11 @@ class McaTrainer:
 
     # -- numbers
 
-    def _numbers(self, metrics: Sequence[dict] = ()) -> Numbers:
+    def new_numbers(self, metrics: Sequence[dict] = ()) -> Numbers:
+        """The (sum, count) pairs of micro-batches; zeros without any."""
         return Numbers.zeros(self.metrics_keys, parallel.device()).add_metrics(metrics)
 
-    def _over_ranks(self, numbers: Numbers) -> Numbers:
+    def over_ranks(self, numbers: Numbers) -> Numbers:
         """The sums over all ranks. Collective."""
         return Numbers(numbers.keys, self.backend.reduce(numbers.vector))
 
@@ -340,7 +377,7 @@ class McaTrainer:
 
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
         args = self.args
-        self.batch_plan = plan = plan_batches(self, self.train_dataset)
+        self.batch_plan = plan = self.plan_batches(self.train_dataset)
         max_steps = args.steps_of_run(plan.steps_per_epoch)
         self.lr_scheduler = self._given[1]  # another schedule for each run
         self.state = TrainerState(
@@ -351,12 +388,10 @@ class McaTrainer:
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
         self._load_from_checkpoint(resume_from_checkpoint)
-        self._guard = FiniteGuard(self, plan)
-        self._guard.check_weights("before the first step")
-        self._throughput = Throughput.of(args)
-        self._work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
-        self._sums = RunSums(self._numbers(), self.state.log_sums)
-        self.backend.carry_router_sums((self.state.log_sums or {}).get("routers"))
+        self.guard.start_run()
+        self.guard.check_weights("before the first step")
+        work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
+        self.events = StepEvents(self, work)
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -367,7 +402,7 @@ class McaTrainer:
         if self.lr_scheduler is None:
             steps = self.args.max_steps
             if steps <= 0:
-                plan = plan_batches(self, self.train_dataset)
+                plan = self.plan_batches(self.train_dataset)
                 steps = self.args.steps_of_run(plan.steps_per_epoch)
             self.create_scheduler(steps)
 
@@ -382,10 +417,9 @@ class McaTrainer:
         )
         return self.lr_scheduler
 
-    def _notify(self, event: str, **kwargs) -> None:
-        kwargs.update(
-            self._loaders, trainer=self, model=self.model, processing_class=self.tokenizer
-        )
+    def notify(self, event: str, **kwargs) -> None:
+        """Call each callback's method of this name."""
+        kwargs.update(self.loaders, trainer=self, model=self.model, processing_class=self.tokenizer)
         kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
         for callback in self.callbacks:
             answer = getattr(callback, event)(self.args, self.state, self.control, **kwargs)
@@ -415,14 +449,14 @@ class McaTrainer:
         """Metrics over the whole set (None: the trainer's), sum / count over all ranks. A dict of
         sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return evaluate(self, dataset, metric_key_prefix)
+        return self.evaluator.evaluate(dataset, metric_key_prefix)
 
     def predict(
         self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """The log-probability of each sample, in the data set's order, on every rank: transformers'
         (predictions, label_ids, metrics), see PredictionOutput. Collective."""
-        return predict(self, test_dataset, metric_key_prefix)
+        return self.evaluator.predict(test_dataset, metric_key_prefix)
 
     def evaluation_loop(
         self,
@@ -433,7 +467,7 @@ class McaTrainer:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Forward passes over a loader of get_train_dataloader's kind -> metrics, samples."""
-        return run_loop(self, dataloader, metric_key_prefix)
+        return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
     # -- files
 
@@ -447,7 +481,7 @@ class McaTrainer:
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Continue where a checkpoint stopped: weights, optimizer, schedule, random states,
         position in the data."""
-        ckpt.resume(self, resume_from_checkpoint)
+        self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All

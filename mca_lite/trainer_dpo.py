@@ -37,7 +37,7 @@ from .errors import Judge, refuse
 from .files import HF_CONFIG_NAME, describe_error, read_json, resolve_folder, write_file, write_json
 from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
-from .trainer_evaluation import by_sample, collecting, sum_documents
+from .trainer_evaluation import sum_documents
 from .trainer_events import arrange, check_given
 
 # -- log-probabilities of a reference
@@ -168,7 +168,7 @@ def _check_kept(trainer, pairs, kept: np.ndarray, store: ReferenceStore) -> None
 def _stop_if_asked(trainer, store: ReferenceStore | None) -> None:
     """Interrupted between two parts of the pass, which may take longer than a scheduler waits.
     Collective."""
-    [number] = parallel.largest(trainer._signals.received)
+    [number] = parallel.largest(trainer.signals.received)
     if not number:
         return
     kept = "nothing of the pass is kept"
@@ -314,7 +314,7 @@ class DPOTrainer(McaTrainer):
         self.backend.expect_weighted_losses()
         self.ref_chunks = None
         if ref_model is not None:
-            self._guard.check_weights("the reference model", ref_model)
+            self.guard.check_weights("the reference model", ref_model)
             self.ref_chunks = self.backend.wrap_reference(ref_model)
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model
@@ -433,9 +433,9 @@ class DPOTrainer(McaTrainer):
     def _count_of_loss(self, batch: dict) -> int:
         return _num_pairs(batch)
 
-    def _over_ranks(self, numbers):
+    def over_ranks(self, numbers):
         """The sums over all ranks, of which those of context parallelism have the same pairs."""
-        numbers = super()._over_ranks(numbers)
+        numbers = super().over_ranks(numbers)
         numbers.vector[: 2 * len(numbers.keys)] /= self.backend.context_parallel[0]
         return numbers
 
@@ -508,7 +508,11 @@ class DPOTrainer(McaTrainer):
             self.backend.train_mode(False)
         with lora.without_adapters(self.model) if own else contextlib.nullcontext():
             found = self.backend.forward_backward(
-                collecting(self, collect), data_list, seq_length, forward_only=True, chunks=models
+                self.evaluator.collecting(collect),
+                data_list,
+                seq_length,
+                forward_only=True,
+                chunks=models,
             )
         if own:
             self.backend.train_mode(was_training)
@@ -523,7 +527,7 @@ class DPOTrainer(McaTrainer):
         """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them
         now. Collective."""
         run = functools.partial(self._reference_logps, self.models)
-        return by_sample(self, pairs, run, (len(SIDES),)).astype(np.float32)
+        return self.evaluator.by_sample(pairs, run, (len(SIDES),)).astype(np.float32)
 
     def _with_reference(self, dataset):
         """The dataset, its pairs with the log-probabilities of a cached reference. Collective."""
@@ -571,7 +575,7 @@ class DPOTrainer(McaTrainer):
         _, metrics, is_skipped, *_ = answer  # a skipped step's numbers may not be finite
         is_first = not self._was_trained and self.state.global_step == 0
         if is_first and not is_skipped and self.train_config.use_ref_model:
-            self._check_start(self._over_ranks(self._numbers(metrics)).means())
+            self._check_start(self.over_ranks(self.new_numbers(metrics)).means())
         self._was_trained = True
         return answer
 

@@ -1,12 +1,11 @@
-"""Forward passes over a data set: evaluation, the log-probabilities of its samples, and what a
-user's compute_metrics makes of the model's logits.
+"""Forward passes over a data set: metrics, log-probabilities of its samples, and compute_metrics.
 
-A sample is a document, or a pair of them. In what is found of samples, packs are taken apart, so
-that each sample comes once, under its number in the data set, in whichever layout and order it was
-computed.
+A sample is a document, or a pair of them. Results come one a sample, under its number in the data
+set: packs are taken apart, and neither layout nor order of the computation matters.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,177 +19,12 @@ from .batch import Targets, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge
-from .files import GENERATION_METRICS, IGNORE_INDEX
-from .generation import check_room, generate, scores
-from .trainer_events import EvalLoopOutput, Numbers, plan_batches
-
-
-def check_metrics(trainer) -> None:
-    """ValueError for metrics that an evaluation cannot give."""
-    compute = trainer.compute_metrics
-    preprocess = trainer.preprocess_logits_for_metrics
-    for function in (compute, preprocess):
-        if function is not None and not callable(function):
-            raise TypeError(f"compute_metrics: expected functions, got {function!r}")
-    if (compute is None) != (preprocess is None):
-        raise ValueError(
-            "compute_metrics and preprocess_logits_for_metrics go together, as the logits of a "
-            "whole data set are not held: preprocess_logits_for_metrics=lambda logits, labels: "
-            "logits.argmax(-1) keeps the likeliest tokens"
-        )
-    if compute is not None and trainer.documents_per_sample > 1:
-        raise ValueError(
-            "compute_metrics is for samples of one text: of pairs an evaluation gives "
-            f"{', '.join(trainer.metrics_keys)}"
-        )
-    names = tuple(trainer.metrics_keys)
-    if trainer.args.predict_with_generate:
-        _check_generation(trainer)
-        names += GENERATION_METRICS
-    judge = Judge(trainer.args)
-    if compute is None:
-        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else ()
-        check_metric(trainer.args, names, sets, judge)
-    judge.close()
-
-
-def _check_generation(trainer) -> None:
-    if trainer.compute_metrics is not None:
-        reason = "compute_metrics is given logits, and generate's tokens go into exact_match and "
-        raise ValueError(f"predict_with_generate: {reason}rouge_l: one of the two")
-    if trainer.documents_per_sample > 1:
-        raise ValueError("predict_with_generate: a pair has two answers: set it to false")
-    if trainer.tokenizer is None:
-        raise ValueError("predict_with_generate: give the trainer a tokenizer, to compare texts")
-    check_room(trainer)
-
-
-def evaluate(trainer, dataset, prefix: str) -> dict[str, float]:
-    """Metrics over the whole set, named <prefix>_<metric>; of a dict, over all of its sets, and
-    over each, named <prefix>_<its name>_<metric>. Collective."""
-    if isinstance(dataset, dict):
-        found = []
-        answers = []
-        for name, part in dataset.items():
-            one, written = _measure(trainer, part, f"{prefix}_{name}")
-            found.append(one)
-            answers += written
-        metrics = _named(sum((one.numbers for one in found), trainer._numbers()), prefix)
-        if trainer.args.predict_with_generate:
-            metrics.update(scores(answers, prefix))
-        for one in found:
-            metrics.update(one.metrics)
-    else:
-        metrics = _measure(trainer, dataset, prefix)[0].metrics
-    line = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, **metrics}
-    trainer.state.log_history.append(line)
-    trainer.report.log(line)
-    trainer._notify("on_evaluate", metrics=metrics)
-    return metrics
-
-
-def _measure(trainer, dataset, prefix: str) -> tuple[EvalLoopOutput, list[dict]]:
-    """(the numbers of a set, the answers that were generated for it)"""
-    loader = _loader_of(trainer, dataset)
-    answers = []
-    found = trainer.evaluation_loop(loader, "evaluation", metric_key_prefix=prefix)
-    if trainer.compute_metrics is not None:
-        found.metrics.update(user_metrics(trainer, dataset, prefix))
-    if trainer.args.predict_with_generate:
-        answers = generate(trainer, dataset)
-        found.metrics.update(scores(answers, prefix))
-    return found, answers
-
-
-def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
-    return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
-
-
-@torch.no_grad()
-def run_loop(trainer, dataloader, prefix: str) -> EvalLoopOutput:
-    """Forward passes over a loader of make_loader's kind. Collective."""
-    plan = getattr(dataloader.batch_sampler, "plan", None)
-    whole = trainer._numbers()
-    if plan is None:
-        raise ValueError(
-            "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset call "
-            "evaluate(dataset)"
-        )
-    for _, data, seq_length, numbers in _steps(trainer, dataloader, plan):
-        data = trainer._prepare_micro_batches(data, seq_length)
-        metrics = _forward(trainer, trainer.forward_step, data, seq_length)
-        whole = whole + numbers.add_metrics(metrics)
-    whole = trainer._over_ranks(whole)
-    return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
-
-
-# -- passes over a data set
-
-
-def _loader_of(trainer, dataset):
-    plan = plan_batches(trainer, dataset, training=False)
-    return make_loader(dataset, trainer.data_collator, plan, num_epochs=1)
-
-
-def _steps(trainer, loader, plan: BatchPlan) -> Iterator[tuple[int, list[dict], int, Numbers]]:
-    """(number, micro-batches, length, counts) of each step, while the model is in evaluation."""
-    trainer._loaders["eval_dataloader"], batches = loader, iter(loader)
-    trainer.backend.train_mode(False)
-    for step in range(plan.steps_per_epoch):
-        yield step, *trainer._get_step_iterator_and_seq_length(batches, plan, step)
-    trainer._loaders["eval_dataloader"] = None
-    trainer.backend.train_mode(True)
-
-
-def _forward(trainer, forward_step: Callable, data: list[dict], seq_length: int) -> list:
-    """What the forward_step finds of each micro-batch; [] on pipeline stages before the last."""
-    found = trainer.backend.forward_backward(forward_step, data, seq_length, forward_only=True)
-    trainer._notify("on_prediction_step")
-    return found
-
-
-def passes(trainer, dataset, run: Callable[[list[dict], int], list]) -> Iterator[list[tuple]]:
-    """[(numbers of the samples, what run(micro-batches, length) found)] of the micro-batches of
-    each step, on this rank; [] on pipeline stages before the last. Collective."""
-    loader = _loader_of(trainer, dataset)
-    per_sample = trainer.documents_per_sample
-    plan = loader.batch_sampler.plan
-    for step, data, seq_length, _ in _steps(trainer, loader, plan):
-        chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]
-        for numbers, batch in zip(chosen, data, strict=False):  # empty ones follow
-            _check_documents(batch, numbers, per_sample)
-        yield list(zip(chosen, run(data, seq_length), strict=False))
-
-
-def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
-    """ValueError for a packed row of more or fewer documents than its samples have."""
-    if "cu_seqlens" not in batch:
-        return
-    found = sum(end > start for _, start, end in _borders(batch))
-    if found != len(numbers) * per_sample:
-        raise ValueError(
-            f"samples {numbers} have {found} documents with tokens: expected {per_sample} each, so "
-            "that what is found of a document is known to be its sample's"
-        )
-
-
-def by_sample(trainer, dataset, run, shape: tuple[int, ...]) -> np.ndarray:
-    """float64 [samples, *shape], on every rank: of each sample what run(micro-batches, length)
-    finds, one tensor [samples or more, *shape] a micro-batch. Collective."""
-    backend = trainer.backend
-    values = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
-    for step in passes(trainer, dataset, run):
-        for numbers, found in step:
-            if backend.context_parallel[1] == 0:  # all of its ranks have found the same
-                values[numbers] = found[: len(numbers)].to(values.dtype)
-    return backend.reduce(values.flatten()).view(values.shape).cpu().numpy()
-
-
-# -- log-probabilities
+from .files import IGNORE_INDEX
+from .trainer_events import EvalLoopOutput, Numbers
 
 
 class PredictionOutput(NamedTuple):
-    """What predict() returns, under transformers' names.
+    """Return value of predict(), under transformers' names.
 
     predictions: float64 [samples, 2], the sum of the log-probabilities of a sample's trained tokens
     and their number; of pairs [samples, 2, 2], chosen and rejected. label_ids: None, as no tokens
@@ -202,37 +36,276 @@ class PredictionOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-def predict(trainer, dataset, prefix: str) -> PredictionOutput:
-    """McaTrainer.predict."""
-    plan_batches(trainer, dataset, training=False)  # refuses several sets, and a stream
-    found = log_probabilities(trainer, dataset)
-    if trainer.documents_per_sample == 1:
-        total, count = found.sum(axis=(0, 1))
-        metrics = {f"{prefix}_loss": float(-total / max(count, 1))}
-    else:
-        means = found[..., 0].mean(axis=0)
-        names = [f"{prefix}_logps/{side}" for side in SIDES]
-        metrics = dict(zip(names, means.tolist(), strict=True))
-    if trainer.compute_metrics is not None:
-        metrics |= user_metrics(trainer, dataset, prefix)
-    trainer._notify("on_predict", metrics=metrics)
-    return PredictionOutput(found.squeeze(1) if found.shape[1] == 1 else found, None, metrics)
+class Evaluator:
+    """Forward passes of one trainer. All methods but check() and collecting() are collective."""
 
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.backend = trainer.backend
 
-def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Each sample as a line of predictions.jsonl: its index, and tokens, logp and mean_logp, or
-    those of chosen and rejected."""
-    for index, found in enumerate(predictions.tolist()):
-        if predictions.ndim == 2:
-            yield {"index": index, **_numbers(*found)}
+    def check(self) -> None:
+        """ValueError for metrics that an evaluation cannot give."""
+        trainer = self.trainer
+        compute = trainer.compute_metrics
+        preprocess = trainer.preprocess_logits_for_metrics
+        for function in (compute, preprocess):
+            if function is not None and not callable(function):
+                raise TypeError(f"compute_metrics: expected functions, got {function!r}")
+        if (compute is None) != (preprocess is None):
+            raise ValueError(
+                "compute_metrics and preprocess_logits_for_metrics go together, as the logits of a "
+                "whole data set are not kept: preprocess_logits_for_metrics=lambda logits, labels: "
+                "logits.argmax(-1) keeps the likeliest tokens"
+            )
+        if compute is not None and trainer.documents_per_sample > 1:
+            raise ValueError(
+                "compute_metrics is for samples of one text: of pairs an evaluation gives "
+                f"{', '.join(trainer.metrics_keys)}"
+            )
+        names = tuple(trainer.metrics_keys)
+        if trainer.answers is not None:
+            names += trainer.answers.metrics
+        elif trainer.args.predict_with_generate:
+            raise ValueError(
+                "predict_with_generate: answers are the work of a callback: "
+                "McaTrainer(callbacks=[mca_lite.generation.Answers()])"
+            )
+        judge = Judge(trainer.args)
+        if compute is None:
+            sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else ()
+            check_metric(trainer.args, names, sets, judge)
+        judge.close()
+
+    # -- metrics
+
+    def evaluate(self, dataset, prefix: str) -> dict[str, float]:
+        """Metrics over the whole set, named <prefix>_<metric>; of a dict, over all of its sets, and
+        over each, named <prefix>_<its name>_<metric>."""
+        trainer = self.trainer
+        if isinstance(dataset, dict):
+            parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]
+            metrics = _named(functools.reduce(operator.add, [one.numbers for one in parts]), prefix)
+            for one in parts:
+                metrics.update(one.metrics)
         else:
-            sides = zip(SIDES, found, strict=True)
-            yield {"index": index, **{side: _numbers(*numbers) for side, numbers in sides}}
+            metrics = self._measure(dataset, prefix).metrics
+        line = {"step": trainer.state.global_step, "epoch": trainer.state.epoch, **metrics}
+        trainer.state.log_history.append(line)
+        trainer.report.log(line)
+        trainer.notify("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _measure(self, dataset, prefix: str) -> EvalLoopOutput:
+        """The metrics of one set, with those of generated answers and of compute_metrics."""
+        trainer = self.trainer
+        loop = trainer.evaluation_loop(
+            self._loader_of(dataset), "evaluation", metric_key_prefix=prefix
+        )
+        if trainer.compute_metrics is not None:
+            loop.metrics.update(self._user_metrics(dataset, prefix))
+        if trainer.answers is not None:
+            numbers = loop.numbers.with_pairs(trainer.answers.measure(dataset))
+            loop.metrics.update(_named(numbers, prefix))
+            loop = loop._replace(numbers=numbers)
+        return loop
+
+    @torch.no_grad()
+    def run_loop(self, dataloader, prefix: str) -> EvalLoopOutput:
+        """Forward passes over a loader of make_loader's kind."""
+        trainer = self.trainer
+        plan = getattr(dataloader.batch_sampler, "plan", None)
+        whole = trainer.new_numbers()
+        if plan is None:
+            raise ValueError(
+                "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset "
+                "call evaluate(dataset)"
+            )
+        for _, batches, seq_length, numbers in self._steps(dataloader, plan):
+            batches = trainer._prepare_micro_batches(batches, seq_length)
+            metrics = self._forward(trainer.forward_step, batches, seq_length)
+            whole = whole + numbers.add_metrics(metrics)
+        whole = trainer.over_ranks(whole)
+        return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
+
+    def predict(self, dataset, prefix: str) -> PredictionOutput:
+        """McaTrainer.predict."""
+        trainer = self.trainer
+        trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
+        logps = self._log_probabilities(dataset)
+        if trainer.documents_per_sample == 1:
+            total, count = logps.sum(axis=(0, 1))
+            metrics = {f"{prefix}_loss": float(-total / max(count, 1))}
+            logps = logps.squeeze(1)
+        else:
+            means = logps[..., 0].mean(axis=0)
+            names = [f"{prefix}_logps/{side}" for side in SIDES]
+            metrics = dict(zip(names, means.tolist(), strict=True))
+        if trainer.compute_metrics is not None:
+            metrics |= self._user_metrics(dataset, prefix)
+        if trainer.answers is not None:
+            nothing = Numbers.zeros([], parallel.device())
+            metrics |= _named(nothing.with_pairs(trainer.answers.measure(dataset)), prefix)
+        trainer.notify("on_predict", metrics=metrics)
+        return PredictionOutput(logps, None, metrics)
+
+    # -- passes over a data set
+
+    def _loader_of(self, dataset):
+        plan = self.trainer.plan_batches(dataset, training=False)
+        return make_loader(dataset, self.trainer.data_collator, plan, num_epochs=1)
+
+    def _steps(self, loader, plan: BatchPlan) -> Iterator[tuple[int, list[dict], int, Numbers]]:
+        """(number, micro-batches, length, counts) of each step, with the model in evaluation."""
+        trainer = self.trainer
+        trainer.loaders["eval_dataloader"] = loader
+        batches = iter(loader)
+        self.backend.train_mode(False)
+        for step in range(plan.steps_per_epoch):
+            yield step, *trainer._get_step_iterator_and_seq_length(batches, plan, step)
+        trainer.loaders["eval_dataloader"] = None
+        self.backend.train_mode(True)
+
+    def _forward(self, forward_step: Callable, batches: list[dict], seq_length: int) -> list:
+        """Results of forward_step for each micro-batch; [] on pipeline stages before the last."""
+        results = self.backend.forward_backward(
+            forward_step, batches, seq_length, forward_only=True
+        )
+        self.trainer.notify("on_prediction_step")
+        return results
+
+    def _passes(
+        self, dataset, run: Callable[[list[dict], int], list]
+    ) -> Iterator[list[tuple[list[int], Any]]]:
+        """Yield for each step [(numbers of the samples, result of run(micro-batches, length))], a
+        pair for each micro-batch of this rank; [] on pipeline stages before the last."""
+        loader = self._loader_of(dataset)
+        plan = loader.batch_sampler.plan
+        for step, batches, seq_length, _ in self._steps(loader, plan):
+            chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]
+            for numbers, batch in zip(chosen, batches, strict=False):  # empty ones follow
+                _check_documents(batch, numbers, self.trainer.documents_per_sample)
+            yield list(zip(chosen, run(batches, seq_length), strict=False))
+
+    def by_sample(self, dataset, run: Callable, shape: tuple[int, ...]) -> np.ndarray:
+        """float64 [samples, *shape], on every rank: results of run(micro-batches, length), one
+        tensor [samples or more, *shape] a micro-batch."""
+        values = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
+        for step in self._passes(dataset, run):
+            for numbers, result in step:
+                if self.backend.context_parallel[1] == 0:  # all of its ranks have the same
+                    values[numbers] = result[: len(numbers)].to(values.dtype)
+        return self.backend.reduce(values.flatten()).view(values.shape).cpu().numpy()
+
+    def collecting(self, collect: Callable, with_labels: bool = True) -> Callable:
+        """A forward_step of the trained model with the result collect(inputs, batch, output)."""
+
+        def step(data_iterator, model):
+            batch = next(data_iterator)
+            inputs = self.trainer._prepare_train_inputs(iter([batch]))
+            given = inputs if with_labels else {**inputs, "labels": None}
+
+            def finish(output):  # megatron's contract: a loss, a count, and the result
+                nothing = output.new_zeros((), dtype=torch.float32)
+                return nothing, nothing.int(), collect(inputs, batch, output)
+
+            return model(**given), finish
+
+        return step
+
+    @torch.no_grad()
+    def _log_probabilities(self, dataset) -> np.ndarray:
+        """float64 [samples, documents of a sample, 2], on every rank: the sum of the
+        log-probabilities of each document's trained tokens, and their number."""
+        count = self.trainer.documents_per_sample
+
+        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
+            sums = sum_documents(self.backend, batch, inputs["labels"], losses)
+            return sums.t().reshape(-1, count, 2)
+
+        self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
+        try:
+            run = functools.partial(self._forward, self.collecting(collect))
+            return self.by_sample(samples_of(dataset), run, (count, 2))
+        finally:
+            self.backend.use_loss(self.trainer._loss_of_logits)
+
+    @torch.no_grad()
+    def _user_metrics(self, dataset, prefix: str) -> dict[str, float]:
+        """compute_metrics over the results of preprocess_logits_for_metrics, one a sample; names
+        with the prefix, on every rank those of the main rank. A second pass over the data.
+
+        As in transformers, position t of label_ids holds the label that position t - 1 predicts,
+        and samples are padded with IGNORE_INDEX. Memory: the logits of a micro-batch, and on the
+        main rank the results.
+        """
+        dataset = samples_of(dataset)
+
+        def collect(inputs: dict, batch: dict, logits: torch.Tensor) -> list[tuple]:
+            logits = self.backend.whole_logits(logits, inputs)
+            if not self.backend.counts_tokens:
+                return []
+            return [
+                self._processed(logits[row, start:end], batch["labels"][row, start:end])
+                for row, start, end in _borders(batch)
+            ]
+
+        rows: dict[int, tuple] = {}  # on the main rank
+        run = functools.partial(self._forward, self.collecting(collect, with_labels=False))
+        for step in self._passes(dataset, run):
+            of_rank = {}
+            for numbers, results in step:
+                of_rank.update(zip(numbers, results, strict=False))
+            for of_other in parallel.gather(of_rank):
+                if parallel.is_main():
+                    rows.update(of_other)
+
+        def compute() -> dict[str, float]:
+            from transformers import EvalPrediction
+
+            columns = zip(*(rows[number] for number in range(len(dataset))), strict=True)
+            *parts, label_ids = map(_stacked, columns)
+            predictions = parts[0] if len(parts) == 1 else tuple(parts)
+            metrics = self.trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+            try:
+                named = {key.removeprefix(f"{prefix}_"): float(metrics[key]) for key in metrics}
+            except (AttributeError, TypeError, ValueError):
+                raise ValueError(
+                    f"compute_metrics: expected {{name: number}}, got {metrics!r:.200}"
+                ) from None
+            return {f"{prefix}_{key}": value for key, value in named.items()}
+
+        return parallel.on_main(compute, ValueError)
+
+    def _processed(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(results of preprocess_logits_for_metrics, label_ids) of a document, on the CPU: as in
+        transformers with one place more, since its labels are not shifted."""
+        labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
+        logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
+        kept = self.trainer.preprocess_logits_for_metrics(logits, labels)
+        parts = (*kept, labels) if isinstance(kept, tuple) else (kept, labels)
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            raise ValueError(
+                "preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got "
+                f"{kept!r}"
+            )
+        floats = (part.float() if part.is_floating_point() else part for part in parts)
+        return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
 
 
-def _numbers(logp: float, count: float) -> dict[str, Any]:
-    mean = logp / count if count else None
-    return {"tokens": int(count), "logp": logp, "mean_logp": mean}
+def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
+    return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
+
+
+def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
+    """ValueError for a packed row of more or fewer documents than its samples have."""
+    if "cu_seqlens" not in batch:
+        return
+    count = sum(end > start for _, start, end in _borders(batch))
+    if count != len(numbers) * per_sample:
+        raise ValueError(
+            f"samples {numbers} have {count} documents with tokens: expected {per_sample} each, so "
+            "that each document is known to be its sample's"
+        )
 
 
 def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
@@ -258,94 +331,6 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
     return backend.sum_over_context_parallel(sums).index_select(1, real)
 
 
-@torch.no_grad()
-def log_probabilities(trainer, dataset) -> np.ndarray:
-    """float64 [samples, documents of a sample, 2], on every rank: the sum of the log-probabilities
-    of each document's trained tokens, and their number. Collective."""
-    count = trainer.documents_per_sample
-
-    def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
-        sums = sum_documents(trainer.backend, batch, inputs["labels"], losses)
-        return sums.t().reshape(-1, count, 2)
-
-    trainer.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
-    try:
-        run = functools.partial(_forward, trainer, collecting(trainer, collect))
-        return by_sample(trainer, samples_of(dataset), run, (count, 2))
-    finally:
-        trainer.backend.use_loss(trainer._loss_of_logits)
-
-
-def collecting(trainer, collect: Callable, with_labels: bool = True) -> Callable:
-    """A forward_step of the trained model that says collect(inputs, batch, output) of each."""
-
-    def step(data_iterator, model):
-        batch = next(data_iterator)
-        inputs = trainer._prepare_train_inputs(iter([batch]))
-        given = inputs if with_labels else {**inputs, "labels": None}
-
-        def finish(output):  # megatron's contract: a loss, a count, and what is collected
-            nothing = output.new_zeros((), dtype=torch.float32)
-            return nothing, nothing.int(), collect(inputs, batch, output)
-
-        return model(**given), finish
-
-    return step
-
-
-# -- a user's metrics
-
-
-@torch.no_grad()
-def user_metrics(trainer, dataset, prefix: str) -> dict[str, float]:
-    """What compute_metrics makes of what preprocess_logits_for_metrics returns of each sample, the
-    names with the prefix; on every rank the main rank's. A second pass over the data. Collective.
-
-    As in transformers, position t of label_ids holds the label that position t - 1 predicts, and
-    samples are padded with IGNORE_INDEX. Held at once: the logits of a micro-batch, and on the main
-    rank what was returned.
-    """
-    dataset = samples_of(dataset)
-    backend = trainer.backend
-
-    def collect(inputs: dict, batch: dict, logits: torch.Tensor) -> list[tuple]:
-        logits = backend.whole_logits(logits, inputs)
-        if not backend.counts_tokens:
-            return []
-        borders = _borders(batch)
-        return [
-            _processed(trainer, logits[row, start:end], batch["labels"][row, start:end])
-            for row, start, end in borders
-        ]
-
-    rows: dict[int, tuple] = {}  # on the main rank
-    run = functools.partial(_forward, trainer, collecting(trainer, collect, with_labels=False))
-    for step in passes(trainer, dataset, run):
-        own = [pair for numbers, found in step for pair in zip(numbers, found, strict=False)]
-        for theirs in parallel.gather(own):
-            rows.update(theirs if parallel.is_main() else ())
-
-    def compute() -> dict[str, float]:
-        from transformers import EvalPrediction
-
-        *parts, label_ids = map(_stacked, zip(*(rows[n] for n in range(len(dataset))), strict=True))
-        predictions = parts[0] if len(parts) == 1 else tuple(parts)
-        found = trainer.compute_metrics(EvalPrediction(predictions, label_ids))
-        return {f"{prefix}_{key}": value for key, value in _checked(found, prefix).items()}
-
-    return parallel.on_main(compute, ValueError)
-
-
-def _checked(found, prefix: str) -> dict[str, float]:
-    """A user's metrics, names without the prefix. ValueError for what is no {name: number}."""
-    try:
-        return {key.removeprefix(f"{prefix}_"): float(value) for key, value in found.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            f"compute_metrics: expected {{name: number}}, got {found!r:.200}"
-        ) from None
-
-
 def _borders(batch: dict) -> list[tuple[int, int, int]]:
     """(row, start, end) of each document of a batch, without its padding."""
     if "cu_seqlens" not in batch:
@@ -359,24 +344,28 @@ def _borders(batch: dict) -> list[tuple[int, int, int]]:
     ]
 
 
-def _processed(trainer, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(what preprocess_logits_for_metrics returned, label_ids) of a document, on the CPU: as
-    transformers has it, with one place more, since its labels are not shifted."""
-    labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
-    logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
-    found = trainer.preprocess_logits_for_metrics(logits, labels)
-    parts = (*(found if isinstance(found, tuple) else (found,)), labels)
-    if not all(isinstance(part, torch.Tensor) for part in parts):
-        raise ValueError(
-            f"preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got {found!r}"
-        )
-    floats = (part.float() if part.is_floating_point() else part for part in parts)
-    return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
-
-
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
     """Tensors [1, n, ...] of unequal n as one array, padded with IGNORE_INDEX."""
     if parts[0].dim() < 2:
         return torch.cat([part.reshape(-1) for part in parts]).numpy()
     rows = [part[0] for part in parts]
     return pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX).numpy()
+
+
+# -- predictions.jsonl
+
+
+def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
+    """The lines of predictions.jsonl, one a sample: its index, and tokens, logp and mean_logp, or
+    those of chosen and rejected."""
+    for index, sample in enumerate(predictions.tolist()):
+        if predictions.ndim == 2:
+            yield {"index": index, **_record(*sample)}
+        else:
+            sides = zip(SIDES, sample, strict=True)
+            yield {"index": index, **{side: _record(*numbers) for side, numbers in sides}}
+
+
+def _record(logp: float, count: float) -> dict[str, Any]:
+    mean = logp / count if count else None
+    return {"tokens": int(count), "logp": logp, "mean_logp": mean}

@@ -1,7 +1,6 @@
-"""What happens around a step: callbacks hear of it, all ranks agree on what they ask for, and log
-lines, evaluations and checkpoints follow.
+"""Logging, evaluation, checkpoints and signals between steps, agreed on by all ranks.
 
-Flags that callbacks raise on one rank count on all: they travel with the signals in one small
+A flag that a callback raises on one rank counts on all: flags and signals share one small
 all-reduce after each step, and after each log line, evaluation and checkpoint.
 """
 
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import ckpt, ckpt_folder, parallel, watchdog
+from . import ckpt, parallel, watchdog
 from .args import TrainingArguments
 from .args_rules_training import parse_steps
 from .callbacks import (
@@ -28,15 +27,15 @@ from .callbacks import (
     export_states,
     raise_flags,
 )
-from .ckpt_folder import CheckpointError
-from .data_batches import BatchPlan, check_batch, count_tokens, samples_of
-from .data_stream import TokenStream
+from .data_batches import BatchPlan, check_batch, count_tokens
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME
-from .log import peak_memory_gib
+from .log import ModelWork, Throughput, peak_memory_gib
 
 # -- micro-batches and numbers of a step
 
 _COUNTS = 3
+_STEPS_PER_LOOK = 1000  # for garbage of all ages
+_NEVER = 2**31 - 1  # younger collections before one of all ages
 
 
 class TrainOutput(NamedTuple):
@@ -76,6 +75,13 @@ class Numbers:
             for of_micro_batch in metrics:
                 self.vector[2 * i : 2 * i + 2] += of_micro_batch[key].to(self.vector.dtype)
         return self
+
+    def with_pairs(self, pairs: dict[str, tuple[float, int]]) -> "Numbers":
+        """These numbers and more metrics, as {metric: (sum, count)}."""
+        more = self.vector.new_tensor(list(pairs.values())).flatten()
+        end = len(self.vector) - _COUNTS
+        vector = torch.cat([self.vector[:end], more, self.vector[end:]])
+        return Numbers([*self.keys, *pairs], vector)
 
     def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
         self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
@@ -134,48 +140,6 @@ class RunSums:
         return {"metrics": self._window.keys, "sums": sums, "skipped": self._skipped}
 
 
-# -- micro-batches
-
-
-def plan_batches(trainer, dataset, training: bool = True) -> BatchPlan:
-    """Which samples make up which micro-batch on which rank. ValueError for a dataset without a
-    length, and for one whose documents are known to be too long for the model."""
-    args = trainer.args
-    backend = trainer.backend
-    size = trainer.args.per_device_eval_batch_size
-    streams = training and isinstance(dataset, TokenStream)
-    if streams and args.max_steps <= 0:
-        raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
-    if isinstance(dataset, dict) or not (streams or hasattr(dataset, "__len__")):
-        name = "train_dataset" if training else "eval_dataset"
-        what = "a dataset with a length (a list; streaming: true reads files as they come)"
-        if isinstance(dataset, dict):
-            what = "one dataset"
-        raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
-    # other people's datasets have none
-    lengths = getattr(samples_of(dataset), "document_lengths", None)
-    if lengths is not None and len(lengths):
-        trainer.limits.check_positions(int(lengths.max()))
-    if training:
-        size = args.per_device_train_batch_size
-    if streams:
-        of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
-        num_samples = args.max_steps * of_a_step
-    else:
-        num_samples = len(dataset)
-    return BatchPlan(
-        num_samples,
-        size,
-        # evaluation takes as many micro-batches at once: a pipeline wants more than one
-        args.gradient_accumulation_steps,
-        backend.dp_rank,
-        backend.dp_size,
-        seed=args.order_seed,
-        shuffle=trainer.shuffle and training and not streams,  # it has an order of its own
-        costs=getattr(dataset, "costs", None),  # other people's datasets have none
-    )
-
-
 def read_step(
     trainer, loader: Iterator, plan: BatchPlan, step: int
 ) -> tuple[list[dict], tuple[int, int, int]]:
@@ -212,10 +176,217 @@ def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, i
     return batches, (tokens, squared_lengths, sum(b["input_ids"].numel() for b in batches))
 
 
-# -- events around a step
+# -- between steps
 
-_STEPS_PER_LOOK = 1000  # for garbage of all ages
-_NEVER = 2**31 - 1  # younger collections before one of all ages
+
+class StepEvents:
+    """The events between the steps of one run. Its methods are collective.
+
+    sums, throughput, work: numbers of the steps that were made, for the log.
+    """
+
+    # {a flag of one step: its method}, in the order of a step
+    ACTIONS = {"should_log": "log", "should_evaluate": "evaluate", "should_save": "save"}
+
+    def __init__(self, trainer, work: ModelWork):
+        carried = trainer.state.log_sums
+        self.trainer = trainer
+        self.sums = RunSums(trainer.new_numbers(), carried)
+        self.throughput = Throughput.of(trainer.args)
+        self.work = work
+        trainer.backend.carry_router_sums((carried or {}).get("routers"))
+
+    def begin_step(self, epoch_begins: bool) -> None:
+        """Lower the flags of the step before, and notify the callbacks."""
+        trainer = self.trainer
+        if epoch_begins:
+            trainer.control.should_epoch_stop = False
+            trainer.notify("on_epoch_begin")
+        for flag in self.ACTIONS:
+            setattr(trainer.control, flag, False)
+        trainer.notify("on_step_begin")
+        self.throughput.start()
+
+    def end_step(self) -> None:
+        """Log, evaluate, save and answer signals where it is time, after a step was counted.
+        Interrupted after a signal."""
+        trainer = self.trainer
+        state = trainer.state
+        watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
+        if trainer.guard.steps % _STEPS_PER_LOOK == 1:
+            collect_garbage()  # first what compiling left
+        steps_per_epoch = trainer.batch_plan.steps_per_epoch
+        raise_flags(trainer.control, trainer.args, state, state.position % steps_per_epoch == 0)
+        trainer.notify("on_step_end")
+        done = self._act()
+        epoch_ends = state.position % steps_per_epoch == 0  # a callback may have ended it
+        if epoch_ends or state.is_over or trainer.control.should_training_stop:
+            raise_flags(trainer.control, trainer.args, state, end_of_epoch=True)
+            for flag in done:  # for this step already
+                setattr(trainer.control, flag, False)
+            trainer.notify("on_epoch_end")
+            self._act()
+
+    def agree(self) -> list[int]:
+        """[a signal, 1 while a checkpoint is being written, 1 for a loss spike] over all ranks; a
+        flag that was raised on any rank is raised on all."""
+        trainer = self.trainer
+        control = trainer.control
+        of_rank = [trainer.signals.received, trainer.checkpoints.is_writing, trainer.guard.is_spike]
+        flags = [getattr(control, name) for name in FLAGS]
+        largest = parallel.largest(*map(int, of_rank + flags))
+        for name, raised in zip(FLAGS, largest[len(of_rank) :], strict=True):
+            setattr(control, name, bool(raised))
+        return largest[: len(of_rank)]
+
+    def _agree_on_epoch(self) -> list[int]:
+        """agree(); the remaining steps of an epoch that is to stop count as left out, before a
+        checkpoint is written."""
+        agreed = self.agree()
+        state = self.trainer.state
+        if self.trainer.control.should_epoch_stop:
+            state.left_out_steps += -state.position % self.trainer.batch_plan.steps_per_epoch
+        return agreed
+
+    def _act(self) -> list[str]:
+        """Follow the flags and signals of any rank -> the flags that were raised."""
+        trainer = self.trainer
+        done = []
+        signal, is_writing, is_spike = self._agree_on_epoch()
+        for flag, action in self.ACTIONS.items():
+            if getattr(trainer.control, flag):
+                setattr(trainer.control, flag, False)
+                done.append(flag)
+                getattr(self, action)()
+                signal, is_writing, is_spike = self._agree_on_epoch()
+        if is_spike:
+            trainer.guard.name_spike()
+        if "should_evaluate" in done or "should_save" in done:
+            collect_garbage()
+        if trainer.checkpoints.is_busy and (signal or not is_writing):
+            trainer.checkpoints.finish()
+            signal, *_ = self._agree_on_epoch()
+        if signal:
+            self._interrupt(signal)
+        return done
+
+    def log(self) -> None:
+        """Add a line to the log, with the numbers of the steps since the line before."""
+        trainer = self.trainer
+        state = trainer.state
+        of_routers = trainer.backend.router_statistics()
+        logs = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            **self.sums.take(),
+            **of_routers,
+            **self.throughput.take(),
+            "learning_rate": trainer.lr_scheduler.get_last_lr()[0],
+            "consumed_samples": state.consumed_samples,
+            "consumed_tokens": state.consumed_tokens,
+            "peak_memory_gib": peak_memory_gib(),
+        }
+        state.log_history.append({k: v for k, v in logs.items() if not isinstance(v, list)})
+        trainer.notify("on_log", logs=logs)
+
+    def evaluate(self) -> None:
+        """Evaluate where there is a data set for it."""
+        if self.trainer.eval_dataset is not None:
+            self.trainer.guard.check_evaluation(self.trainer.evaluate())
+
+    def save(self) -> None:
+        """Save this step.
+
+        With async_save the checkpoint gets its name after the first step by whose end all ranks
+        have written, and before the next one begins: dying costs at most one interval and the steps
+        made during a write.
+        """
+        trainer = self.trainer
+        trainer.checkpoints.finish()
+        watchdog.note(watchdog.SAVING)
+        trainer.guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
+        self._complete_state()
+        trainer.checkpoints.begin()
+        if not trainer.args.async_save:
+            trainer.checkpoints.finish()
+
+    def _interrupt(self, signal: int) -> None:
+        """Save the run and raise Interrupted, after a signal to any rank."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        if trainer.checkpoints.written_step != step:
+            self.save()
+            trainer.checkpoints.finish()
+        self._store_state()
+        trainer.report.end("interrupted")
+        stop = Interrupted(signal, step)
+        trainer.report.print(
+            f"{stop.signal.name}: saved after step {step}; resume_from_checkpoint: auto goes on "
+            "from here"
+        )
+        raise stop
+
+    def _complete_state(self) -> None:
+        """Copy into the state the numbers that other objects keep while steps are made."""
+        trainer = self.trainer
+        trainer.state.stateful_callbacks = export_states(trainer.callbacks)
+        sums = self.sums.to_record()
+        trainer.state.log_sums = sums and {**sums, "routers": trainer.backend.router_sums()}
+
+    def _store_state(self) -> None:
+        """Write trainer_state.json to output_dir, on the main rank."""
+        self._complete_state()
+        folder = self.trainer.args.output_dir
+        if parallel.is_main():
+            os.makedirs(folder, exist_ok=True)
+            self.trainer.state.save(os.path.join(folder, TRAINER_STATE_NAME))
+
+    def end_run(self, seconds: float) -> TrainOutput:
+        """After the last step: finish a checkpoint, load the best one, store the state."""
+        trainer = self.trainer
+        trainer.checkpoints.finish()
+        watchdog.note(watchdog.ENDING)
+        trainer.guard.end_run()
+        best = trainer.state.best_model_checkpoint
+        if trainer.args.load_best_model_at_end and best:
+            ckpt.load_model(best, trainer.backend)
+            trainer.report.print(f"loaded the best checkpoint {best}")
+        self._store_state()
+        trainer.notify("on_train_end")
+        loss = self.sums.whole_run.means()["loss"]
+        metrics = {"train_loss": loss, "train_runtime": seconds}
+        return TrainOutput(trainer.state.global_step, loss, metrics)
+
+
+def collect_garbage() -> None:
+    """Free cycles of all ages on the host of a GPU. A look at all objects takes 0.4 s, in which a
+    GPU runs out of work: all ranks take it after the same step."""
+    if torch.cuda.is_available():
+        gc.collect()
+
+
+@contextlib.contextmanager
+def steady_host(args):
+    """Within, a host that feeds a GPU is not held up: Python looks at young objects alone for
+    garbage, and collect_garbage() at all. Nothing is frozen: a frozen trainer would stay for good,
+    as gc.unfreeze() would take what a host program froze along. And torch computes on one thread,
+    unless the host makes updates: the others spin after each operation, and take the time of that
+    one."""
+    threads = torch.get_num_threads()
+    thresholds = gc.get_threshold()
+    if torch.cuda.is_available():
+        gc.set_threshold(*thresholds[:2], _NEVER)
+        if not args.optimizer_cpu_offload:
+            torch.set_num_threads(1)
+    collect_garbage()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        torch.set_num_threads(threads)
+
+
+# -- checks of a trainer's arguments
 
 # Methods of transformers' and mcore_adapter's trainers that this loop does not call -> ours.
 _OTHER_HOOKS = {
@@ -330,226 +501,3 @@ def _check_signature(where: str, member: Callable, ours: Callable) -> None:
                 f"{where} is called with ({listed}), and has {theirs!r} in the place of {name}: "
                 f"{meant}"
             )
-
-
-def agree(trainer) -> list[int]:
-    """[a signal, whether a checkpoint is being written, whether the loss was a spike], over all
-    ranks; a flag that was raised on any rank is raised on all. Collective."""
-    control = trainer.control
-    writer = trainer._writer
-    flags = [int(getattr(control, name)) for name in FLAGS]
-    own = [trainer._signals.received, writer.still_writes, trainer._guard.is_spike]
-    of_all = parallel.largest(*own, *flags)
-    for name, raised in zip(FLAGS, of_all[len(own) :], strict=True):
-        setattr(control, name, bool(raised))
-    return of_all[: len(own)]
-
-
-def collect_garbage() -> None:
-    """Free cycles of all ages on the host of a GPU. A look at all objects takes 0.4 s, in which a
-    GPU runs out of work: all ranks take it after the same step."""
-    if torch.cuda.is_available():
-        gc.collect()
-
-
-@contextlib.contextmanager
-def steady_host(args):
-    """Within, a host that feeds a GPU is not held up: Python looks at young objects alone for
-    garbage, and collect_garbage() at all. Nothing is frozen: a frozen trainer would stay for good,
-    as gc.unfreeze() would take what a host program froze along. And torch computes on one thread,
-    unless the host makes updates: the others spin after each operation, and take the time of that
-    one."""
-    threads = torch.get_num_threads()
-    thresholds = gc.get_threshold()
-    if torch.cuda.is_available():
-        gc.set_threshold(*thresholds[:2], _NEVER)
-        if not args.optimizer_cpu_offload:
-            torch.set_num_threads(1)
-    collect_garbage()
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        torch.set_num_threads(threads)
-
-
-def begin_step(trainer, epoch_begins: bool) -> None:
-    """Lower the flags of the step before, and tell the callbacks."""
-    if epoch_begins:
-        trainer.control.should_epoch_stop = False
-        trainer._notify("on_epoch_begin")
-    for flag in _ACTIONS:
-        setattr(trainer.control, flag, False)
-    trainer._notify("on_step_begin")
-
-
-def end_step(trainer) -> None:
-    """Log, evaluate, save and answer signals where it is time, after a step that has been counted.
-    Collective; Interrupted after a signal."""
-    args = trainer.args
-    state = trainer.state
-    steps_per_epoch = trainer.batch_plan.steps_per_epoch
-    watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
-    if trainer._guard.steps % _STEPS_PER_LOOK == 1:
-        collect_garbage()  # first what compiling left behind
-    raise_flags(trainer.control, args, state, state.position % steps_per_epoch == 0)
-    trainer._notify("on_step_end")
-    done = _act(trainer)
-    is_last = state.is_over or trainer.control.should_training_stop
-    if is_last or state.position % steps_per_epoch == 0:
-        raise_flags(trainer.control, args, state, end_of_epoch=True)
-        for flag in done:  # for this step already
-            setattr(trainer.control, flag, False)
-        trainer._notify("on_epoch_end")
-        _act(trainer)
-
-
-def _act(trainer) -> list[str]:
-    """Do what flags and signals on any rank ask for -> the flags that were raised."""
-    done = []
-    signal, still_writes, is_spike = _agree_on_epoch(trainer)
-    for flag, action in _ACTIONS.items():
-        if getattr(trainer.control, flag):
-            setattr(trainer.control, flag, False)
-            done.append(flag)
-            action(trainer)
-            signal, still_writes, is_spike = _agree_on_epoch(trainer)
-    if is_spike:
-        trainer._guard.name_spike()
-    if "should_evaluate" in done or "should_save" in done:
-        collect_garbage()
-    if trainer._writer.is_busy and (signal or not still_writes):
-        finish_checkpoint(trainer)
-        signal, *_ = _agree_on_epoch(trainer)
-    if signal:
-        answer_signals(trainer, signal)
-    return done
-
-
-def _agree_on_epoch(trainer) -> list[int]:
-    """agree(), and the steps that an epoch has left count as left out where it is to stop: before a
-    checkpoint is written."""
-    agreed = agree(trainer)
-    state = trainer.state
-    if trainer.control.should_epoch_stop:
-        state.left_out_steps += -state.position % trainer.batch_plan.steps_per_epoch
-    return agreed
-
-
-def log_line(trainer) -> None:
-    """Add a line to the log, with the numbers of the steps since the line before, and tell the
-    callbacks. Collective."""
-    state = trainer.state
-    of_routers = trainer.backend.router_statistics()
-    logs = {
-        "step": state.global_step,
-        "epoch": state.epoch,
-        **trainer._sums.take(),
-        **of_routers,
-        **trainer._throughput.take(),
-        "learning_rate": trainer.lr_scheduler.get_last_lr()[0],
-        "consumed_samples": state.consumed_samples,
-        "consumed_tokens": state.consumed_tokens,
-        "peak_memory_gib": peak_memory_gib(),
-    }
-    state.log_history.append({k: v for k, v in logs.items() if not isinstance(v, list)})
-    trainer._notify("on_log", logs=logs)
-
-
-def _evaluate(trainer) -> None:
-    if trainer.eval_dataset is not None:
-        trainer._guard.check_evaluation(trainer.evaluate())
-
-
-# -- checkpoints, and the end of a run
-
-
-def save_checkpoint(trainer) -> None:
-    """Save this step. Collective.
-
-    With async_save it gets its name after the first step by whose end all ranks have written, and
-    before the next one begins: dying costs at most one interval and the steps that were made during
-    a write.
-    """
-    finish_checkpoint(trainer)
-    watchdog.note(watchdog.SAVING)
-    trainer._guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
-    _complete_state(trainer)
-    trainer._writer.begin()
-    if not trainer.args.async_save:
-        finish_checkpoint(trainer)
-
-
-# {a flag of one step: what it asks for}, in the order of a step
-_ACTIONS = {"should_log": log_line, "should_evaluate": _evaluate, "should_save": save_checkpoint}
-
-
-def finish_checkpoint(trainer) -> None:
-    """Wait for all ranks to have written a checkpoint that is on its way, and give it its name.
-    Collective.
-
-    Older ones are pruned for it after the next good step: its weights may be finite, and lost.
-    """
-    if not trainer._writer.is_busy:
-        return
-    watchdog.note(watchdog.SAVING)
-    folder, step = trainer._writer.finish()
-    trainer._notify("on_save", path=str(folder), step=step)
-    if trainer._guard.is_on:
-        trainer._guard.unproven = folder
-    else:
-        prune(trainer, folder)
-
-
-def prune(trainer, folder) -> None:
-    """Delete the oldest checkpoints beyond save_total_limit; `folder` is the newest. Collective."""
-    best = trainer.state.best_model_checkpoint
-    limit = trainer.args.save_total_limit
-    parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
-
-
-def answer_signals(trainer, signal: int) -> None:
-    """Save the run and raise Interrupted, after a signal to any rank. Collective."""
-    if trainer._writer.written_step != trainer.state.global_step:
-        save_checkpoint(trainer)
-        finish_checkpoint(trainer)
-    store_state(trainer)
-    trainer.report.end("interrupted")
-    stop = Interrupted(signal, trainer.state.global_step)
-    trainer.report.print(
-        f"{stop.signal.name}: saved after step {stop.step}; resume_from_checkpoint: auto goes on "
-        "from here"
-    )
-    raise stop
-
-
-def _complete_state(trainer) -> None:
-    """Put into the state what is kept elsewhere while steps are made. Collective."""
-    trainer.state.stateful_callbacks = export_states(trainer.callbacks)
-    sums = trainer._sums.to_record()
-    trainer.state.log_sums = sums and {**sums, "routers": trainer.backend.router_sums()}
-
-
-def store_state(trainer) -> None:
-    """Write trainer_state.json to output_dir, on the main rank. Collective."""
-    _complete_state(trainer)
-    if parallel.is_main():
-        os.makedirs(trainer.args.output_dir, exist_ok=True)
-        trainer.state.save(os.path.join(trainer.args.output_dir, TRAINER_STATE_NAME))
-
-
-def finish_run(trainer, seconds: float) -> TrainOutput:
-    """What is left after the last step: the checkpoint on its way, the best one, the state's file.
-    Collective."""
-    finish_checkpoint(trainer)
-    watchdog.note(watchdog.ENDING)
-    trainer._guard.end_run()
-    best = trainer.state.best_model_checkpoint
-    if trainer.args.load_best_model_at_end and best:
-        ckpt.load_model(best, trainer.backend)
-        trainer.report.print(f"loaded the best checkpoint {best}")
-    store_state(trainer)
-    trainer._notify("on_train_end")
-    loss = trainer._sums.whole_run.means()["loss"]
-    metrics = {"train_loss": loss, "train_runtime": seconds}
-    return TrainOutput(trainer.state.global_step, loss, metrics)

@@ -23,10 +23,9 @@ from typing import NamedTuple
 import torch
 
 from . import ckpt_folder, parallel
-from .data_batches import FILLER, BatchPlan, Packs
+from .data_batches import FILLER, Packs
 from .files import write_file
 from .model import VirtualModels
-from .trainer_events import finish_checkpoint, prune
 
 NOT_FINITE_EXIT_CODE = 86  # of a run that numbers which are not finite have stopped
 _SHOWN = 3  # micro-batches that a message names
@@ -63,27 +62,31 @@ class BadLoss(NamedTuple):
 
 
 class FiniteGuard:
-    """Watches the steps of one run of a trainer; `plan` says which samples are in which step. All
-    ranks must call its methods together."""
+    """Watches the steps of a trainer. All ranks must call its methods together."""
 
-    def __init__(self, trainer, plan: BatchPlan | None = None):
+    def __init__(self, trainer):
         self.trainer = trainer
         self.args = trainer.args
-        self.plan = plan
         self.is_on = trainer.args.check_for_nan_in_loss_and_grad
-        self.steps = self.skipped = 0
-        self.dropped = 0  # of those that are skipped: for numbers that are not finite
-        # the newest checkpoint, while no step has been made from its weights: older ones stay
-        self.unproven: Path | None = None
-        self._losses: list[torch.Tensor] = []  # of this step's micro-batches, on the device
+        self.start_run()
+
+    def start_run(self) -> None:
+        """Forget the steps of an earlier run."""
+        self.steps = 0
+        self.skipped = 0
+        self.dropped = 0  # of the skipped steps: those for numbers that are not finite
         self.is_spike = False
+        self._micro_batches: list[dict] = []  # of this step, as the model gets them
+        self._losses: list[torch.Tensor] = []  # of those, on the device
         self._losses_before: deque[float] = deque(maxlen=_SPIKE_STEPS)  # means of steps
         self._last_loss: tuple = ()  # of a step, and the metrics of its micro-batches
 
     # -- the fast path
 
-    def start_step(self) -> None:
+    def start_step(self, micro_batches: list[dict]) -> None:
+        """Begin a step with these micro-batches, as the model gets them."""
         state = self.trainer.state
+        self._micro_batches = micro_batches
         self._losses = []
         self.step = state.global_step + 1
         self.position = state.position
@@ -113,7 +116,7 @@ class FiniteGuard:
         self.steps = self.steps + 1
         self.skipped = self.skipped + skipped
         if not skipped:
-            self.prune_if_proven()
+            self.trainer.checkpoints.prune()
         if not skipped or not self.is_on:
             return metrics, grad_norm
         losses = [float(loss) for loss in self._losses]  # none on stages before the last
@@ -162,13 +165,6 @@ class FiniteGuard:
             f"steps before; the highest of its micro-batches: {'; '.join(map(str, highest))}"
         )
 
-    def prune_if_proven(self) -> None:
-        """Delete older checkpoints for the newest, once a step from its weights was good."""
-        if self.unproven is not None:
-            folder = self.unproven
-            self.unproven = None
-            prune(self.trainer, folder)
-
     # -- beside the steps
 
     def check_weights(self, when: str, model=None) -> None:
@@ -205,14 +201,15 @@ class FiniteGuard:
                 f"every update of {self.steps} steps was skipped, nothing was trained: {hint}"
             )
         self.check_weights("after the last step")
-        self.prune_if_proven()
+        self.trainer.checkpoints.prune()
 
     def stop(self, text: str) -> None:
         """End the run with NotFiniteError; a checkpoint that is being written is finished first."""
-        finish_checkpoint(self.trainer)
+        checkpoints = self.trainer.checkpoints
+        checkpoints.finish()
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
         newest = f"; the newest checkpoint is {there[-1]}" if there else ""
-        if self.unproven is not None and len(there) > 1:
+        if checkpoints.unproven is not None and len(there) > 1:
             newest += f", from which no good step was made, and the one before {there[-2].name}"
         raise NotFiniteError(f"{text}{newest}; nothing was exported")
 
@@ -233,7 +230,8 @@ class FiniteGuard:
     def _samples(self, number: int) -> list[int]:
         """Numbers in the dataset of the samples in a micro-batch of this rank's step."""
         dataset = self.trainer.train_dataset
-        chosen = self.plan.step(*divmod(self.position, self.plan.steps_per_epoch))
+        plan = self.trainer.batch_plan
+        chosen = plan.step(*divmod(self.position, plan.steps_per_epoch))
         if number >= len(chosen):  # an empty micro-batch, which the schedule asked for
             return []
         rows = [row for row in chosen[number] if row != FILLER]
@@ -242,7 +240,7 @@ class FiniteGuard:
         return [int(sample) for row in rows for sample in dataset.packs[row]]
 
     def _stop_before_update(self, what, found, micro_batches, seq_length) -> None:
-        where = self._first_cause(found, micro_batches, seq_length)
+        where = self._first_cause(found, seq_length)
         written = self._write_batches(found, micro_batches)
         advice = "look at these samples, lower learning_rate, or set nan_policy: skip"
         if self.args.nan_policy == "skip":
@@ -252,11 +250,11 @@ class FiniteGuard:
             f"the batch is in {', '.join(written)}: {advice}"
         )
 
-    def _first_cause(self, found: list[BadLoss], micro_batches: list, seq_length: int) -> str:
+    def _first_cause(self, found: list[BadLoss], seq_length: int) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
         replica = self.trainer.backend.dp_rank
         parameters = list(_parameters(self.trainer.model))
-        outputs = self._bad_outputs(micro_batches, seq_length)
+        outputs = self._bad_outputs(seq_length)
         if found:  # those of the first micro-batch that has a bad loss
             outputs = [place for place in outputs if (replica, place[0]) == found[0][:2]]
         # the backward pass goes from the last parameter to the first
@@ -282,7 +280,7 @@ class FiniteGuard:
         return "the gradient's norm, a sum of finite numbers"
 
     @torch.no_grad()
-    def _bad_outputs(self, micro_batches, seq_length) -> list[tuple[int, int, str]]:
+    def _bad_outputs(self, seq_length) -> list[tuple[int, int, str]]:
         """(micro-batch, chunk, the first module there, on this rank, whose output is not finite),
         found by another forward pass. Collective."""
         trainer = self.trainer
@@ -297,7 +295,6 @@ class FiniteGuard:
                 first.setdefault((calls[chunk] - 1, chunk), name)
 
         trainer.backend.train_mode(False)
-        batches = trainer._prepare_micro_batches(micro_batches, seq_length)
         with contextlib.ExitStack() as hooks:
             for number, chunk in enumerate(_chunks(trainer.model)):
                 begin = functools.partial(count, number)
@@ -306,7 +303,9 @@ class FiniteGuard:
                     hook = functools.partial(look, number, _name_in_whole_model(chunk, name))
                     hooks.enter_context(module.register_forward_hook(hook))
             step = trainer.forward_step
-            trainer.backend.forward_backward(step, batches, seq_length, forward_only=True)
+            trainer.backend.forward_backward(
+                step, self._micro_batches, seq_length, forward_only=True
+            )
         return [(*place, name) for place, name in first.items()]
 
     def _write_batches(self, found, micro_batches) -> list[str]:

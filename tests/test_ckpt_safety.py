@@ -343,7 +343,7 @@ def named_late(path: str, out: str) -> list:
             )
             if state.global_step == 3:
                 gates[2].set()
-                trainer._writer._job.thread.join()
+                trainer.checkpoints._job.thread.join()
             if state.global_step == 6 and late:
                 threading.Timer(0.2, gates[4].set).start()
 

@@ -36,7 +36,7 @@ from mca_lite.data_batches import (
 )
 from mca_lite.data_encode import Encoder, build_once
 from mca_lite.files import IGNORE_INDEX
-from mca_lite.trainer_events import plan_batches
+from mca_lite.trainer import McaTrainer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -723,7 +723,7 @@ def test_a_dataset_of_documents_that_are_too_long_is_refused_before_it_is_read()
     args = SimpleNamespace(per_device_eval_batch_size=1)
     trainer = SimpleNamespace(args=args, backend=None, limits=LIMITS)
     with pytest.raises(ValueError, match="a document of 5 tokens: the model has 4 positions"):
-        plan_batches(trainer, dataset, training=False)
+        McaTrainer.plan_batches(trainer, dataset, training=False)
 
 
 @pytest.mark.parametrize(

@@ -431,7 +431,6 @@ def scores(path, adapter, out, keys) -> tuple:
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.lora import adapters_of
     from mca_lite.lora_files import load_adapter
-    from mca_lite.trainer_evaluation import by_sample
 
     args = TrainingArguments(output_dir=out, attention_dropout=0.3, hidden_dropout=0.3, **keys)
     model, second = (AutoModel.from_pretrained(path, args) for _ in range(2))
@@ -439,7 +438,7 @@ def scores(path, adapter, out, keys) -> tuple:
     trainer.backend.train_mode(True)
     found = [trainer._score(Pairs()).tolist() for _ in range(2)]
     run = functools.partial(trainer._reference_logps, trainer.ref_chunks)
-    found.append(by_sample(trainer, Pairs(), run, (2,)).tolist())
+    found.append(trainer.evaluator.by_sample(Pairs(), run, (2,)).tolist())
     return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[
         0
     ].training
@@ -564,7 +563,7 @@ def work(path: str, adapter: str, out: str) -> dict:
     }
     found = {}
     for name, keys in cases.items():
-        of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys)._work
+        of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys).events.work
         beside = 0 if of_step.beside is None else of_step.beside.frozen
         found[name] = of_step.frozen + of_step.trained, beside
     return found

@@ -31,7 +31,7 @@ def z_trainer(whole: bool = False):
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             squares = logits.logsumexp(-1).square() * (labels != -100)
             output = torch.stack([losses.view(labels.shape), squares], -1)
-            return output, self._guard.mark(self._pre_compute_loss(batch, {"labels": labels}))
+            return output, self.guard.mark(self._pre_compute_loss(batch, {"labels": labels}))
 
     return WholeLogits if whole else module.ZLossTrainer
 

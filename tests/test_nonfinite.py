@@ -390,8 +390,9 @@ def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
 
     plan, state = BatchPlan(12, 2, 2, 0, 1, seed=1), TrainerState(global_step=2, left_out_steps=1)
     args = Record(check_for_nan_in_loss_and_grad=False)
-    guard = FiniteGuard(Record(args=args, state=state, train_dataset=range(12)), plan)
-    guard.start_step()
+    trainer = Record(args=args, state=state, train_dataset=range(12), batch_plan=plan)
+    guard = FiniteGuard(trainer)
+    guard.start_step([])
     assert plan.steps_per_epoch == 3 and guard.step == 3
     assert [guard._samples(number) for number in (0, 1, 2)] == [*map(list, plan.step(1, 0)), []]
 
@@ -410,9 +411,10 @@ def test_samples_of_packs_are_those_of_the_data():
         args=Record(check_for_nan_in_loss_and_grad=False),
         state=TrainerState(),
         train_dataset=Packs(data, 9),
+        batch_plan=plan,
     )
-    guard = FiniteGuard(trainer, plan)
-    guard.start_step()
+    guard = FiniteGuard(trainer)
+    guard.start_step([])
     assert [guard._samples(number) for number in (0, 1)] == [[4, 0, 3], [2, 5, 1]]
 
 
@@ -427,9 +429,10 @@ def test_a_spike_is_named_once():
     trainer = Record(
         args=Record(check_for_nan_in_loss_and_grad=False), state=TrainerState(global_step=20),
         train_dataset=range(12), report=Record(print=said.append), backend=Record(dp_rank=0),
+        batch_plan=BatchPlan(12, 2, 2, 0, 1, seed=1),
     )  # fmt: skip
-    guard = FiniteGuard(trainer, BatchPlan(12, 2, 2, 0, 1, seed=1))
-    guard.start_step()
+    guard = FiniteGuard(trainer)
+    guard.start_step([])
     for loss in [2.0] * 20 + [9.0]:
         guard.note_loss(loss, [{"loss": torch.tensor([2 * loss, 2])}])
     assert guard.is_spike

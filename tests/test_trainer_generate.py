@@ -69,7 +69,7 @@ def samples_of(answers) -> list[dict]:
 
 def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.generation import generate
+    from mca_lite.generation import Answers
     from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
 
@@ -82,12 +82,12 @@ def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
     model = load(path)
     if layout == TP2:
         model = load_adapter(model, str(folder / "adapter"))
-    trainer = McaTrainer(
-        model, args, word_tokenizer(), eval_dataset={"a": samples, "b": samples[:1]}
-    )
+    sets = {"a": samples, "b": samples[:1]}
+    trainer = McaTrainer(model, args, word_tokenizer(), eval_dataset=sets, callbacks=[Answers])
     metrics = trainer.evaluate()
     args.generation_num_samples = 3  # of which one rank has the first and the last
-    return metrics, generate(trainer, samples), sorted(p.name for p in (out / "x").parent.iterdir())
+    left = sorted(p.name for p in out.iterdir())
+    return metrics, trainer.answers.generate(samples), left
 
 
 def longest_common(a: list, b: list) -> int:
@@ -157,15 +157,14 @@ def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):
 
     config = tiny.hf_config("qwen3", vocab_size=WORDS)
     backend = SimpleNamespace(name="megatron", hf_config=config.to_dict(), dtype=torch.float32)
-    trainer = SimpleNamespace(backend=backend)
     monkeypatch.setattr(generation, "free_memory", lambda: 4 * 32_000)
     monkeypatch.setattr(generation.parallel, "largest", lambda *numbers: [*numbers])
     with pytest.raises(ValueError, match="a copy of the whole model takes 0.0 GiB on each rank"):
-        generation.check_room(trainer)
+        generation.check_room(backend)
     monkeypatch.undo()
     assert generation.free_memory() > 2**20
     monkeypatch.setattr(generation.parallel, "largest", lambda *numbers: [*numbers])
-    generation.check_room(trainer)
+    generation.check_room(backend)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +178,35 @@ def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):
 )
 def test_generation_that_cannot_be_compared_is_refused_when_the_trainer_is_made(given, said):
     from mca_lite import TrainingArguments
-    from mca_lite.trainer_evaluation import check_metrics
+    from mca_lite.generation import Answers
+    from mca_lite.trainer_evaluation import Evaluator
 
     metric = given.pop("metric", "rouge_l")
     args = TrainingArguments(
         output_dir="unused", predict_with_generate=True, eval_strategy="epoch",
         metric_for_best_model=metric,
     )  # fmt: skip
-    parts = dict(
-        args=args, tokenizer=word_tokenizer(), compute_metrics=None, documents_per_sample=1,
-        preprocess_logits_for_metrics=None, metrics_keys=["loss"],
-        backend=SimpleNamespace(name="torch"), eval_dataset=None,
-    )  # fmt: skip
-    check_metrics(SimpleNamespace(**parts, **{})) if metric == "rouge_l" else None
+
+    def check(**more) -> None:
+        parts = dict(
+            args=args, tokenizer=word_tokenizer(), compute_metrics=None, documents_per_sample=1,
+            preprocess_logits_for_metrics=None, metrics_keys=["loss"], answers=None,
+            backend=SimpleNamespace(name="torch"), eval_dataset=None,
+        )  # fmt: skip
+        trainer = SimpleNamespace(**{**parts, **more})
+        Answers().on_init_end(args, None, None, trainer)
+        Evaluator(trainer).check()
+
+    if metric == "rouge_l":
+        check()
     with pytest.raises(ValueError, match=said):
-        check_metrics(SimpleNamespace(**{**parts, **given}))
+        check(**given)
+
+
+def test_predict_with_generate_names_the_callback_that_it_needs(folder):
+    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    args = TrainingArguments(output_dir="unused", predict_with_generate=True)
+    with pytest.raises(ValueError, match=r"callbacks=\[mca_lite.generation.Answers"):
+        McaTrainer(load_torch_model(str(folder / "model")), args, word_tokenizer())

@@ -57,10 +57,10 @@ def words_of(keys: dict) -> list[str]:
 
 def train(keys: dict) -> None:
     """Train as the command line does with `keys`, on this rank; what it would tell is raised."""
-    from mca_lite import run
+    from mca_lite import generation, run
     from mca_lite.args import parse_args
 
-    run.train(run.make_plan(parse_args(words_of(keys))))
+    run.train(run.make_plan(parse_args(words_of(keys))), [generation.Answers()])
 
 
 def curve(lines: list[dict]) -> list[dict]:

@@ -106,9 +106,9 @@ def measure(model_path: str, folder: str, keys: dict) -> dict:
 
     def save():
         start = time.perf_counter()
-        trainer._writer.begin()
+        trainer.checkpoints.begin()
         times["blocked"].append(time.perf_counter() - start)
-        trainer._writer.finish()
+        trainer.checkpoints.finish()
 
     def load(final: Path):
         model = ckpt_folder.model_identity(trainer.backend.hf_config)
