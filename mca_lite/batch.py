@@ -196,8 +196,8 @@ def to_rank(
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and for multi-token prediction what follows: ids and labels [k, b, s] of the
-    tokens 1 to k places ahead of each, within its document; behind its end id 0 and no label."""
+    """Labels [b, s], and for multi-token prediction the ids and labels [k, b, s] of the tokens 1 to
+    k places ahead of each, within its document; id 0 and no label after its end."""
 
     labels: torch.Tensor
     next_ids: torch.Tensor
@@ -205,10 +205,10 @@ class Targets(NamedTuple):
 
     @classmethod
     def ahead(cls, batch: dict, count: int) -> "Targets":
-        """Of a whole batch, before context parallelism cuts it."""
+        """Build them from whole rows, before context parallelism cuts them."""
         length = batch["input_ids"].shape[1]
         cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
-        ends = cu[1:].repeat_interleave(cu.diff())  # of each place, where its document ends
+        ends = cu[1:].repeat_interleave(cu.diff())  # the end of each place's document
         places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
         is_beyond = (places >= ends)[:, None]  # [k, 1, s]
         places = places.clamp(max=length - 1)
@@ -236,12 +236,11 @@ def get_ltor_masks_and_position_ids(
     build_attention_mask: bool = True,
     attn_mask_1D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(causal mask bool [b, 1, s, s] where True means hidden, position ids int64 [b, s] from 0 to s
-    - 1).
+    """(causal mask bool [b, 1, s, s], True meaning hidden; position ids int64 [b, s] from 0).
 
     input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
-    columns as well. build_attention_mask False: the mask is attn_mask_1D as it is; None, which the
-    models take as causal, where there is none.
+    columns as well. build_attention_mask False: the mask is attn_mask_1D itself; None means causal
+    to the models.
     """
     b, s = input_ids.shape
     position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
@@ -257,9 +256,9 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
     """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed
     batch.
 
-    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding. The
-    rows stand one behind the other; [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7,
-    9, 12] and 3.
+    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding, which
+    counts as a document. Rows are concatenated: [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0,
+    2, 5, 6, 7, 9, 12] and 3.
     """
     lengths: list[int] = []
     for of_row in document_lengths(attention_mask):
@@ -276,19 +275,18 @@ def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> boo
     return all(length % align_size == 0 for length in lengths)
 
 
-# -- how a rank sees a row -------------------------------------------------------------------------
+# -- a row on a rank
 
 
 @dataclass
 class RowLayout:
-    """What core attention needs to know of a row, of which this context-parallel rank holds t / cp
-    tokens.
+    """A row for core attention on a context-parallel rank, with t / cp of its tokens.
 
     segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query
     the last key. positions int64 [t / cp]: each local token's position in its document. index int64
-    [t / cp], in host memory, where rows are cut: its place in the whole row. order int64 [t], None
-    without context parallelism: gathered local parts in the row's order. borders int32 [documents +
-    1]: cu_seqlens of the whole row. longest: tokens of the longest document.
+    [t / cp], in host memory: its place in the whole row. order int64 [t], None without context
+    parallelism: gathered local parts in the row's order. borders int32 [documents + 1]: cu_seqlens
+    of the whole row. longest: tokens of the longest document.
     """
 
     segments: list[tuple[int, int, int, int]]
@@ -300,15 +298,15 @@ class RowLayout:
 
     @functools.cached_property
     def same_length(self) -> int | None:
-        """Tokens of each document where all have as many, and are whole on this rank."""
+        """Tokens of each document if all have as many, and are whole on this rank."""
         lengths = {q1 - q0 for q0, q1, _, _ in self.segments}
         return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
-        for a varlen kernel, which wants the keys of each segment side by side: without context
-        parallelism they stand so, and places is None."""
+        for a varlen kernel, with the keys of each segment side by side. Places is None without
+        context parallelism: the keys are in order."""
         if self.order is None:
             return self.borders, self.borders, None, self.longest, self.longest
         device = self.positions.device
@@ -368,8 +366,8 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's packed parameters in the documented thd format, and the layout that our own core
-    attention reads."""
+    """megatron's packed parameters in the documented thd format, and the layout for model_layers'
+    core attention."""
 
     layout: RowLayout | None = None
 
@@ -388,8 +386,8 @@ def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 
 def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models that
-    know no packing."""
+    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models
+    without packing."""
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
     causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
     return ~(causal & (document[:, None] == document[None]))[None, None]

@@ -170,25 +170,25 @@ class Collator:
 
 
 class Limits(NamedTuple):
-    """What a model takes: ids below vocab_size, and documents of so many positions."""
+    """Limits of a model: ids below vocab_size, and documents of so many positions."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
 
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
-        """Those of a config.json; none of what it does not say."""
+        """Limits of a config.json; none for keys that it lacks."""
         text = hf_config.get("text_config") or hf_config
         positions = text.get("max_position_embeddings") or math.inf
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        # such a config says where the model's positions ended before they were scaled
+        # max_position_embeddings may be the number before scaling
         before = rope.get("original_max_position_embeddings") or positions
         return cls(
             text.get("vocab_size") or math.inf, max(positions, before * (rope.get("factor") or 1))
         )
 
     def check_positions(self, longest: int) -> None:
-        """ValueError where the longest document has more tokens than the model has positions."""
+        """ValueError if the longest document has more tokens than the model has positions."""
         if longest > self.positions:
             raise ValueError(
                 f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
@@ -273,7 +273,7 @@ def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
 
 
 def _check_limits(batch: dict, limits: Limits) -> None:
-    """ValueError for ids, labels or documents that the model has no row or place for."""
+    """ValueError for ids, labels or documents outside the model's limits."""
     ids = batch["input_ids"]
     labels = batch["labels"]
     for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
@@ -303,13 +303,13 @@ def count_tokens(batch: dict) -> tuple[int, int]:
 
 
 class Turns:
-    """Yields the number of the dataset that the next sample is taken from, until the epoch is over.
+    """The number of each next sample's dataset, until the epoch is over.
 
-    As LLaMA-Factory's strategies are: concat takes one dataset after another; interleave_under,
-    _over and _once are Hugging Face's interleave_datasets with first_exhausted, all_exhausted and
+    LLaMA-Factory's strategies: concat takes one dataset after another; interleave_under, _over and
+    _once are Hugging Face's interleave_datasets with first_exhausted, all_exhausted and
     all_exhausted_without_replacement. Without weights datasets take turns, and a round is finished;
-    with them each turn is drawn, the same for a seed. Whoever takes the samples adds a dataset to
-    `exhausted` with its last one, and then begins it again. taken: turns that are behind.
+    with them each turn is drawn, the same for a seed. The caller adds a dataset to `exhausted` with
+    its last sample, and then begins it again. taken: turns so far.
     """
 
     def __init__(
@@ -358,15 +358,14 @@ def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
 
 
 class BatchPlan:
-    """Which samples this data parallel rank takes in which micro-batch. Arithmetic only.
+    """The samples of each micro-batch of this data parallel rank. Arithmetic only.
 
     Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size *
     accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size + r) *
     micro_batch_size on. The samples of a step are thus the same in all layouts with the same G. The
-    last step of an epoch has only the micro-batches that it needs, as many on every rank; where
-    samples are missing it has FILLER. With `costs`, one number a sample, a step's samples are dealt
-    by falling cost, so that the ranks have as much to do in each micro-batch: that changes who
-    takes them, not which.
+    last step of an epoch has only the micro-batches that it needs, as many on every rank; FILLER
+    replaces missing samples. With `costs`, one number a sample, a step's samples are dealt by
+    falling cost, to balance the ranks in each micro-batch: the step has the same samples.
     """
 
     def __init__(
@@ -410,13 +409,13 @@ class BatchPlan:
         return self._order[1]
 
     def num_samples_of(self, i: int) -> int:
-        """Samples, without fillers, that all ranks together take in step i of an epoch."""
+        """Samples of all ranks, without fillers, in step i of an epoch."""
         if not 0 <= i < self.steps_per_epoch:
             raise ValueError(f"step {i} of an epoch that has {self.steps_per_epoch} steps")
         return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
 
     def num_micro_batches(self, i: int) -> int:
-        """Micro-batches that each rank takes in step i of an epoch."""
+        """Micro-batches of each rank in step i of an epoch."""
         return math.ceil(self.num_samples_of(i) / (self.micro_batch_size * self.dp_size))
 
     def step(self, epoch: int, i: int) -> list[list[int]]:
@@ -429,8 +428,7 @@ class BatchPlan:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
-            # Every second micro-batch is dealt from the last rank to the first: its dearest sample
-            # goes to another rank.
+            # every second micro-batch is dealt from the last rank to the first, for balance
             for number in range(1, count, 2):
                 chosen[number] = chosen[number, ::-1].copy()
         return chosen[:, self.dp_rank].tolist()
@@ -454,8 +452,8 @@ class _MicroBatches:
 
 
 class _Filled(Dataset):
-    """A dataset with a user's collate function. `self[i]` is (whether i is a filler, sample), where
-    a filler is sample 0; after collate its row has no labels."""
+    """A dataset with a user's collate function. `self[i]`: (True for a filler, sample). A filler is
+    sample 0, and its collated row has no labels."""
 
     def __init__(self, dataset, collate):
         self.dataset = dataset
@@ -512,7 +510,7 @@ def make_loader(
             f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
         )
     filled = _Filled(dataset, collate)
-    with warnings.catch_warnings(record=True):  # of too many workers its iterator warns again
+    with warnings.catch_warnings(record=True):  # its iterator warns of too many workers again
         return DataLoader(
             filled,
             batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
@@ -520,8 +518,7 @@ def make_loader(
             num_workers=num_workers,
             worker_init_fn=end_with_rank,
             pin_memory=torch.cuda.is_available(),
-            # Without one of its own a DataLoader draws from torch's global generator, and dropout
-            # would depend on it.
+            # else a DataLoader draws from torch's global generator, and changes dropout
             generator=torch.Generator().manual_seed(plan.seed),
         )
 
@@ -535,11 +532,11 @@ class Packs(Dataset):
 
     dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
     num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
-    the samples of each row. costs: what attention costs in each row, the sum of the squared lengths
-    of its documents. padding_fraction: of all positions of full rows.
+    the samples of each row. costs: of attention in each row, the sum of its documents' squared
+    lengths. padding_fraction: of all positions of full rows.
     """
 
-    unit = "packs"  # what a row is, in reports
+    unit = "packs"  # name of a row in reports
 
     def __init__(self, dataset, capacity: int):
         lengths = dataset.document_lengths
@@ -569,13 +566,13 @@ class Packs(Dataset):
 
 
 def samples_of(dataset):
-    """The data set with a sample in each place, where it is one of packs."""
+    """The data set of samples under packs, else the data set itself."""
     return dataset.dataset if isinstance(dataset, Packs) else dataset
 
 
 class WithReference(Dataset):
-    """A view of a dataset in which each document has "reference", the log-probability that a
-    reference model gives to it.
+    """A view of a dataset whose documents have "reference", their log-probability by a reference
+    model.
 
     logps: float32 [samples, documents of a sample].
     """
@@ -598,12 +595,11 @@ class WithReference(Dataset):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Sample numbers of each pack, in which the lengths sum to at most `capacity`; deterministic.
+    """Sample numbers of each pack, of lengths that sum to at most `capacity`; deterministic.
 
-    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens
-    a new one. Open packs are kept by their free space, so each sample costs a look at the next free
-    space that suffices.
-    Raises: ValueError for a sample that is longer than capacity.
+    Best fit, longest first: a sample goes to the fullest pack with room for it, or opens a new one.
+    Open packs are listed by their free space.
+    Raises: ValueError for a sample longer than capacity.
     """
     if len(lengths) and lengths.max() > capacity:
         worst = int(lengths.argmax())
@@ -611,13 +607,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
             f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: "
             "raise cutoff_len"
         )
-    # free space -> packs that have it, the newest last
+    # free space -> its packs, the newest last
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     occupied = np.zeros(capacity + 1, dtype=bool)
     packs: list[list[int]] = []
     for i in np.argsort(-lengths, kind="stable"):
         length = int(lengths[i])
-        # the tightest space that suffices, if there is any
+        # the tightest sufficient space, if any
         space = length + int(occupied[length:].argmax())
         if occupied[space]:
             pack = by_space[space].pop()

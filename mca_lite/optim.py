@@ -353,8 +353,8 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     if updated != trained:
         raise ValueError(
             f"optimizers: the optimizer lacks {len(trained - updated)} of the model's "
-            f"{len(trained)} trained parameters, and has {len(updated - trained)} others: make it of "
-            "those of this model that require a gradient"
+            f"{len(trained)} trained parameters, and has {len(updated - trained)} others: make it "
+            "of those of this model that require a gradient"
         )
     if scheduler is None:
         for group in optimizer.param_groups:  # MegatronLRScheduler reads them
