@@ -9,6 +9,7 @@ import torch.distributed as dist
 from . import lora, parallel, weights_convert
 from .args_rules_model import check_gate
 from .backend import Backend
+from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .errors import Judge
 from .loss_tokens import TrainedPlaces
@@ -28,21 +29,13 @@ from .model import VirtualModels
 from .model_config import accumulate_in_place, without_effect
 from .model_moe import BalancingLosses, Experts, RouterStatistics, routers_of
 from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
-from .packed_rows import Targets, row_layout
 
 PACKED_BUCKET = 128  # tokens
 
 
 def _one_or_all(of_chunks: list):
-    """As megatron takes what each chunk has: a list, or that of the only chunk."""
+    """A list for several chunks, the element itself for one, as megatron expects."""
     return of_chunks if len(of_chunks) > 1 else of_chunks[0]
-
-
-def _to_rank(tokens, device, index):
-    """A tensor [..., s], or Targets, on a device; of its tokens those at `index` (None: all)."""
-    if isinstance(tokens, Targets):
-        return Targets(*(_to_rank(x, device, index) for x in tokens))
-    return parallel.to_device(tokens if index is None else tokens[..., index], device)
 
 
 class MegatronBackend(Backend):
@@ -59,9 +52,7 @@ class MegatronBackend(Backend):
         judge.close()
         super().__init__(models, args, BalancingLosses.of(self.config))
         args.notes += without_effect(self.config, args)
-        self.config.calculate_per_token_loss = args.calculate_per_token_loss
-        self.config.rows_are_packed = args.sequence_packing
-        self.config.loss_weights_differ = False  # until the objective says so
+        self._configure(self.config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._accumulate_in_place(models)
         experts = self.config.num_moe_experts
@@ -85,7 +76,14 @@ class MegatronBackend(Backend):
         count = self.config.mtp_num_layers or 0
         return self.config.mtp_loss_scaling_factor / count if count else 0.0
 
-    # -- where this rank stands
+    def _configure(self, config) -> None:
+        """Set in a model's config what megatron's schedule and the layers read there alone.
+        create_optimizer adds the functions of the schedule."""
+        config.calculate_per_token_loss = self.args.calculate_per_token_loss
+        config.rows_are_packed = self.args.sequence_packing
+        config.loss_weights_differ = False
+
+    # -- this rank's place in the layout
 
     @property
     def dp_rank(self) -> int:
@@ -97,7 +95,7 @@ class MegatronBackend(Backend):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The schedule with virtual stages wants whole groups of micro-batches."""
+        """The schedule with virtual stages needs whole groups of micro-batches."""
         interleaved = self.config.virtual_pipeline_model_parallel_size is not None
         return self.config.pipeline_model_parallel_size if interleaved else 1
 
@@ -113,17 +111,20 @@ class MegatronBackend(Backend):
 
     @property
     def length_multiple(self) -> int:
-        """Sequence parallelism cuts what context parallelism leaves."""
-        tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        cp = self.config.context_parallel_size
-        tp *= 16 if self.config.fp8 else 1  # its kernels want local multiples of 16
-        # on a GPU packed rows come in few lengths: freed memory fits the next one
-        bucket = PACKED_BUCKET if self.args.sequence_packing and torch.cuda.is_available() else 1
-        return cp * math.lcm(2, tp, bucket) if cp > 1 else math.lcm(tp, bucket)
+        """Sequence parallelism cuts each context-parallel rank's part again."""
+        config = self.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.fp8:  # its kernels need local multiples of 16
+            multiple *= 16
+        if self.args.sequence_packing and torch.cuda.is_available():
+            # few lengths on a GPU: the next row fits into freed memory
+            multiple = math.lcm(multiple, PACKED_BUCKET)
+        cp = config.context_parallel_size
+        return cp * math.lcm(2, multiple) if cp > 1 else multiple
 
     def common_length(self, longest: int) -> int:
-        """Pipeline stages post their receives by it; the all-gather of tokens for experts wants it
-        on all ranks, and asks them."""
+        """Pipeline stages post their receives by it. The all-gather of tokens for experts needs
+        one on all ranks: collective then."""
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             return parallel.largest(longest)[0]
         pipelined = self.config.pipeline_model_parallel_size > 1
@@ -135,47 +136,48 @@ class MegatronBackend(Backend):
         return is_last and mpu.get_context_parallel_rank() == 0
 
     def model_inputs(self, batch: dict) -> dict:
-        """Tokens and labels are cut alike, and have the borders of packed documents with them."""
-        size, rank = self.context_parallel
+        """Tokens and labels at this rank's places, with the borders of packed documents."""
+        places = self.places(batch)
         device = parallel.device()
-        params = batch.get("packed_seq_params")
-        s = batch["input_ids"].shape[1]
-        layout = row_layout((0, s), size, rank, device) if params is None else params.layout
-        labels = batch["labels"]
-        index = layout.index if size > 1 else None
-        main = labels if index is None else labels[..., index]
+        names = model_columns(batch)
+        if not self.config.num_moe_experts:  # padding counts in no balancing loss
+            names.remove("padding_mask")
+        inputs = to_rank(batch, names, places, device)
+        labels = batch["labels"] if places is None else batch["labels"][..., places]  # on the host
+        trained = TrainedPlaces.of(inputs["labels"], labels)
         if self.config.mtp_num_layers:
-            labels = Targets.ahead(batch, self.config.mtp_num_layers)
-        ids = _to_rank(batch["input_ids"], device, index)
-        labels = _to_rank(labels, device, index)
-        on_device = labels.labels if isinstance(labels, Targets) else labels
-        inputs = dict(
-            input_ids=ids,
-            labels=labels,
-            trained=TrainedPlaces.of(on_device, main),
-            position_ids=layout.positions.expand(ids.shape),
+            inputs["labels"] = Targets.ahead(batch, self.config.mtp_num_layers).to_rank(
+                inputs["labels"], places, device
+            )
+        return dict(
+            inputs,
+            trained=trained,
+            position_ids=self._layout(batch).positions.expand(inputs["input_ids"].shape),
             attention_mask=None,
-            packed_seq_params=params,
+            packed_seq_params=batch.get("packed_seq_params"),
         )
-        if self.config.num_moe_experts and "padding_mask" in batch:
-            # padding does not count where experts are balanced
-            inputs["padding_mask"] = _to_rank(batch["padding_mask"], device, index)
-        return inputs
+
+    def places(self, batch: dict) -> torch.Tensor | None:
+        return None if self.context_parallel[0] == 1 else self._layout(batch).index
+
+    def _layout(self, batch: dict) -> RowLayout:
+        borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
+        return row_layout(borders, *self.context_parallel, parallel.device())
 
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per token, megatron's schedule sums both over all ranks itself. Otherwise it divides
-        here, by the row's tokens, and averages over context-parallel ranks, which have to be
-        summed. Collective over the context-parallel ranks then."""
+        """Per token, megatron's schedule sums both over all ranks. Otherwise it divides by the
+        tokens given here, those of whole rows, and averages over context-parallel ranks: the
+        factor makes it a sum. Collective over the context-parallel ranks then."""
         if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
             return total, count
         dist.all_reduce(count, group=mpu.get_context_parallel_group())
         return total * self.config.context_parallel_size, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """Each rank's gradient is that of its own part: what the ranks make of the same sum is one
-        loss, and megatron sums their gradients. Collective over the context-parallel ranks."""
+        """The gradient is that of this rank's part: megatron sums the ranks' gradients. Collective
+        over the context-parallel ranks."""
         if self.config.context_parallel_size == 1:
             return values
         group = mpu.get_context_parallel_group()
@@ -197,8 +199,8 @@ class MegatronBackend(Backend):
     # -- training
 
     def _accumulate_in_place(self, models: VirtualModels) -> None:
-        """On a GPU the linears' products add to DDP's float32 gradients themselves: no gradient in
-        bf16 in between."""
+        """On a GPU let the linears' products add to DDP's float32 gradients, without a gradient in
+        bf16."""
         if not torch.cuda.is_available() or not self.args.grad_reduce_in_fp32:
             return
         for model in models:
@@ -218,15 +220,14 @@ class MegatronBackend(Backend):
             model.loss_of_logits = of_logits
 
     def joins_rows(self, chunks) -> bool:
-        """The stages of a pipeline agree on shapes, experts drop or gather tokens by them, and
-        scores with a cap are held whole."""
+        """Not with pipelines, which fix shapes, experts, which drop or gather tokens by shapes, or
+        capped scores, which are in memory whole."""
         configs = [chunk.config for chunk in chunks]
         fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
         return self.config.pipeline_model_parallel_size == 1 and not fixed
 
     def wrap_reference(self, models: VirtualModels) -> list:
-        models.config.calculate_per_token_loss = self.config.calculate_per_token_loss
-        models.config.rows_are_packed = self.config.rows_are_packed
+        self._configure(models.config)
         return list(models.requires_grad_(False).eval())
 
     def _wrap(self, model, first: bool) -> DistributedDataParallel:
@@ -237,11 +238,11 @@ class MegatronBackend(Backend):
                 "model again for a second one"
             )
         config = DistributedDataParallelConfig(**args.fields_of("ddp"))
-        # later chunks' communication is hidden behind the compute of earlier ones: one bucket each
+        # later chunks' communication overlaps the compute of earlier ones: one bucket each
         return DistributedDataParallel(self.config, config, model, disable_bucketing=not first)
 
     def create_optimizer(self):
-        """Also ties the model's config to the optimizer, which the schedule reads."""
+        """Also sets the functions that megatron's schedule reads from the model's config."""
         config = self.config
         chunks = self.chunks
         has_adapters = lora.spec_of(self.model) is not None
@@ -274,8 +275,8 @@ class MegatronBackend(Backend):
         )
 
     def _finalize_gradients(self, chunks, num_tokens=None, **kwargs) -> None:
-        """megatron's, but for the division by the tokens of all ranks, where the update multiplies
-        gradients anyway. Collective."""
+        """megatron's, except for the division by the tokens of all ranks if the update multiplies
+        gradients. Collective."""
         self._tokens = None
         split = [isinstance(part, SplitMasterOptimizer) for part in parts_of(self.optimizer)]
         if num_tokens is not None and all(split):
@@ -290,15 +291,15 @@ class MegatronBackend(Backend):
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:
-        """What _finalize_gradients has left to be multiplied with, a float64 tensor or 1."""
+        """The factor that _finalize_gradients left out, a float64 tensor or 1."""
         return 1.0 if self._tokens is None else 1 / self._tokens.clamp(min=1).double()
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """The parts of megatron's step(), which would update with any gradient norm.
+        """The parts of megatron's step(), with a check of the gradient norm.
 
-        Where masters are split, the update is on its way before the norm is read: a GPU that waits
-        for the host between the two does nothing.
+        With split masters the update is launched before the norm is read: the GPU does not wait for
+        the host.
         """
         optimizer = self.optimizer
         only_finite = self.args.check_for_nan_in_loss_and_grad
@@ -325,8 +326,7 @@ class MegatronBackend(Backend):
         return bool(updated), grad_norm, num_zeros
 
     def _num_zeros_of_padding(self) -> int:
-        """The gradient's elements in rows that only pad the vocabulary: all are zero. Collective
-        over all ranks."""
+        """The gradient's elements in the vocabulary's padding, all zero. Collective."""
         mine = 0
         vocab_size = self.config.vocab_size
         parameters = weights_convert.own_parameters(self.model)
@@ -362,7 +362,7 @@ class MegatronBackend(Backend):
                 parameter.data = parameter.main_grad.float() * factor
 
     def _gather_shards(self) -> None:
-        """The distributed optimizer leaves each rank the sum of its own part alone. Collective."""
+        """Complete the gradients: the distributed optimizer has each rank's part. Collective."""
         if not self.args.use_distributed_optimizer:
             return
         for chunk in self.chunks:
@@ -379,7 +379,7 @@ class MegatronBackend(Backend):
         return weights_convert.export_hf(self.model, folder, max_shard_size, change)
 
     def finish_param_sync(self) -> None:
-        # with overlap_param_gather those of the last update arrive during the next forward pass
+        # with overlap_param_gather the next forward pass gathers those of the last update
         if self.args.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

@@ -1,8 +1,7 @@
 """The plain torch backend: a Hugging Face model, torch DDP, AdamW. The fallback, and the oracle of
 every test.
 
-`forward_backward` has the contract of megatron's schedules, so the trainer's objective runs on both
-as it is.
+`forward_backward` has the contract of megatron's schedules: the trainer's objective runs on both.
 """
 
 import contextlib
@@ -16,6 +15,13 @@ import torch.nn.functional as F
 from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend
+from .batch import (
+    block_diagonal_mask,
+    get_ltor_masks_and_position_ids,
+    model_columns,
+    packed_row,
+    to_rank,
+)
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge
 from .families import values_of
@@ -23,7 +29,6 @@ from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, choices_of, updated_bias
 from .optim import create_grad_scaler, create_torch_optimizer
-from .packed_rows import block_diagonal_mask, packed_row
 from .weights_convert import write_model
 from .weights_files import file_tensors
 
@@ -33,17 +38,16 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def losses_of(config, args) -> BalancingLosses:
-    """The coefficients for a transformers config: the arguments', or its family's own."""
+    """The coefficients for a transformers config: the arguments', or its family's."""
     return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
 class TorchRouters:
-    """Collects what each router gave in a forward pass that trains.
+    """Collects the outputs of the routers, (logits, weights, experts), in training.
 
-    transformers' routers answer (logits, weights, experts). `statistics` is None for a model
-    without experts, or of a family that is not in the table: then nothing is collected. ValueError
-    where such a model is to have balancing losses, and where a family has experts and their routers
-    are not found.
+    `statistics` is None for a model without experts, or of a family without a row: nothing is
+    collected then. ValueError for balancing losses of such a model, and for experts without known
+    routers.
     """
 
     def __init__(self, model, args):
@@ -73,7 +77,7 @@ class TorchRouters:
         self._counts = torch.zeros(layers, experts, device=device)
 
     def _find(self, model, wanted: int) -> None:
-        """Hook the router of each mixture; transformers' classes of them end in TopKRouter."""
+        """Hook the router of each mixture, of a class whose name ends in TopKRouter."""
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith("topkrouter"):
                 layer = int(_LAYER.search(name)[1])
@@ -97,7 +101,7 @@ class TorchRouters:
         self._outputs = []
 
     def losses_of_pass(self, shape) -> torch.Tensor | float:
-        """What the last forward pass over tokens of `shape` (b, s) adds to its micro-batch's loss.
+        """The losses of the last forward pass over tokens of `shape` (b, s), for its micro-batch.
 
         Counts the pass for the log and for the bias updates too.
         """
@@ -119,9 +123,7 @@ class TorchRouters:
     @torch.no_grad()
     def update_biases(self) -> None:
         """After the micro-batches of a step: even out the loads by moe_router_bias_update_rate.
-
-        Collective over all ranks where there is such a rate.
-        """
+        Collective with such a rate."""
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)
@@ -136,19 +138,19 @@ class TorchRouters:
 
 
 class TokenLossModel(torch.nn.Module):
-    """A Hugging Face decoder that answers as McaGPTModel does: token losses with labels, logits
+    """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
     without.
 
-    Where the model's logits are its last hidden states times the head's weight, the loss is taken
-    in chunks of rows; another head (scaled or capped logits, a bias) is found out by trying, and
-    its whole logits are held.
+    If the logits are the last hidden states times the head's weight, the loss is taken in chunks of
+    rows. A forward pass detects other heads (scaled or capped logits, a bias), which need whole
+    logits.
     """
 
     def __init__(self, model, loss_chunk_size: int | None):
         super().__init__()
         self.model = model
         self.loss_chunk_size = loss_chunk_size
-        self.weights_differ = False  # whether rows weigh differently in the loss
+        self.weights_differ = False  # True: rows weigh differently in the loss
         self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
         self.head_is_plain = self._head_is_plain()
 
@@ -161,19 +163,22 @@ class TokenLossModel(torch.nn.Module):
         logits = self.model(ids, use_cache=False).logits.float()
         hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
-        own = F.linear(hidden, head.weight).float()
+        plain = F.linear(hidden, head.weight).float()
         extra = lora.extra_factors(head, hidden)
         if extra is not None:
-            own = own + F.linear(*extra).float()
+            plain = plain + F.linear(*extra).float()
         self.model.train(training)
-        return torch.allclose(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
+        return torch.allclose(plain, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None):
+    def forward(
+        self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None, **more
+    ):
         """input_ids, labels [b, s]; mask bool [b or 1, 1, s, s], True hidden -> float32 [b, s].
-        places: of the logits, the only ones that are computed (None: all)."""
+        places: positions of logits (None: all). more: columns for the model."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        kwargs.update(more)
         if labels is None:
             if places is not None:
                 kwargs["logits_to_keep"] = places
@@ -210,7 +215,7 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def refuse_packing_if_documents_mix(self) -> None:
-        """ValueError where the model does not keep packed documents apart: tried on one row."""
+        """ValueError if documents of a packed row see each other, by a forward pass."""
         config = self.model.config.get_text_config()
         device = parallel.device()
         judge = Judge(None)
@@ -235,8 +240,8 @@ class TokenLossModel(torch.nn.Module):
 
 
 class TorchBackend(Backend):
-    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP where
-    there are several ranks."""
+    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP over
+    several ranks."""
 
     name = "torch"
     snapshot_of = TorchSnapshot
@@ -275,16 +280,14 @@ class TorchBackend(Backend):
         """The batch on this rank's device; masks and positions keep packed documents apart."""
         device = parallel.device()
         params = batch.get("packed_seq_params")
-        ids, labels = (batch[k].to(device, non_blocking=True) for k in ("input_ids", "labels"))
-        padding = batch.get("padding_mask")
-        self.routers.expect(None if padding is None else padding.to(device))
-        if params is None:
-            mask = None
-            positions = batch["position_ids"].to(device)
+        inputs = to_rank(batch, model_columns(batch), None, device)
+        self.routers.expect(inputs.pop("padding_mask"))
+        if params is None:  # rows are padded on the right and attention is causal: no mask
+            mask, positions = get_ltor_masks_and_position_ids(inputs["input_ids"], False)
         else:
             mask = block_diagonal_mask(batch["cu_seqlens"], device)
             positions = params.layout.positions[None]
-        return dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
+        return dict(inputs, position_ids=positions, attention_mask=mask)
 
     def expect_weighted_losses(self) -> None:
         self.loss_model.weights_differ = True
@@ -328,8 +331,8 @@ class TorchBackend(Backend):
     def _backward(self, loss, count, shape, num_micro_batches: int) -> None:
         """The backward pass of a micro-batch over tokens of `shape` (b, s).
 
-        Per token, sums are added up, and divided by the tokens of all in the end; otherwise it is
-        the mean over micro-batches of the means over their tokens.
+        Per token, gradients of sums, divided by all tokens in the end; otherwise the mean over
+        micro-batches of the means over their tokens.
         """
         if not self.args.calculate_per_token_loss:
             loss = loss / count.clamp(min=1)
@@ -341,8 +344,8 @@ class TorchBackend(Backend):
         loss.backward()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
-        """DDP has averaged the ranks' sums: make that the sum over all, divided by the tokens of
-        all. Collective."""
+        """Make DDP's average of the ranks' sums the sum over all, divided by the tokens of all.
+        Collective."""
         tokens = parallel.sum_over_all(tokens)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, self.dp_size / tokens.clamp(min=1))
@@ -357,7 +360,7 @@ class TorchBackend(Backend):
             overflow = not bool(grad_norm.isfinite())
             self._scaler.update(overflow)
             if overflow:
-                return False, 0.0, None  # no update and no norm: as megatron's optimizer answers
+                return False, 0.0, None  # as megatron's optimizer
         elif self.args.check_for_nan_in_loss_and_grad and not bool(grad_norm.isfinite()):
             return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(
@@ -373,15 +376,15 @@ class TorchBackend(Backend):
     _sum_over_data_parallel = reduce
 
     def _export(self, folder, max_shard_size, change=None) -> list[str]:
-        mine = self._tensors_of_files(self.dtype, change) if parallel.is_main() else iter(())
+        tensors = self._tensors_of_files(self.dtype, change) if parallel.is_main() else iter(())
         source = self.model.name_or_path
-        return write_model(mine, folder, max_shard_size, self.hf_config, source, self.dtype)
+        return write_model(tensors, folder, max_shard_size, self.hf_config, source, self.dtype)
 
     def _gradients_for_weights(self) -> None:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 gradient = parameter.grad
-                if gradient is None:  # nothing that the loss depends on
+                if gradient is None:  # the loss does not depend on it
                     gradient = torch.zeros_like(parameter)
                 parameter.data = gradient.float()
 
@@ -391,10 +394,10 @@ class TorchBackend(Backend):
     def _tensors_of_files(
         self, dtype: torch.dtype, change=None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a file, tensor); those that are trained in `dtype`."""
+        """(name in a file, tensor); trained ones in `dtype`."""
         for name, tensor, index in file_tensors(self.model):
             part = tensor.detach()[index].to("cpu", copy=bool(index))
-            # a router's bias, which is a buffer, keeps its precision, as in transformers
+            # a buffer, such as a router's bias, keeps its precision, as in transformers
             kept = dtype if tensor.requires_grad else part.dtype
             if change is not None:
                 part = change(name, part)

@@ -463,7 +463,7 @@ def _state_names(optimizer, parameter) -> list[str]:
 
 
 def _row(optimizer) -> Optimizer:
-    return OPTIMIZERS[parts_of(optimizer)[0].config.optimizer]
+    return OPTIMIZERS[parts_of(optimizer)[0].config.optim]
 
 
 def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):

@@ -1,10 +1,10 @@
-"""From samples to micro-batches: whose turn it is among several datasets, documents in rows, the
-collator, and who gets which sample when.
+"""From samples to micro-batches: the collator and its checks, mixing, the plan of batches per rank,
+and packs.
 
-A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the token that
-position t has to predict, or IGNORE_INDEX: one document for a text or a conversation, chosen and
-rejected for a pair, those of several samples for a pack. Letters: b samples of a micro-batch, s
-positions. Nothing here talks to other ranks: the plan of each is arithmetic.
+A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the target of
+position t, or IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a
+pair, those of several samples for a pack. Letters: b samples of a micro-batch, s positions. Nothing
+here is collective: the plan of each rank is arithmetic.
 """
 
 import copy
@@ -16,35 +16,39 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from .batch import document_lengths, padding_of
 from .data_files import SIDES
 from .files import IGNORE_INDEX
+from .tables import COLUMNS, Column, registered_columns
 from .watchdog import end_with_rank
 
-# -- batches
-
-_COLUMNS = ("input_ids", "labels", "attention_mask", "reference")  # of a document
-# what tokenizers and data sets, and a stream, bring beside them: nothing that the model is given
+# columns of tokenizers and data sets, and of a stream, without a meaning for the model
 _HARMLESS = frozenset(
     "token_type_ids special_tokens_mask length text prompt id idx index data_position".split()
 )
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # at once, as Hugging Face's datasets does
 
+# -- samples to a padded batch
+
 
 def documents_of(sample) -> list[Mapping]:
     """The documents of a sample. A lone document {"input_ids", "labels"}, a pair {"chosen",
-    "rejected"} and a list of pairs are samples too. ValueError for anything else."""
+    "rejected"} and a list of pairs are samples too; registered columns of a pair are those of its
+    documents. ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
     if isinstance(sample, Mapping) and "input_ids" in sample and "labels" in sample:
         return [sample]
     if isinstance(sample, Mapping) and all(side in sample for side in SIDES):
-        refuse_columns("a sample", sample, SIDES)
-        return [document for side in SIDES for document in documents_of(sample[side])]
+        columns = registered_columns()
+        refuse_columns("a sample", sample, [*SIDES, *columns])
+        shared = {name: sample[name] for name in columns if name in sample}
+        documents = [document for side in SIDES for document in documents_of(sample[side])]
+        return [{**shared, **document} for document in documents] if shared else documents
     got = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
     raise ValueError(
         'a sample is a list of documents {"input_ids", "labels"}, or one document, or a pair '
@@ -52,15 +56,20 @@ def documents_of(sample) -> list[Mapping]:
     )
 
 
+def _known(giver: str) -> list[str]:
+    """The columns that a sample or a collator may give."""
+    return [name for name, column in COLUMNS.items() if giver in column.given_by]
+
+
 def refuse_columns(whose: str, columns: Mapping, known: Sequence[str]) -> None:
-    """ValueError for columns that hold something, and that the model would not be given."""
+    """ValueError for columns with values that are not in tables.COLUMNS."""
     more = [name for name in columns if name not in known and name not in _HARMLESS]
     more = [name for name in more if not _is_empty(columns[name])]
     if more:
         raise ValueError(
             f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
-            f"expected {', '.join(known)}; images, audio and weights of tokens are not trained: "
-            "remove the columns (dataset.remove_columns), or put what they say into labels"
+            f"expected {', '.join(known)}; images and audio are not trained: remove the columns "
+            "(dataset.remove_columns), or register_column one that a loss reads"
         )
 
 
@@ -69,7 +78,7 @@ def _is_empty(column) -> bool:
 
 
 def _tokens(document: Mapping, column: str) -> torch.Tensor:
-    """A column of a document, int64 [n]. ValueError for what is no row of whole numbers."""
+    """A column of a document, int64 [n]. ValueError for anything but a row of whole numbers."""
     try:
         values = torch.as_tensor(document[column])
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -81,11 +90,11 @@ def _tokens(document: Mapping, column: str) -> torch.Tensor:
 
 
 def _row(sample) -> dict[str, torch.Tensor]:
-    """The documents of a sample one after another: input_ids, labels and attention_mask, with each
-    token's document from 1, int64 [n]; and reference, float32 [documents], where they have it."""
+    """The documents of a sample one after another: columns of tokens [n], with the number of each
+    token's document from 1 as attention_mask; other columns [documents]."""
     documents = documents_of(sample)
     for document in documents:
-        refuse_columns("a sample", document, _COLUMNS)
+        refuse_columns("a sample", document, _known("sample"))
     ids = [_tokens(document, "input_ids") for document in documents]
     labels = [_tokens(document, "labels") for document in documents]
     lengths = [len(part) for part in ids]
@@ -106,87 +115,80 @@ def _row(sample) -> dict[str, torch.Tensor]:
     row = {"input_ids": torch.cat(ids), "labels": torch.cat(labels), "attention_mask": mask}
     if all("reference" in document for document in documents):
         row["reference"] = torch.tensor([float(document["reference"]) for document in documents])
+    for name, column in registered_columns().items():
+        values = [
+            _value(name, column, document.get(name), length)
+            for document, length in zip(documents, lengths, strict=True)
+        ]
+        row[name] = torch.cat(values)
     return row
+
+
+def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
+    """A registered column of a document of `length` tokens: [length], or [1]. ValueError for other
+    shapes, and for no value at all."""
+    value = column.default if value is None else value
+    if value is None:
+        raise ValueError(f"a sample has no {name!r}: give one, or register the column's default")
+    try:
+        values = torch.as_tensor(value, dtype=getattr(torch, column.dtype))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name} of a sample: expected numbers, got {value!r:.60}") from error
+    if column.per != "token":
+        length = 1
+    if values.dim() == 0:
+        return values.repeat(length)
+    if values.shape != (length,):
+        raise ValueError(
+            f"{name} of a sample: expected one number or {length}, got shape {tuple(values.shape)}"
+        )
+    return values
 
 
 class Collator:
     """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], a row for each sample,
-    padded on the right.
+    padded on the right; registered columns [b, s], or [b, most documents of a row].
 
-    attention_mask numbers the documents of a row from 1 (a lone document may bring its own
-    numbers); padding has 0, and label IGNORE_INDEX. s is the longest row. Where documents have a
-    "reference", so has the batch: float32 [b, most documents of a row].
-    Raises: ValueError for what is no sample.
+    attention_mask numbers the documents of a row from 1 (a lone document may bring its numbers);
+    padding has 0, and label IGNORE_INDEX. s is the longest row. With a "reference" in every
+    document the batch has it too: float32 [b, most documents of a row].
+    Raises: ValueError for anything but samples.
     """
 
     def __init__(self, pad_token_id: int):
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: list) -> dict[str, torch.Tensor]:
-        return _stack([_row(sample) for sample in samples], self.pad_token_id)
-
-
-def _padding(pad_token_id: int) -> dict[str, int]:
-    return {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0, "reference": 0}
-
-
-def _stack(rows: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """What all rows have, each [rows, longest]."""
-    return {
-        key: pad_sequence([row[key] for row in rows], batch_first=True, padding_value=value)
-        for key, value in _padding(pad_token_id).items()
-        if all(key in row for row in rows)
-    }
-
-
-def split_documents(batch: dict, per_row: int, pad_token_id: int) -> dict:
-    """Each document of a padded batch [b, s] in a row of its own: input_ids, labels and
-    attention_mask (1: a token), int64 [b * per_row, longest document].
-
-    attention_mask of the batch numbers the `per_row` documents of each row from 1. A row of padding
-    alone, which only fills the batch, gives `per_row` rows with one position of padding. ValueError
-    for rows with other numbers of documents.
-    """
-    found = []
-    keys = ("input_ids", "labels", "attention_mask")
-    for ids, labels, mask in zip(*(batch[key] for key in keys), strict=True):
-        lengths = torch.bincount(mask)[1:].tolist()
-        is_filler = not lengths
-        if is_filler:
-            lengths = [1] * per_row
-        if len(lengths) != per_row:
-            raise ValueError(
-                f"a row holds {len(lengths)} documents, expected {per_row}: set sequence_packing: "
-                "true"
-            )
-        used = sum(lengths)
-        cut = zip(ids[:used].split(lengths), labels[:used].split(lengths), strict=True)
-        for own_ids, own_labels in cut:
-            own_mask = torch.full_like(own_ids, int(not is_filler))
-            found.append(dict(zip(keys, (own_ids, own_labels, own_mask), strict=True)))
-    return _stack(found, pad_token_id)
+        rows = [_row(sample) for sample in samples]
+        batch = {}
+        for name in rows[0]:
+            if all(name in row for row in rows):
+                columns = [row[name] for row in rows]
+                value = padding_of(name, self.pad_token_id)
+                batch[name] = pad_sequence(columns, batch_first=True, padding_value=value)
+        return batch
 
 
 class Limits(NamedTuple):
-    """What a model takes: ids below vocab_size, and documents of so many positions."""
+    """Limits of a model: ids below vocab_size, and documents of so many positions."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
 
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
-        """Those of a config.json; none of what it does not say."""
+        """Limits of a config.json; none for keys that it lacks."""
         text = hf_config.get("text_config") or hf_config
         positions = text.get("max_position_embeddings") or math.inf
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        # such a config says where the model's positions ended before they were scaled
+        # max_position_embeddings may be the number before scaling
         before = rope.get("original_max_position_embeddings") or positions
         return cls(
             text.get("vocab_size") or math.inf, max(positions, before * (rope.get("factor") or 1))
         )
 
     def check_positions(self, longest: int) -> None:
-        """ValueError where the longest document has more tokens than the model has positions."""
+        """ValueError if the longest document has more tokens than the model has positions."""
         if longest > self.positions:
             raise ValueError(
                 f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
@@ -195,11 +197,11 @@ class Limits(NamedTuple):
             )
 
 
-def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limits) -> dict:
-    """The language inputs of a collated batch as tensors; ValueError for what would give wrong
-    numbers in silence, or fail in the model.
+def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
+    """The columns of a collated batch as tensors. ValueError for what would silently give wrong
+    numbers, or fail in the model.
 
-    packs: rows may hold several documents, which attention_mask numbers.
+    packs: rows may hold several documents, numbered by attention_mask.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
@@ -209,8 +211,9 @@ def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limit
             f"the data collator gave {sorted(batch)}: expected {missing} too, labels already "
             "shifted"
         )
-    refuse_columns("a batch of the data collator", batch, names)
-    batch = {k: torch.as_tensor(batch[k]) for k in names if batch.get(k) is not None}
+    known = _known("collator")
+    refuse_columns("a batch of the data collator", batch, known)
+    batch = {k: torch.as_tensor(batch[k]) for k in known if batch.get(k) is not None}
     ids = batch["input_ids"]
     if batch["labels"].shape != ids.shape:
         shapes = tuple(batch["labels"].shape), tuple(ids.shape)
@@ -232,6 +235,8 @@ def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limit
             "sequence_packing: true"
         )
     _check_limits(batch, limits)
+    for name, column in registered_columns().items():
+        batch[name] = _checked(name, column, batch)
     positions = batch.pop("position_ids", None)
     if positions is None or packs:
         return batch
@@ -242,8 +247,33 @@ def check_batch(batch: Mapping, names: Sequence[str], packs: bool, limits: Limit
     return batch
 
 
+def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
+    """A registered column of a batch: [b, s] per token, else [b, most documents of a row]."""
+    mask = batch["attention_mask"]
+    shape = mask.shape
+    if column.per != "token":
+        shape = torch.Size([len(mask), max(map(len, document_lengths(mask)))])
+    dtype = getattr(torch, column.dtype)
+    values = batch.get(name)
+    if values is None:
+        if column.default is None:
+            raise ValueError(
+                f"the data collator gave no {name!r}, a registered column: expected {list(shape)}"
+            )
+        return torch.full(shape, column.default, dtype=dtype)
+    if values.dim() == 1:  # one number a row
+        values = values[:, None].expand(shape)
+    fits = values.dim() == 2 and len(values) == len(mask) and values.shape[1] >= shape[1]
+    if not fits or (column.per == "token" and values.shape != shape):
+        raise ValueError(
+            f"{name} of a batch: expected {list(shape)}, got {list(values.shape)}: one value per "
+            f"{column.per}"
+        )
+    return values.to(dtype)
+
+
 def _check_limits(batch: dict, limits: Limits) -> None:
-    """ValueError for ids, labels or documents that the model has no row or place for."""
+    """ValueError for ids, labels or documents outside the model's limits."""
     ids = batch["input_ids"]
     labels = batch["labels"]
     for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
@@ -259,37 +289,27 @@ def _check_limits(batch: dict, limits: Limits) -> None:
                 "another model's, or has more tokens (resize_vocab: true)"
             )
     if ids.shape[1] > limits.positions:
-        limits.check_positions(int(_document_lengths(batch["attention_mask"]).amax()))
-
-
-def _document_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """The lengths of the documents of all rows, without padding."""
-    return torch.cat([torch.bincount(row)[1:] for row in mask.long().clamp(min=0)])
+        lengths = itertools.chain(*document_lengths(batch["attention_mask"]))
+        limits.check_positions(max(lengths, default=0))
 
 
 def count_tokens(batch: dict) -> tuple[int, int]:
     """(tokens without padding, sum of squared document lengths) of a checked batch."""
-    lengths = _document_lengths(batch["attention_mask"])
-    return int(lengths.sum()), int((lengths**2).sum())
+    lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
+    return sum(lengths), sum(n * n for n in lengths)
 
 
-def pad_batch(batch: dict, length: int, pad_token_id: int) -> dict:
-    """The batch [b, s] padded on the right to [b, length]."""
-    more = length - batch["input_ids"].shape[1]
-    if not more:
-        return batch
-    values = _padding(pad_token_id)
-    return {k: F.pad(v, (0, more), value=values.get(k, 0)) for k, v in batch.items()}
+# -- mixing and the plan of batches
 
 
 class Turns:
-    """Yields the number of the dataset that the next sample is taken from, until the epoch is over.
+    """The number of each next sample's dataset, until the epoch is over.
 
-    As LLaMA-Factory's strategies are: concat takes one dataset after another; interleave_under,
-    _over and _once are Hugging Face's interleave_datasets with first_exhausted, all_exhausted and
+    LLaMA-Factory's strategies: concat takes one dataset after another; interleave_under, _over and
+    _once are Hugging Face's interleave_datasets with first_exhausted, all_exhausted and
     all_exhausted_without_replacement. Without weights datasets take turns, and a round is finished;
-    with them each turn is drawn, the same for a seed. Whoever takes the samples adds a dataset to
-    `exhausted` with its last one, and then begins it again. taken: turns that are behind.
+    with them each turn is drawn, the same for a seed. The caller adds a dataset to `exhausted` with
+    its last sample, and then begins it again. taken: turns so far.
     """
 
     def __init__(
@@ -338,15 +358,14 @@ def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
 
 
 class BatchPlan:
-    """Which samples this data parallel rank takes in which micro-batch. Arithmetic only.
+    """The samples of each micro-batch of this data parallel rank. Arithmetic only.
 
     Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size *
     accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size + r) *
     micro_batch_size on. The samples of a step are thus the same in all layouts with the same G. The
-    last step of an epoch has only the micro-batches that it needs, as many on every rank; where
-    samples are missing it has FILLER. With `costs`, one number a sample, a step's samples are dealt
-    by falling cost, so that the ranks have as much to do in each micro-batch: that changes who
-    takes them, not which.
+    last step of an epoch has only the micro-batches that it needs, as many on every rank; FILLER
+    replaces missing samples. With `costs`, one number a sample, a step's samples are dealt by
+    falling cost, to balance the ranks in each micro-batch: the step has the same samples.
     """
 
     def __init__(
@@ -390,13 +409,13 @@ class BatchPlan:
         return self._order[1]
 
     def num_samples_of(self, i: int) -> int:
-        """Samples, without fillers, that all ranks together take in step i of an epoch."""
+        """Samples of all ranks, without fillers, in step i of an epoch."""
         if not 0 <= i < self.steps_per_epoch:
             raise ValueError(f"step {i} of an epoch that has {self.steps_per_epoch} steps")
         return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
 
     def num_micro_batches(self, i: int) -> int:
-        """Micro-batches that each rank takes in step i of an epoch."""
+        """Micro-batches of each rank in step i of an epoch."""
         return math.ceil(self.num_samples_of(i) / (self.micro_batch_size * self.dp_size))
 
     def step(self, epoch: int, i: int) -> list[list[int]]:
@@ -409,8 +428,7 @@ class BatchPlan:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
-            # Every second micro-batch is dealt from the last rank to the first: its dearest sample
-            # goes to another rank.
+            # every second micro-batch is dealt from the last rank to the first, for balance
             for number in range(1, count, 2):
                 chosen[number] = chosen[number, ::-1].copy()
         return chosen[:, self.dp_rank].tolist()
@@ -434,8 +452,8 @@ class _MicroBatches:
 
 
 class _Filled(Dataset):
-    """A dataset with a user's collate function. `self[i]` is (whether i is a filler, sample), where
-    a filler is sample 0; after collate its row has no labels."""
+    """A dataset with a user's collate function. `self[i]`: (True for a filler, sample). A filler is
+    sample 0, and its collated row has no labels."""
 
     def __init__(self, dataset, collate):
         self.dataset = dataset
@@ -492,7 +510,7 @@ def make_loader(
             f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
         )
     filled = _Filled(dataset, collate)
-    with warnings.catch_warnings(record=True):  # of too many workers its iterator warns again
+    with warnings.catch_warnings(record=True):  # its iterator warns of too many workers again
         return DataLoader(
             filled,
             batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
@@ -500,8 +518,7 @@ def make_loader(
             num_workers=num_workers,
             worker_init_fn=end_with_rank,
             pin_memory=torch.cuda.is_available(),
-            # Without one of its own a DataLoader draws from torch's global generator, and dropout
-            # would depend on it.
+            # else a DataLoader draws from torch's global generator, and changes dropout
             generator=torch.Generator().manual_seed(plan.seed),
         )
 
@@ -515,11 +532,11 @@ class Packs(Dataset):
 
     dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
     num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
-    the samples of each row. costs: what attention costs in each row, the sum of the squared lengths
-    of its documents. padding_fraction: of all positions of full rows.
+    the samples of each row. costs: of attention in each row, the sum of its documents' squared
+    lengths. padding_fraction: of all positions of full rows.
     """
 
-    unit = "packs"  # what a row is, in reports
+    unit = "packs"  # name of a row in reports
 
     def __init__(self, dataset, capacity: int):
         lengths = dataset.document_lengths
@@ -549,13 +566,13 @@ class Packs(Dataset):
 
 
 def samples_of(dataset):
-    """The data set with a sample in each place, where it is one of packs."""
+    """The data set of samples under packs, else the data set itself."""
     return dataset.dataset if isinstance(dataset, Packs) else dataset
 
 
 class WithReference(Dataset):
-    """A view of a dataset in which each document has "reference", the log-probability that a
-    reference model gives to it.
+    """A view of a dataset whose documents have "reference", their log-probability by a reference
+    model.
 
     logps: float32 [samples, documents of a sample].
     """
@@ -578,12 +595,11 @@ class WithReference(Dataset):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Sample numbers of each pack, in which the lengths sum to at most `capacity`; deterministic.
+    """Sample numbers of each pack, of lengths that sum to at most `capacity`; deterministic.
 
-    Best fit, longest first: a sample goes to the fullest pack that still has room for it, or opens
-    a new one. Open packs are kept by their free space, so each sample costs a look at the next free
-    space that suffices.
-    Raises: ValueError for a sample that is longer than capacity.
+    Best fit, longest first: a sample goes to the fullest pack with room for it, or opens a new one.
+    Open packs are listed by their free space.
+    Raises: ValueError for a sample longer than capacity.
     """
     if len(lengths) and lengths.max() > capacity:
         worst = int(lengths.argmax())
@@ -591,13 +607,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
             f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: "
             "raise cutoff_len"
         )
-    # free space -> packs that have it, the newest last
+    # free space -> its packs, the newest last
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     occupied = np.zeros(capacity + 1, dtype=bool)
     packs: list[list[int]] = []
     for i in np.argsort(-lengths, kind="stable"):
         length = int(lengths[i])
-        # the tightest space that suffices, if there is any
+        # the tightest sufficient space, if any
         space = length + int(occupied[length:].argmax())
         if occupied[space]:
             pack = by_space[space].pop()

@@ -34,7 +34,7 @@ from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, read_records
 from .data_records import Conversation, conversations, detect_format, document
 from .files import IGNORE_INDEX, checksum, sync, write_json
-from .tables import Objective
+from .tables import Objective, registered_columns
 
 # -- records to tokens
 
@@ -50,12 +50,11 @@ _LISTED = 10  # bad records that are listed with their places
 CHUNK_RECORDS = 500  # records handed to the tokenizer at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 
-# (its place, what it says: a text, or conversations; or the ValueError of one that cannot be used)
-# of a record
-Record = tuple[str, str | list[Conversation] | ValueError]
+# of a record: (place; text, conversations or ValueError; values of registered columns)
+Record = tuple[str, str | list[Conversation] | ValueError, dict[str, float]]
 # (ids int32 [n], mask uint8 [n]: 1 for tokens that are learned; None: all are) of a document
 Document = tuple[np.ndarray, np.ndarray | None]
-Sample = list[Document]
+Sample = list[tuple[np.ndarray, np.ndarray | None, dict[str, float]]]
 # in a dataset: the file, lines or records and bytes of it, and records in all, that are behind
 Place = tuple[int, ...]
 BEGINNING: Place = (0, 0, 0, 0)
@@ -116,6 +115,7 @@ class Reader:
         limits = [n for n in (data_args.max_samples, spec.num_samples) if n is not None]
         self.limit = min(limits, default=None)  # only the first so many records
         self.formats: dict[str, str] = {}
+        self.columns = data_records.dataset_columns(spec.name)
 
     def records(
         self, start: Place = BEGINNING, refuse_empty: bool = False
@@ -133,8 +133,8 @@ class Reader:
             before = taken
             for where, record in read_records(file, kind, self.skips, cursor):
                 taken += 1
-                said = self._read(file, where, record)
-                yield (where, said), (at, cursor.number, cursor.offset, taken)
+                read = self._read(file, where, record)
+                yield (where, *read), (at, cursor.number, cursor.offset, taken)
                 if taken == self.limit:
                     return
             if refuse_empty and taken == before:
@@ -151,27 +151,28 @@ class Reader:
             self._read(file, *item)
 
     def _read(self, file: str, where: str, record):
-        """What a record says, or the ValueError of one that cannot be used.
+        """(text, conversations or ValueError; values of registered columns) of a record.
 
         Raises: that ValueError, where the record should show the format of its file and may not be
         left out.
         """
         if isinstance(record, ValueError):
-            return record
+            return record, {}
         try:
             _refuse_other_kinds(record, self.objective, where)
+            values = data_records.column_values(record, self.columns, where)
             if file not in self.formats:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
             if self.objective.joins_documents:
-                return document(record, self.spec, where)
+                return document(record, self.spec, where), values
             form = self.formats[file]
             pairs = self.objective.has_pairs
             more = (self.system, where, self.ignored)
-            return conversations(record, self.spec, form, pairs, *more)
+            return conversations(record, self.spec, form, pairs, *more), values
         except ValueError as error:
             if file not in self.formats and not self.skips:
                 raise
-            return error
+            return error, {}
 
 
 def _refuse_other_kinds(record, objective: Objective, where: str) -> None:
@@ -232,6 +233,8 @@ class Encoder:
         }
         if data_args.ignore_message_keys:  # without any, checkpoints of earlier versions go on
             self.options["ignored"] = sorted(data_args.ignore_message_keys)
+        if self.joins and registered_columns():
+            raise ValueError("registered columns: texts are joined: set packing: false")
         if self.is_text and tokenizer.eos_token_id is None:
             raise ValueError(
                 "the tokenizer has no eos_token to end a document of stage: "
@@ -244,13 +247,13 @@ class Encoder:
         Raises: ValueError with the place for a record that cannot be used, unless it skips them.
         """
         tally = Tally(records=len(chunk))
-        places = []
-        rendered = []
+        places: list[tuple] = []  # of each sample, and its values of registered columns
+        rendered: list[Rendered] = []
         at = ""
 
         def render_all() -> None:
             nonlocal at, rendered, places
-            for at, said in chunk:
+            for at, said, values in chunk:
                 try:
                     found = self._rendered(at, said, tally)
                 except ValueError as error:
@@ -258,19 +261,19 @@ class Encoder:
                         raise
                     tally.refuse(at, str(error).removeprefix(at).removeprefix(": "))
                     continue
-                places += [at] * (len(found) // self.documents_per_sample)
+                places += [(at, values)] * (len(found) // self.documents_per_sample)
                 rendered += found
 
         in_time(render_all, lambda: at)
         documents = iter(self._tokenize(rendered))
         kept = []
-        for where in places:
+        for where, values in places:
             sample = list(itertools.islice(documents, self.documents_per_sample))
             sample = self._cut(sample, tally, where)
             if reason := self._why_left_out(sample):
                 tally.count(reason, where)
             else:
-                kept.append(sample)
+                kept.append([(*document, values) for document in sample])
         return kept, tally
 
     def _rendered(self, where: str, said, tally: Tally) -> list[Rendered]:
@@ -488,9 +491,9 @@ def _in_processes(
 CACHE_FORMAT = 3
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
 POLL_S, SAY_EVERY_S = 0.2, 10.0  # of those who wait for another process
-_META = {"sources", "formats", "created", "checksums"}
+_META = {"sources", "formats", "columns", "created", "checksums"}
 _META |= {field.name for field in dataclasses.fields(Tally)}
-_FILES = ("ids.bin", "mask.bin", "spans.bin", "learned.bin")
+_FILES = ("ids.bin", "mask.bin", "spans.bin", "learned.bin", "columns.bin")
 _whole: set[tuple[Path, bytes]] = set()  # (folder, its meta.json) of what this process has checked
 
 
@@ -513,6 +516,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
             print(f"{folder}: {found}: tokenising {name} anew", file=sys.stderr, flush=True)
         parts = encode_all(reader, encoder, data_args.preprocessing_num_workers)
         meta = {"sources": list(reader.spec.files), "formats": reader.formats}
+        meta["columns"] = list(reader.columns)
         row_length = data_args.cutoff_len + 1 if encoder.joins else None
         write_shard(temporary, parts, meta, row_length, progress)
 
@@ -579,6 +583,8 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
             [kind, _content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()
         ],
     }
+    if reader.columns:  # without any, checkpoints of earlier versions go on
+        identity["columns"] = reader.columns
     parts = (data_files, data_records, data_chat, sys.modules[__name__], write_shard, _spans)
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(part) for part in parts]}
     facts = [json.dumps(of, sort_keys=True, default=str) for of in (identity | code, identity)]
@@ -750,10 +756,10 @@ def _not_writable(folder: Path, error: OSError) -> ValueError:
 def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progress) -> None:
     """Write a new folder with the documents of `parts`, which is on the disk when the call returns.
 
-    parts: what data_encode.encode_all yields. meta: "sources" and "formats" of the report, complete
-    when the parts are used up. row_length: join the documents and cut them into rows of so many
-    tokens (None: leave them); neighbours share the token at which they meet, as the last target of
-    one and the first input of the next. progress: is told how far it is.
+    parts: from encode_all. meta: "sources" and "formats" of the report, complete when the parts are
+    used up, and the names of registered "columns". row_length: join the documents and cut them into
+    rows of so many tokens (None: leave them); neighbours share the token at which they meet, as the
+    last target of one and the first input of the next. progress: is told how far it is.
     """
     folder.mkdir()
     checksums = {name: [0, 0] for name in _FILES}
@@ -770,7 +776,9 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
             checksums[name] = [size + len(data), zlib.crc32(data, crc)]
 
         for samples, tally in parts:
-            for ids, mask in itertools.chain(*samples):
+            for ids, mask, values in itertools.chain(*samples):
+                row = [values.get(name, np.nan) for name in meta["columns"]]
+                write("columns.bin", np.array(row, dtype=np.float64))
                 write("ids.bin", ids)
                 if mask is not None:
                     write("mask.bin", mask)
@@ -783,9 +791,10 @@ def write_shard(folder: Path, parts, meta: dict, row_length: int | None, progres
         write("spans.bin", spans)
         write("learned.bin", np.array(learned, dtype=np.int64))
     tally.check()
-    if checksums["mask.bin"][0] == 0:
-        (folder / "mask.bin").unlink()
-        del checksums["mask.bin"]
+    for name in ("mask.bin", "columns.bin"):
+        if checksums[name][0] == 0:
+            (folder / name).unlink()
+            del checksums[name]
     for name in checksums:
         sync(folder / name)
     meta = {**meta, **dataclasses.asdict(tally), "created": time.time(), "checksums": checksums}
@@ -845,6 +854,10 @@ class Shard:
         learned = np.fromfile(folder / "learned.bin", dtype=np.int64)
         self.spans = spans.reshape(-1, documents_per_sample, 2)
         self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1
+        self.columns = None  # registered ones of each document, NaN: none
+        if "columns.bin" in self.meta["checksums"]:
+            columns = np.fromfile(folder / "columns.bin")
+            self.columns = columns.reshape(*self.spans.shape[:2], -1)
         self.learned = learned.reshape(-1, documents_per_sample).sum(axis=1)
         self._maps = None
 
@@ -856,10 +869,15 @@ class Shard:
 
     def __getitem__(self, row: int) -> list[dict]:
         ids, mask = self.maps()
-        return [
+        documents = [
             shifted(ids[start:stop], None if mask is None else mask[start:stop])
             for start, stop in self.spans[row]
         ]
+        of_row = () if self.columns is None else self.columns[row].tolist()
+        for of_document, values in zip(documents, of_row, strict=False):
+            columns = zip(self.meta["columns"], values, strict=True)
+            of_document.update((name, value) for name, value in columns if value == value)
+        return documents
 
     def maps(self) -> tuple[np.ndarray, np.ndarray | None]:
         """(tokens of all documents one after another, whether each is learned; None: all are)."""
@@ -872,11 +890,11 @@ class Shard:
         return self._maps
 
 
-def shifted(ids: np.ndarray, mask: np.ndarray | None) -> dict:
-    """{"input_ids", "labels"} int64 [n - 1] of n tokens; mask: 1 for those that are learned, None:
-    all are."""
+def shifted(ids: np.ndarray, mask: np.ndarray | None, columns=()) -> dict:
+    """{"input_ids", "labels"} int64 [n - 1] of n tokens, and the registered columns; mask: 1 for
+    those that are learned, None: all are."""
     tokens = np.array(ids, dtype=np.int64)
     labels = tokens[1:].copy()
     if mask is not None:
         labels[mask[1:] == 0] = IGNORE_INDEX
-    return {"input_ids": tokens[:-1], "labels": labels}
+    return {"input_ids": tokens[:-1], "labels": labels, **dict(columns)}

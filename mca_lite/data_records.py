@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
-from .tables import Objective
+from .tables import Objective, registered_columns
 
 # -- what all formats share ----------------------------------------------------------------------
 
@@ -72,6 +72,32 @@ def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
 # tags of dataset_info.json, and the role of those that they name
 _ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
 _ROLE_TAGS["observation_tag"] = "tool"
+
+
+# -- registered columns --------------------------------------------------------------------------
+
+
+def dataset_columns(dataset: str) -> dict[str, float | None]:
+    """Each registered column's value for the records of a dataset, None: the column's default."""
+    return {
+        name: column.of_dataset(dataset) if column.of_dataset else None
+        for name, column in sorted(registered_columns().items())
+    }
+
+
+def column_values(record, of_dataset: dict[str, float | None], where: str) -> dict[str, float]:
+    """A record's values of registered columns, else its dataset's. ValueError for anything but
+    numbers."""
+    values = {}
+    for name, value in of_dataset.items():
+        if isinstance(record, dict) and record.get(name) is not None:
+            value = record[name]
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{where}: {name!r}: expected a number, got {value!r:.60}")
+        values[name] = float(value)
+    return values
 
 
 # -- alpaca --------------------------------------------------------------------------------------

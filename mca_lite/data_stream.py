@@ -152,6 +152,8 @@ class TokenStream:
         for number, reader in enumerate(self.readers):
             spec = reader.spec
             options = self.encoder.options
+            if reader.columns:
+                facts[f"columns of {number}"] = reader.columns
             declared = [spec.formatting, spec.columns, spec.tags, reader.limit, options]
             files = [[kind, *_begin_of(file)] for file, kind in spec.files.items()]
             facts[f"dataset {number}"] = declared + files
@@ -293,7 +295,7 @@ def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[d
     """
     tokens, begins = np.zeros(0, np.int32), []  # of the documents: where in tokens, position
     position = Position()
-    for position, [(ids, _)] in samples:
+    for position, [(ids, *_)] in samples:
         begins.append((len(tokens) - token, position))
         tokens = np.concatenate([tokens, ids[token:]])
         token = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from . import lora, parallel, weights_convert
+from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import refuse
 from .families import TE_ALIASES, rows_of
@@ -36,7 +37,6 @@ from .model_config import (
 )
 from .model_layers import block_spec, needs_grad, prediction_spec, rope_frequencies
 from .model_moe import routers_of, use_own_dispatcher
-from .packed_rows import Targets
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -101,7 +101,7 @@ class McaGPTModel(GPTModel):
 
     forward(input_ids [b, s], position_ids, attention_mask, labels, trained): local layers do not
     read position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1,
-    s, s] with True meaning hidden, or None for causal; labels are [b, s], packed_rows.Targets, or
+    s, s] with True meaning hidden, or None for causal; labels are [b, s], batch.Targets, or
     None; trained: loss_tokens.TrainedPlaces, where the host knows where labels count.
 
     Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or

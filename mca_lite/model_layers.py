@@ -26,6 +26,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.attention.bias import causal_lower_right
 
 from . import parallel
+from .batch import row_layout
 from .kernels import compiles, norm_beside, rms_norm, rotate, rotated_heads, split_heads, swiglu
 from .mcore import (
     ColumnParallelLinear,
@@ -52,7 +53,6 @@ from .mcore import (
     tensor_parallel,
 )
 from .model_moe import Experts, Router
-from .packed_rows import row_layout
 from .parallel import device
 
 # -- rotary positions
@@ -88,7 +88,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
 def rotary_tables(
     config, layout, dtype: torch.dtype, layer_type: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (packed_rows.RowLayout), in
+    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (batch.RowLayout), in
     dtype.
 
     The tables over all positions are made once and grow by doubling; the last rows' own are
@@ -278,7 +278,7 @@ class CoreAttention(MegatronModule):
     Has the signature of megatron's DotProductAttention. Causal. Rows are padded on the right: no
     position ever looks at padding, so no mask is built. Packed rows: documents do not see each
     other, and their positions start at 0. Context parallelism: keys and values of the whole row are
-    gathered once a layer; the local queries are this rank's zigzag chunks (packed_rows.py). A mask
+    gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). A mask
     that is given, bool [b or 1, 1, s, s] with True meaning hidden, is obeyed. So are the layer's
     sliding window and the cap on scores.
 

@@ -13,6 +13,8 @@ max * n / w in the warm-up, then by style:
 and min after D. The first update uses the rate of n = 0.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -33,7 +35,7 @@ from .tables import OPTIMIZERS
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
-    """megatron's scheduler with the get_last_lr() that training loops log.
+    """megatron's scheduler with get_last_lr(), for the log.
 
     Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
     """
@@ -54,12 +56,12 @@ class MegatronLRScheduler(OptimizerParamScheduler):
 
 
 def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
-    """The schedule that `args` (TrainingArguments) names, over num_training_steps optimizer steps.
+    """The schedule of `args` (TrainingArguments) over num_training_steps optimizer steps.
 
     lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps,
-    num_stable_steps and decay_type (cosine, as in transformers, where it is not given) for
-    warmup_stable_decay; for other schedules num_decay_steps is the step at which min is reached.
-    Raises ConfigError for a number of steps that does not fit.
+    num_stable_steps and decay_type (default: cosine, as in transformers) for warmup_stable_decay;
+    for other schedules num_decay_steps is the step of min.
+    Raises: ConfigError for numbers of steps that do not fit.
     """
     kwargs = args.lr_scheduler_kwargs
     style = SCHEDULES[args.lr_scheduler_type]
@@ -89,24 +91,34 @@ def decays(parameter: torch.nn.Parameter) -> bool:
     return parameter.dim() != 1
 
 
-def get_optimizer_config(args, params_dtype: torch.dtype) -> OptimizerConfig:
-    """megatron's OptimizerConfig of `args` (TrainingArguments)."""
+@dataclass
+class NamedOptimizerConfig(OptimizerConfig):
+    """megatron's, and the row of OPTIMIZERS: checkpoints read the names of its states."""
+
+    optim: str = "adam"
+
+
+def get_optimizer_config(
+    args, params_dtype: torch.dtype, splits: bool = False
+) -> NamedOptimizerConfig:
+    """megatron's OptimizerConfig of `args` (TrainingArguments). splits: see splits_masters."""
     own = dict(
-        # megatron-core knows two: an SGD, which has no state yet, keeps the place of any other
+        optim=args.optim,
+        # megatron-core knows two: an SGD, without a state yet, stands in for any other
         optimizer=OPTIMIZERS[args.optim].megatron or "sgd",
         min_lr=0.0,  # None would break the scheduler, which reads it from each group
         fp16=params_dtype == torch.float16,
-        bf16=params_dtype == torch.bfloat16,
+        bf16=params_dtype == torch.bfloat16 and not splits,  # true: megatron makes masters
         params_dtype=params_dtype,
         # never clipping still measures the norm
         clip_grad=args.max_grad_norm or float("inf"),
     )
-    return OptimizerConfig(**{**args.fields_of("optimizer"), **own})
+    return NamedOptimizerConfig(**{**args.fields_of("optimizer"), **own})
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
-    """The float64 norm of all gradients of megatron's optimizer, as its get_grad_norm() has it: a
-    tensor, for which nothing waits yet. Collective."""
+    """The float64 norm of all gradients of megatron's optimizer, as by its get_grad_norm(): a
+    tensor, without a synchronisation. Collective."""
     parts = parts_of(optimizer)
     gradients = [part.get_main_grads_for_grad_norm() for part in parts]
     groups = [part.get_grad_stats_parallel_group() for part in parts]
@@ -121,8 +133,8 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 class SplitMasterOptimizer(FP32Optimizer):
-    """megatron's wrapper of optim_adam.AdamW, whose bf16 parameters are half of their masters.
-    Their gradients are DDP's, in place."""
+    """megatron's wrapper of kernels.AdamW, whose bf16 parameters hold the upper 16 bits of the
+    float32 masters. Gradients are DDP's, in place."""
 
     def __init__(self, part: FP32Optimizer, inner: AdamW):
         super().__init__(inner, part.config, part.init_state_fn)
@@ -137,9 +149,9 @@ class SplitMasterOptimizer(FP32Optimizer):
         return False
 
     def multiply(self, factor, grad_norm: torch.Tensor, only_finite: bool) -> None:
-        """The next update takes gradients times `factor`, with which their norm is grad_norm,
-        and clips them. only_finite: it changes nothing where the norm is not finite. Nothing waits
-        for these float64 tensors of one number."""
+        """Multiply gradients by `factor` in the next update, which clips by their norm then,
+        grad_norm. only_finite: the update changes nothing if the norm is not finite. Both are
+        float64 tensors of one number; no synchronisation."""
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
         if only_finite:
             shrink = shrink.where(grad_norm.isfinite(), float("nan"))
@@ -150,9 +162,8 @@ class SplitMasterOptimizer(FP32Optimizer):
 
 
 def splits_masters(args, params_dtype: torch.dtype, has_adapters: bool) -> bool:
-    """Whether SplitMasterOptimizer updates a model of this dtype, the same on all ranks. Adapters
-    are float32 themselves; the distributed and the offloaded optimizer have masters elsewhere.
-    """
+    """True if SplitMasterOptimizer updates a model of this dtype, on all ranks alike. Adapters
+    are float32; the distributed and the offloaded optimizer keep masters elsewhere."""
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and not has_adapters
     return is_half and OPTIMIZERS[args.optim].halves is not None and not elsewhere
@@ -162,14 +173,12 @@ def create_megatron_optimizer(
     args, chunks: list, params_dtype: torch.dtype, has_adapters: bool = False
 ) -> MegatronOptimizer:
     """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 masters of
-    16-bit weights. has_adapters: only those of LoRA, and what is saved with them, are trained.
-    """
+    16-bit weights. has_adapters: only LoRA's parameters and modules_to_save are trained."""
     row = OPTIMIZERS[args.optim]
     split = splits_masters(args, params_dtype, has_adapters)
-    config = get_optimizer_config(args, params_dtype)
-    config.bf16 = config.bf16 and not split  # megatron makes no masters then
-    # float32 pieces are views of weights: with a gradient function they would keep the node that
-    # DDP's hook is on, and it the model, for good
+    config = get_optimizer_config(args, params_dtype, split)
+    # float32 pieces are views of weights: with a gradient function they would keep the node of
+    # DDP's hook, and with it the model
     with torch.no_grad():
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     parts = parts_of(optimizer)
@@ -187,20 +196,19 @@ def create_megatron_optimizer(
                 part.optimizer, fraction, lambda groups: row.make(groups, args)
             )
     for group in optimizer.param_groups:
-        # the scheduler has limits of its own, for every group
+        # they would override the scheduler's limits
         group.pop("min_lr", None)
         group.pop("max_lr", None)
-    config.optimizer = args.optim  # checkpoints find the names of the states by it
     return optimizer
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list:
-    """The optimizers that megatron has chained, or the only one; of a chain its own list."""
+    """The optimizers in megatron's chain (its list itself), or the only one."""
     return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
-    """The torch optimizer of a part of megatron's: its own, if that is what `args` ask for."""
+    """The torch optimizer of a part of megatron's: megatron's Adam, or another row's."""
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
     if row.megatron is None or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
@@ -211,12 +219,12 @@ def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
 
 
 class OffloadedOptimizer:
-    """An optimizer that keeps the states of a share of its parameters in host memory, and updates
-    these there: the first ones that make up `fraction` of all elements.
+    """An optimizer with the states of a share of its parameters in host memory, updated there: the
+    first ones, up to `fraction` of all elements.
 
-    The weights stay on their device: an update takes them and their gradients to the host and back.
-    In place of megatron's own, which crashes in bf16 without its distributed optimizer and in
-    float32 with it, and whose copies of the weights no loaded checkpoint reaches.
+    The weights stay on their device: an update copies them and their gradients to the host and
+    back. megatron's crashes in bf16 without its distributed optimizer and in float32 with it, and
+    a loaded checkpoint does not reach its copies of the weights.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, fraction: float, make):
@@ -224,7 +232,7 @@ class OffloadedOptimizer:
         self.inner = inner
         parameters = [p for group in inner.param_groups for p in group["params"]]
         left = fraction * sum(p.numel() for p in parameters)
-        # an update on the host is one of stand-ins, which are given their tensors for it alone
+        # an update on the host is one of stand-ins, with tensors during the update alone
         self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
         for parameter in parameters:
             if left > 0:
@@ -235,8 +243,8 @@ class OffloadedOptimizer:
     def _host_groups(self) -> list[dict]:
         groups = []
         for group in self.param_groups:
-            held = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
-            groups.append({**group, "params": held})
+            params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
+            groups.append({**group, "params": params})
         return groups
 
     @property
@@ -245,14 +253,14 @@ class OffloadedOptimizer:
 
     @property
     def state(self) -> dict:
-        """Of each parameter; those of parameters on the host are CPU tensors."""
+        """States of each parameter, CPU tensors for those on the host."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
     def settle(self, parameter: torch.Tensor) -> None:
-        """Move a parameter's states to where it is updated: after a checkpoint put them in."""
+        """Move a parameter's states to the device of its updates, after a checkpoint's load."""
         if parameter in self._stand_ins:
             states = self.state[parameter]
             self.state[parameter] = {name: value.cpu() for name, value in states.items()}
@@ -289,9 +297,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The parameter groups of an optimizer that has not stepped, without what only its own kind
-    reads.
-    """
+    """The parameter groups of an optimizer before its first step, without keys of its kind."""
     kept = ("lr", "weight_decay")
     return [
         {key: value for key, value in group.items() if key in kept or key not in optimizer.defaults}
@@ -311,14 +317,14 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 class GivenScheduler:
-    """A torch scheduler that the user made, as the loop and checkpoints call it."""
+    """Adapter of a user's torch scheduler to the interface of loop and checkpoints."""
 
     def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler):
         self.scheduler = scheduler
         self.num_steps = 0
 
     def step(self, increment: int = 1) -> None:
-        """Count finished steps. A resumed run counts a new scheduler to where it was."""
+        """Count finished steps. A resumed run steps a new scheduler as often as before."""
         for _ in range(increment):
             self.scheduler.step()
         self.num_steps += increment
@@ -330,8 +336,8 @@ class GivenScheduler:
 def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     """(optimizer or None, GivenScheduler or None) from the `optimizers` of transformers' Trainer.
 
-    Without a scheduler each group keeps its weight decay, and has its own rate as the highest one
-    of the schedule of lr_scheduler_type. ValueError for what would not update the model.
+    Without a scheduler each group keeps its weight decay, and its rate is the highest of the
+    schedule of lr_scheduler_type. ValueError for optimizers that would not update the model.
     """
     optimizer, scheduler = optimizers
     if optimizer is None and scheduler is None:
@@ -345,13 +351,13 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizers: expected a torch optimizer first, got {optimizer!r}")
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
     trained = {p for p in model.parameters() if p.requires_grad}
-    if held != trained:
+    if updated != trained:
         raise ValueError(
-            f"optimizers: the optimizer lacks {len(trained - held)} of the model's "
-            f"{len(trained)} trained parameters, and has {len(held - trained)} others: make it of "
-            "those of this model that require a gradient"
+            f"optimizers: the optimizer lacks {len(trained - updated)} of the model's "
+            f"{len(trained)} trained parameters, and has {len(updated - trained)} others: make it "
+            "of those of this model that require a gradient"
         )
     if scheduler is None:
         for group in optimizer.param_groups:  # MegatronLRScheduler reads them
@@ -368,9 +374,8 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
 
 
 def create_grad_scaler(args):
-    """megatron's loss scaler of fp16 for the plain torch backend: constant with loss_scale, else it
-    adapts.
-    """
+    """megatron's loss scaler of fp16 for the torch backend: constant with loss_scale, else
+    adaptive."""
     if args.loss_scale is not None:
         return ConstantGradScaler(args.loss_scale)
     return DynamicGradScaler(
@@ -384,9 +389,7 @@ def create_grad_scaler(args):
 
 
 def scaler_states(scalers: list) -> list[dict]:
-    """What loss scalers that adapt know, as JSON takes it: the scale, and how far they are on the
-    way to the next one.
-    """
+    """The states of loss scalers for JSON: the scale, and the progress to the next one."""
     return [
         {k: float(v) if torch.is_tensor(v) else v for k, v in scaler.state_dict().items()}
         for scaler in scalers
@@ -394,9 +397,8 @@ def scaler_states(scalers: list) -> list[dict]:
 
 
 def load_scaler_states(scalers: list, states: list[dict]) -> None:
-    """Put scalers where scaler_states() found them. A constant one stays as it is; where a layout
-    has another number of parts, all of which follow the same overflows, the last one's state stands
-    for the rest."""
+    """Restore scalers from scaler_states(); a constant one is not changed. With another number of
+    parts in this layout the last state is that of the rest: all follow the same overflows."""
     for i, scaler in enumerate(scalers):
         state = states[min(i, len(states) - 1)] if states else {}
         if state and isinstance(scaler, DynamicGradScaler):

@@ -24,9 +24,9 @@ import torch
 from . import cpu, lora, model_config, parallel, run
 from .args import TrainingArguments, UseMcaArguments
 from .backend_torch import TorchBackend
+from .batch import zigzag
 from .families import FAMILIES
 from .model import VirtualModels
-from .packed_rows import zigzag
 from .weights_files import generator_of
 
 # another order of sums is as far again: tiny models of 24 kinds came to 1.5 times the noise

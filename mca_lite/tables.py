@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import Judge
-from .files import HF_CONFIG_NAME
+from .files import HF_CONFIG_NAME, IGNORE_INDEX
 
 # -- chat templates
 
@@ -512,3 +512,73 @@ OPTIMIZERS["adam"] = Optimizer(
 )
 OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
 OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
+
+
+# -- columns of a micro-batch
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of samples and micro-batches.
+
+    per: "token", cut by context parallelism at the rank's places of a row; "document", or "sample":
+    one value each. dtype: torch's name. padding: the value in positions that only pad. default: of
+    a document without the column. of_dataset: the name of a dataset -> its documents' value, None:
+    the default. to_model: the forward pass gets it, under its name. given_by: where it may come
+    from; "record" is a field of a dataset's files.
+    """
+
+    per: str
+    dtype: str = "float32"
+    padding: float = 0
+    default: float | None = None
+    of_dataset: Callable[[str], float | None] | None = None
+    to_model: bool = False
+    given_by: tuple[str, ...] = ("record", "sample", "collator")
+
+    @property
+    def is_registered(self) -> bool:
+        """True for a column of a script, which every sample must have."""
+        return "record" in self.given_by
+
+
+_GIVEN = ("sample", "collator")
+COLUMNS = {
+    "input_ids": Column("token", "int64", to_model=True, given_by=_GIVEN),
+    "labels": Column("token", "int64", IGNORE_INDEX, to_model=True, given_by=_GIVEN),
+    # number of each token's document in its row from 1, 0 for padding
+    "attention_mask": Column("token", "int64", given_by=_GIVEN),
+    "position_ids": Column("token", "int64", given_by=("collator",)),
+    "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
+    # log-probability by a reference model
+    "reference": Column("document", given_by=_GIVEN),
+}
+
+
+def register_column(
+    name: str,
+    per: str = "token",
+    *,
+    dtype: str = "float32",
+    padding: float = 0,
+    default: float | None = None,
+    of_dataset: Callable[[str], float | None] | None = None,
+    to_model: bool = False,
+) -> None:
+    """Add a column to samples and micro-batches (see Column). The loss hooks get it in `batch`, cut
+    and on the rank's device as the tokens are: [b, s], or of real documents or samples [n].
+
+    A document of a Python dataset has it as a number, or a list of its length; a record of a file
+    as a number. One number per token counts for all tokens of the document. A document without the
+    column and without a default is a ValueError. Call it before the data is read, on every rank.
+    Raises: ValueError for a name that is taken, and for another `per`.
+    """
+    if name in COLUMNS:
+        raise ValueError(f"column {name} is registered already: choose another name")
+    if per not in ("token", "document", "sample"):
+        raise ValueError(f"column {name}: expected per token, document or sample, got {per!r}")
+    COLUMNS[name] = Column(per, dtype, padding, default, of_dataset, to_model)
+
+
+def registered_columns() -> dict[str, Column]:
+    return {name: column for name, column in COLUMNS.items() if column.is_registered}

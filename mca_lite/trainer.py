@@ -20,20 +20,14 @@ import torch
 from . import ckpt, ckpt_folder, mcore, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
+from .batch import Targets, pack, packed_row, pad, split
 from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
-from .data_batches import BatchPlan, Collator, Limits, make_loader, pad_batch, samples_of
+from .data_batches import BatchPlan, Collator, Limits, make_loader, samples_of
 from .data_stream import TokenStream
 from .files import IGNORE_INDEX, replacing
 from .log import ModelWork, Report, model_work, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
-from .packed_rows import (
-    Targets,
-    get_ltor_masks_and_position_ids,
-    pack_batch,
-    packed_row,
-    pad_packed,
-)
 from .trainer_evaluation import Evaluator, PredictionOutput
 from .trainer_events import (
     EvalLoopOutput,
@@ -77,7 +71,6 @@ class McaTrainer:
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
-    _language_input_names = ["input_ids", "attention_mask", "labels", "position_ids"]
     _reference_model = None  # a second model that each batch goes through, forward only
     _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
     limits = Limits()  # of the model: ids and positions of the data
@@ -220,17 +213,19 @@ class McaTrainer:
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-        batch = next(data_iterator)
+        batch = self._arranged(next(data_iterator))
         inputs = self._prepare_train_inputs(iter([batch]))
-        return model(**inputs), self.guard.mark(self._pre_compute_loss(batch, inputs))
+        of_rank = self.backend.loss_columns(batch)
+        return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches of a step before they run, with what another model says of them."""
         return micro_batches
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
-        """The loss_func of a micro-batch, on whichever pipeline stage. batch: as it was read;
-        inputs: the model's."""
+        """The loss_func of a micro-batch, on every pipeline stage. batch: the whole rows, and the
+        columns for losses alone (see register_column) as this rank has them; inputs: the model's.
+        """
         return functools.partial(self._post_compute_loss, inputs["labels"])
 
     def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, Any]:
@@ -243,14 +238,7 @@ class McaTrainer:
         batch = next(data_iterator)
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
-        else:  # rows are padded on the right and attention is causal: no mask is built
-            mask, position_ids = get_ltor_masks_and_position_ids(
-                batch["input_ids"], build_attention_mask=False
-            )
-            real = batch.get("attention_mask")
-            padding = {} if real is None else {"padding_mask": real == 0}
-            batch = {**batch, **padding, "attention_mask": mask, "position_ids": position_ids}
-        return self.backend.model_inputs(batch)
+        return self.backend.model_inputs(self._arranged(batch))
 
     def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, cu_seqlens and
@@ -260,10 +248,7 @@ class McaTrainer:
         dropped); without numbers each row is a document. A batch that is packed already is taken as
         it is.
         """
-        if "cu_seqlens" not in inputs:
-            inputs = self._to_length(
-                pack_batch(inputs, self.backend.document_multiple, self._pad_token_id)
-            )
+        inputs = self._arranged(inputs)
         params = packed_row(inputs["cu_seqlens"], *self.backend.context_parallel, parallel.device())
         return {**inputs, "packed_seq_params": params}
 
@@ -274,7 +259,7 @@ class McaTrainer:
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
         """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
 
-        With multi-token prediction labels are packed_rows.Targets, and losses [b, s, 1 + layers]:
+        With multi-token prediction labels are batch.Targets, and losses [b, s, 1 + layers]:
         "mtp_loss" is one more metric.
         """
         ahead = None
@@ -364,16 +349,22 @@ class McaTrainer:
         return batches, max(b["input_ids"].shape[1] for b in batches), numbers
 
     def _arrange(self, batch: dict) -> dict:
-        """A checked batch as the model takes it: its rows, or one packed row."""
+        """A checked batch as the model takes it: rows of a document each, or one packed row."""
+        count = self.documents_per_sample
         if not self.args.sequence_packing:
+            return split(batch, count, self._pad_token_id)
+        return pack(batch, self.backend.document_multiple, self._pad_token_id, count)
+
+    def _arranged(self, batch: dict) -> dict:
+        """The batch itself, or one of the data collator's arranged."""
+        if "padding_mask" in batch:
             return batch
-        return pack_batch(batch, self.backend.document_multiple, self._pad_token_id)
+        return self._to_length(self._arrange(batch))
 
     def _to_length(self, batch: dict, at_least: int = 0) -> dict:
         """The batch, padded on the right to a length that the layout can cut."""
         multiple = self.backend.length_multiple
         length = -(-max(at_least, batch["input_ids"].shape[1]) // multiple) * multiple
-        pad = pad_packed if "cu_seqlens" in batch else pad_batch
         return pad(batch, length, self._pad_token_id)
 
     # -- numbers

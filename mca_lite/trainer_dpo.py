@@ -1,15 +1,15 @@
-"""DPOTrainer: preference training as hooks over McaTrainer's loop, which it does not own.
+"""Preference training: DPOTrainer, as hooks of McaTrainer's loop, and the reference model's pass.
 
-    _arrange                pairs -> a packed row of documents, or rows, chosen and rejected in turn
-    _prepare_micro_batches  what the reference says of them, where it is not known from before
+    _arrange                pairs -> rows or a packed row, chosen and rejected in turn
+    _prepare_micro_batches  log-probabilities of the reference, unless the data has them
     _pre_compute_loss, _post_compute_loss
-                            token losses -> log-probabilities of the responses -> loss, 8 metrics
+                            token losses -> log-probabilities of responses -> loss, 8 metrics
 
-The loss is the mean over the pairs of the global batch, in every layout. Letters: P pairs of a
-micro-batch, s positions.
+The loss is the mean over the pairs of the global batch, in every layout. A cached reference is the
+start model: its log-probabilities are computed once, before training, and kept on disk. Letters: P
+pairs of a micro-batch without those that only fill it, s positions.
 """
 
-import contextlib
 import functools
 import hashlib
 import io
@@ -27,184 +27,28 @@ from torch.utils.data import Subset
 
 from . import ckpt_folder, lora, parallel, tables
 from .args import FinetuningArguments, check_together
+from .batch import join, real_documents
 from .callbacks import Interrupted
 from .ckpt_folder import CheckpointError, measure
-from .data_batches import Packs, WithReference, documents_of, samples_of, split_documents
+from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import cache_folder
 from .data_files import SIDES
 from .errors import Judge, refuse
 from .files import HF_CONFIG_NAME, describe_error, read_json, resolve_folder, write_file, write_json
-from .packed_rows import join_packed, pack_batch
 from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
 from .trainer_evaluation import sum_documents
 from .trainer_events import arrange, check_given
 
-# -- log-probabilities of a reference
-
-FORMAT = 2
-META_NAME = "meta.json"
-SAY_EVERY_S = 10.0
-PART_PAIRS = 1024  # pairs of a part that the pass keeps: what is lost when it dies
-_NONE = np.zeros((0, 2), np.float32)  # of no pairs
-
-
-def files_of_model(name_or_path: str | None) -> list:
-    """[name, bytes, time of change] of what a model's folder loads; [] for what is no folder."""
-    found: list = []
-    for pattern in ("*.safetensors", "dist/*", HF_CONFIG_NAME) if name_or_path else ():
-        for path in Path(name_or_path).glob(pattern):
-            name = path.relative_to(name_or_path).as_posix()
-            state = path.stat()
-            found.append([name, state.st_size, state.st_mtime_ns])
-    return sorted(found)
-
-
-class ReferenceStore:
-    """What is on disk for one model and one data set of `num_pairs` pairs."""
-
-    def __init__(self, cache_dir: str | os.PathLike, identity: dict, num_pairs: int):
-        self.identity = {"format": FORMAT, "pairs": num_pairs, **identity}
-        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
-        self.folder = Path(cache_dir) / "reference" / digest
-        self._files: dict[str, dict] = {}  # name -> size and checksum
-
-    def load(self, say=print) -> np.ndarray:
-        """float32 [n, 2] of the first n pairs, as many as are there and as they were written. What
-        is not is computed again, and one line says so."""
-        self._files = {}
-        found = [_NONE]
-        if not (self.folder / META_NAME).is_file():
-            return _NONE
-        try:
-            meta = read_json(self.folder / META_NAME)
-            if meta["identity"] != self.identity:
-                raise ValueError(f"{META_NAME} is of another run")
-            for name, entry in sorted(meta["files"].items()):
-                if measure(self.folder / Path(name).name) != entry:
-                    raise ValueError(f"{name} is not as it was written")
-                found.append(np.load(self.folder / Path(name).name))
-                self._files[name] = entry
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            error = describe_error(error)
-            say(f"{self.folder}: {error}: the reference is computed again from there")
-        return np.concatenate(found)
-
-    def add(self, start: int, logps: np.ndarray) -> None:
-        """Keep the pairs from `start` on. On the disk when the call returns."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._write(f"part-{start:012d}.npy", logps)
-
-    def finish(self, logps: np.ndarray) -> None:
-        """All pairs are there: one file in place of the parts."""
-        self._files = {}
-        self._write("logps.npy", logps)
-        for part in self.folder.glob("part-*.npy"):
-            part.unlink(missing_ok=True)
-
-    def _write(self, name: str, logps: np.ndarray) -> None:
-        stream = io.BytesIO()
-        np.save(stream, logps.astype(np.float32))
-        write_file(self.folder / name, stream.getvalue())
-        self._files[name] = measure(self.folder / name)
-        meta = {"identity": self.identity, "files": self._files}
-        write_json(self.folder / META_NAME, meta)
-
-
-# -- the pass; trainer: a DPOTrainer, whose model is not trained yet
-
-
-def reference_of(trainer, pairs) -> np.ndarray:
-    """float32 [pairs, 2], on every rank: what is kept on disk, checked, and the rest computed now.
-    Collective."""
-    args = trainer.args
-    store = _store_of(trainer, pairs)
-    num = len(pairs)
-    done = _NONE
-    if store is not None:
-        done = parallel.on_main(lambda: store.load(trainer.report.print), CheckpointError)
-    if len(done):
-        _check_kept(trainer, pairs, done, store)
-    if store is not None and len(done) == num:
-        trainer.report.print(f"reference model: {num:,} pairs from {store.folder}")
-        return done
-    per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
-    whole_steps = per_rank * trainer.backend.dp_size
-    part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
-    said = time.monotonic()
-    for start in range(len(done), num, part):
-        logps = trainer._score(Subset(pairs, range(start, min(start + part, num))))
-        done = np.concatenate([done, logps])
-        if store is not None:
-            parallel.on_main(functools.partial(store.add, start, logps), CheckpointError)
-        if time.monotonic() - said > SAY_EVERY_S or len(done) == num:
-            said = time.monotonic()
-            trainer.report.print(f"reference model: {len(done):,} of {num:,} pairs")
-        _stop_if_asked(trainer, store)
-    if store is not None:
-        parallel.on_main(functools.partial(store.finish, done), CheckpointError)
-    return done
-
-
-def is_same_model(args, ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Whether two passes over the same pairs differ by rounding only."""
-    share = 3e-2 if args.bf16 or args.fp16 else 1e-3
-    return bool(np.allclose(ours, theirs, rtol=share, atol=share))
-
-
-def _check_kept(trainer, pairs, kept: np.ndarray, store: ReferenceStore) -> None:
-    """CheckpointError where the model gives other log-probabilities to the first pairs than what
-    was kept says."""
-    count = min(len(kept), trainer.args.per_device_eval_batch_size * trainer.backend.dp_size)
-    now = trainer._score(Subset(pairs, range(count)))
-    if not is_same_model(trainer.args, now, kept[:count]):
-        raise CheckpointError(
-            f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} to "
-            f"the first pair, and this model gives {now[0].tolist()}: remove the folder, and the "
-            "reference is computed again"
-        )
-
-
-def _stop_if_asked(trainer, store: ReferenceStore | None) -> None:
-    """Interrupted between two parts of the pass, which may take longer than a scheduler waits.
-    Collective."""
-    [number] = parallel.largest(trainer.signals.received)
-    if not number:
-        return
-    kept = "nothing of the pass is kept"
-    if store is not None:
-        kept = f"the pass goes on from what is in {store.folder}"
-    stop = Interrupted(number, trainer.state.global_step)
-    trainer.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
-    raise stop
-
-
-def _store_of(trainer, pairs) -> ReferenceStore | None:
-    """Where log-probabilities of these pairs are kept. On ranks that are not the main one its times
-    of files may differ."""
-    config = trainer.train_config
-    fingerprint = getattr(pairs, "fingerprint", None)  # other people's datasets have none
-    if config.cache_dir is None or fingerprint is None:
-        return None
-    name = getattr(getattr(trainer.model, "config", None), "name_or_path", None) or None
-    backend = trainer.backend
-    identity = {
-        "model": [name, config.model_source, ckpt_folder.model_identity(backend.hf_config)],
-        "files": files_of_model(name),
-        "precision": backend.precision,
-        "data": fingerprint,
-    }
-    return ReferenceStore(config.cache_dir, identity, len(pairs))
-
-
-# -- preference training
-
-PAIR_KEYS = ("real", "reference")  # what a micro-batch says of its pairs
-# micro-batches, and tokens of all of them, in a forward pass of the reference: with fewer a GPU
-# waits for the host's launches, with more it might hold more than in training
+# most micro-batches and tokens of a forward pass of the reference: with fewer a GPU waits for the
+# host's launches, with more it may need more memory than training
 JOINED = 2
 JOINED_TOKENS = 16384
-# DPOConfig's fields -> the configuration keys that mean the same
+PART_PAIRS = 1024  # pairs that the pass writes at once; a crash loses as many
+FORMAT = 2
+META_NAME = "meta.json"
+PRINT_EVERY_S = 10.0
+# fields of DPOConfig -> configuration keys of the same meaning
 _KEYS = {
     "pref_loss": "pref_loss",
     "beta": "pref_beta",
@@ -215,15 +59,14 @@ _KEYS = {
 
 @dataclass
 class DPOConfig:
-    """The objective. ValueError for what does not fit together.
+    """The objective. ConfigError for values that do not fit together.
 
-    pref_loss: sigmoid (DPO) or orpo. beta: how strongly the reference holds, or the weight of the
-    odds ratio. label_smoothing: the share of pairs thought to be swapped. ftx: weight of the sft
-    term, the mean loss of a token of the chosen response. use_ref_model: whether there is a
-    reference (None: where the loss has one). reference: cached, adapter or model (None: a model
-    that is given, else the model without its adapters, else cached). cache_dir: where
-    log-probabilities of a cached reference are kept (None: nowhere). model_source: what tells the
-    start model from others of its folder.
+    pref_loss: sigmoid (DPO), orpo, or a registered loss. beta: strength of the reference, or weight
+    of the odds ratio. label_smoothing: expected share of swapped pairs. ftx: weight of the sft
+    term, the mean loss of a token of the chosen response. use_ref_model: True with a reference
+    (None: as the loss needs it). reference: cached, adapter or model (None: a model that is given,
+    else the model without its adapters, else cached). cache_dir: folder for log-probabilities of a
+    cached reference (None: not written). model_source: tells start models of one folder apart.
     """
 
     beta: float = 0.1
@@ -238,20 +81,21 @@ class DPOConfig:
 
     def __post_init__(self):
         keys = self.check_with()
-        for name, key in _KEYS.items():  # as their types say
+        for name, key in _KEYS.items():  # cast to the keys' types
             setattr(self, name, getattr(keys, key))
         judge = Judge(self)
         needs = LOSSES[self.pref_loss].has_reference
         if self.reference not in (None, *REFERENCES):
             judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
         if self.use_ref_model not in (None, needs):
-            reason = f"pref_loss {self.pref_loss} has {'a' if needs else 'no'} reference model"
+            article = "a" if needs else "no"
+            reason = f"pref_loss {self.pref_loss} has {article} reference model"
             judge.refuse("use_ref_model", reason, "use_ref_model left out")
         judge.close()
         self.use_ref_model = needs
 
     def as_keys(self) -> dict[str, Any]:
-        """The configuration keys that mean the same."""
+        """The configuration keys of the same meaning."""
         keys = {key: getattr(self, name) for name, key in _KEYS.items()}
         return {**keys, "ref_model": self.reference}
 
@@ -271,10 +115,15 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
             refuse("ref_model", "a model", reason, "leave ref_model out")
         return None
     spec = lora.spec_of(model)
-    by_default = "adapter" if spec is not None and not spec.modules_to_save else "cached"
-    kind = config.reference or ("model" if ref_model is not None else by_default)
+    kind = "cached"
+    if ref_model is not None:
+        kind = "model"
+    elif spec is not None and not spec.modules_to_save:
+        kind = "adapter"
+    kind = config.reference or kind
     if (kind == "model") != (ref_model is not None):
-        reason = f"expected {'a' if kind == 'model' else 'no'} ref_model"
+        article = "a" if kind == "model" else "no"
+        reason = f"expected {article} ref_model"
         refuse("reference", kind, reason, "reference: model, with a ref_model, or neither")
     if spec is None:
         config.check_with("full")
@@ -284,18 +133,17 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
 
 
 class DPOTrainer(McaTrainer):
-    """Trains `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen
-    and rejected, as a list or as {"chosen", "rejected"}, or on packs (lists) of pairs.
+    """Train `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen and
+    rejected, as a list or as {"chosen", "rejected"}, or on packs (lists) of pairs.
 
     train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference:
-    model; it may share nothing with `model`. The other arguments are McaTrainer's;
-    per_device_train_batch_size counts pairs, or packs. Raises ValueError for what cannot be trained
-    so, before anything is computed.
+    model; it shares no parameter with `model`. The other arguments are McaTrainer's;
+    per_device_train_batch_size counts pairs, or packs.
+    Raises: ValueError for data and keys that do not fit, before anything is computed.
     """
 
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
-    _language_input_names = [*McaTrainer._language_input_names, "reference"]
 
     def __init__(
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
@@ -341,8 +189,10 @@ class DPOTrainer(McaTrainer):
         judge.close()
         adapter = keys.adapter_name_or_path
         if adapter and planned.adapters.modules_to_save:
-            reason = "it has modules of its own (modules_to_save), and without its adapters the "
-            reason += "model is not the one that it began with"
+            reason = (
+                "it has modules_to_save, and without its adapters the model is not the one that "
+                "it began with"
+            )
             refuse("adapter_name_or_path", adapter, reason, "ref_model: model")
         return None
 
@@ -352,9 +202,10 @@ class DPOTrainer(McaTrainer):
         source = ""
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
+        reference = "model" if second_model is not None else keys.ref_model
         config = DPOConfig(
             **{name: getattr(keys, key) for name, key in _KEYS.items()},
-            reference=keys.ref_model if second_model is None else "model",
+            reference=reference,
             cache_dir=str(cache_folder(arguments.data)),
             model_source=source,
         )
@@ -364,8 +215,7 @@ class DPOTrainer(McaTrainer):
 
     def preference_loss(self, responses: Responses):
         """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of
-        pref_loss. Those of DPO and ORPO go through dpo_loss and odds_ratio_loss, which a subclass
-        may override."""
+        pref_loss. DPO and ORPO call dpo_loss and odds_ratio_loss, for subclasses to override."""
         r = responses
         formula = LOSSES[self.train_config.pref_loss].formula
         if formula is tables.dpo_loss:
@@ -376,8 +226,8 @@ class DPOTrainer(McaTrainer):
         return formula(r, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
-        """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: those of
-        chosen, then rejected."""
+        """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: chosen,
+        then rejected."""
         responses = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
         return tables.odds_ratio_loss(responses, self.train_config)
 
@@ -395,26 +245,18 @@ class DPOTrainer(McaTrainer):
         return tables.dpo_loss(responses, self.train_config)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict):
-        known = batch.get("reference")
         of_reference = (None, None)
-        if known is not None:
-            of_reference = parallel.to_device(known, parallel.device()).unbind(-1)
+        if "reference" in batch:
+            of_reference = batch["reference"].view(-1, len(SIDES)).unbind(-1)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch, *of_reference)
-
-    def _response_logps(self, labels, batch: dict, losses):
-        """(log-probabilities float32 [2 P], tokens float32 [2 P]) of the responses, chosen and
-        rejected in turn. Collective under context parallelism: one sum over its group."""
-        sums = sum_documents(self.backend, batch, labels, losses)
-        return sums[:, : 2 * len(batch["real"])]
 
     def _post_compute_loss(self, labels, batch, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
 
-        labels [b, s]; batch: the micro-batch as it was read, whose "real" float32 [P] is 0 for a
-        pair that only fills it; ref_*_logps float32 [P], None for a loss without reference.
+        labels [b, s] of this rank; batch: the whole micro-batch; ref_*_logps float32 [P], None for
+        a loss without reference. Collective under context parallelism: one sum over its group.
         """
-        logps, lens = self._response_logps(labels, batch, losses)
-        real = parallel.to_device(batch["real"], parallel.device())
+        logps, lens = sum_documents(self.backend, batch, labels, losses)
         config = self.train_config
         responses = Responses(
             logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
@@ -433,21 +275,17 @@ class DPOTrainer(McaTrainer):
             "logps/rejected": responses.rejected,
             "sft_loss": sft,
         }
-        count = real.sum()
-        metrics = {
-            key: torch.stack([(value.detach() * real).sum(), count])
-            for key, value in values.items()
-        }
-        # all context-parallel ranks have the same pairs, and megatron adds up what they count: one
-        # of them counts
+        count = torch.full_like(sft.sum(), len(sft))
+        metrics = {key: torch.stack([value.detach().sum(), count]) for key, value in values.items()}
+        # context-parallel ranks have the same pairs, and megatron sums their counts: one counts
         counts = self.backend.context_parallel[1] == 0
-        return (of_pairs * real).sum(), (count * counts).int(), metrics
+        return of_pairs.sum(), (count * counts).int(), metrics
 
     def _count_of_loss(self, batch: dict) -> int:
-        return int(batch["real"].sum())
+        return _num_pairs(batch)
 
     def over_ranks(self, numbers):
-        """The sums over all ranks, of which those of context parallelism have the same pairs."""
+        """The sums over all ranks, with pairs counted once per context-parallel group."""
         numbers = super().over_ranks(numbers)
         numbers.vector[: 2 * len(numbers.keys)] /= self.backend.context_parallel[0]
         return numbers
@@ -455,126 +293,151 @@ class DPOTrainer(McaTrainer):
     # -- micro-batches
 
     def _arrange(self, batch: dict) -> dict:
-        if "attention_mask" not in batch:
-            raise ValueError(
-                "the data collator gave no attention_mask: expected one that numbers a row's "
-                "documents from 1"
-            )
         counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
         if (counts % 2).any():
             raise ValueError(
                 f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
                 "rejected in turn, numbered from 1 by attention_mask"
             )
-        known = batch.get("reference")  # [b, most documents of a row]
-        if self.args.sequence_packing:  # fillers are dropped
-            arranged = pack_batch(batch, self.backend.document_multiple, self._pad_token_id)
-            arranged["real"] = torch.ones(int(counts.sum()) // 2)
-            if known is not None:
-                known = torch.cat([row[:n] for row, n in zip(known, counts, strict=True)])
-        else:  # fillers are kept: all micro-batches of a pipeline have one shape
-            arranged = split_documents(batch, len(SIDES), self._pad_token_id)
-            arranged["real"] = (counts > 0).float()
-            if known is not None:
-                known = known * arranged["real"][:, None]
-        if known is not None:
-            arranged["reference"] = known.view(-1, len(SIDES))
-        return arranged
-
-    def _to_length(self, batch: dict, at_least: int = 0) -> dict:
-        of_pairs = {key: batch[key] for key in PAIR_KEYS if key in batch}
-        tokens = {key: value for key, value in batch.items() if key not in PAIR_KEYS}
-        return {**super()._to_length(tokens, at_least), **of_pairs}
+        return super()._arrange(batch)
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches with the reference's log-probabilities, where the loss takes them and
-        the data does not."""
+        """The micro-batches with the reference's log-probabilities, if the loss needs them."""
         if not self.train_config.use_ref_model:
             return micro_batches
         if self.reference == "cached":
             if any("reference" not in batch for batch in micro_batches):
                 raise ValueError(
-                    'the data collator dropped "reference", the '
-                    "log-probabilities [b, documents] that the samples bring: hand them on, or use "
-                    "ref_model: model"
+                    'the data collator dropped "reference", the samples\' log-probabilities [b, '
+                    "documents]: hand them on, or use ref_model: model"
                 )
             return micro_batches
         models = self.ref_chunks or self.models
-        joined = self._joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
-        found = self._reference_logps(models, joined, seq_length)
-        if not found:  # a pipeline stage before the last, where no loss is taken
+        joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
+        joined = [self._to_length(batch) for batch in joined]
+        logps = self._reference_logps(models, joined, seq_length)
+        if not logps:  # a pipeline stage before the last, without losses
             return micro_batches
-        found = torch.cat(found).split([len(batch["real"]) for batch in micro_batches])
+        parts = torch.cat(logps).split(list(map(_num_pairs, micro_batches)))
         return [
-            {**batch, "reference": logps} for batch, logps in zip(micro_batches, found, strict=True)
+            {**batch, "reference": of_pairs.flatten()}
+            for batch, of_pairs in zip(micro_batches, parts, strict=True)
         ]
 
     # -- the reference
-
-    def _joined(self, batches: list[dict]) -> list[dict]:
-        """The pairs of micro-batches in fewer of them: packed rows one behind the other, rows of
-        one length one below the other."""
-        groups: list[list[dict]] = []
-        for batch in batches:
-            if groups and _fit_together([*groups[-1], batch]):
-                groups[-1].append(batch)
-            else:
-                groups.append([batch])
-        return [group[0] if len(group) == 1 else self._join(group) for group in groups]
-
-    def _join(self, batches: list[dict]) -> dict:
-        real = torch.cat([batch["real"] for batch in batches])
-        if "cu_seqlens" not in batches[0]:
-            keys = [key for key in batches[0] if key not in PAIR_KEYS]
-            rows = {key: torch.cat([batch[key] for batch in batches]) for key in keys}
-            return {**rows, "real": real}
-        counts = [len(SIDES) * len(batch["real"]) for batch in batches]
-        return self._to_length({**join_packed(batches, counts), "real": real})
 
     @torch.no_grad()
     def compute_reference_log_probs(
         self, models, data_list: list[dict], seq_length: int, micro_batch_size=None
     ):
         """[{"reference_chosen_logps", "reference_rejected_logps"}, each [P]] of each micro-batch;
-        None on pipeline stages before the last. models: the policy's chunks, which run without
-        adapters and dropout, or those of a reference.
+        None on pipeline stages before the last. models: the policy's chunks, run without adapters
+        and dropout, or those of a reference.
 
         Collectives: those of the schedule, forward only.
         """
-        own = models is self.models
         was_training = self.models[0].training
 
         def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-            logps, _ = self._response_logps(inputs["labels"], batch, losses)
+            logps, _ = sum_documents(self.backend, batch, inputs["labels"], losses)
             return {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
 
-        if own:
-            self.backend.train_mode(False)
-        with lora.without_adapters(self.model) if own else contextlib.nullcontext():
-            found = self.backend.forward_backward(
-                self.evaluator.collecting(collect),
-                data_list,
-                seq_length,
-                forward_only=True,
-                chunks=models,
+        step = self.evaluator.collecting(collect)
+        self.backend.train_mode(False)
+        with lora.without_adapters(self.model):
+            logps = self.backend.forward_backward(
+                step, data_list, seq_length, forward_only=True, chunks=models
             )
-        if own:
-            self.backend.train_mode(was_training)
-        return found or None
+        self.backend.train_mode(was_training)
+        return logps or None
 
     def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        """What compute_reference_log_probs gives, as one tensor [P, 2] of each micro-batch."""
-        found = self.compute_reference_log_probs(models, batches, seq_length) or ()
-        return [torch.stack(list(of_batch.values()), -1) for of_batch in found]
+        """compute_reference_log_probs as one tensor [P, 2] of each micro-batch."""
+        logps = self.compute_reference_log_probs(models, batches, seq_length) or ()
+        return [torch.stack(list(of_batch.values()), -1) for of_batch in logps]
 
     def _score(self, pairs) -> np.ndarray:
-        """float32 [pairs, 2]: the log-probabilities that the model, without adapters, gives to them
-        now. Collective."""
+        """float32 [pairs, 2]: log-probabilities by the model as it is, without adapters.
+        Collective."""
         run = functools.partial(self._reference_logps, self.models)
         return self.evaluator.by_sample(pairs, run, (len(SIDES),)).astype(np.float32)
 
+    def _reference_of(self, pairs) -> np.ndarray:
+        """float32 [pairs, 2], on every rank: those on disk, checked, and the rest computed now.
+        Collective."""
+        store = self._store_of(pairs)
+        num = len(pairs)
+        logps = parallel.on_main(lambda: store.load(self.report.print), CheckpointError)
+        if len(logps):
+            self._check_kept(pairs, logps, store)
+        if len(logps) == num:
+            self.report.print(f"reference model: {num:,} pairs from {store.folder}")
+            return logps
+        args = self.args
+        per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
+        whole_steps = per_rank * self.backend.dp_size
+        part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
+        printed = time.monotonic()
+        for start in range(len(logps), num, part):
+            more = self._score(Subset(pairs, range(start, min(start + part, num))))
+            logps = np.concatenate([logps, more])
+            parallel.on_main(functools.partial(store.add, start, more), CheckpointError)
+            if time.monotonic() - printed > PRINT_EVERY_S or len(logps) == num:
+                printed = time.monotonic()
+                self.report.print(f"reference model: {len(logps):,} of {num:,} pairs")
+            self._stop_after_signal(store)
+        parallel.on_main(functools.partial(store.finish, logps), CheckpointError)
+        return logps
+
+    def _store_of(self, pairs) -> "ReferenceStore":
+        """The store of these pairs. On ranks other than the main one its times of files may
+        differ."""
+        config = self.train_config
+        folder = config.cache_dir
+        fingerprint = getattr(pairs, "fingerprint", None)
+        if fingerprint is None:  # a dataset of a user
+            folder = None
+        name = getattr(self.model.config, "name_or_path", None)
+        model = ckpt_folder.model_identity(self.backend.hf_config)
+        identity = {
+            "model": [name or None, config.model_source, model],
+            "files": files_of_model(name),
+            "precision": self.backend.precision,
+            "data": fingerprint,
+        }
+        return ReferenceStore(folder, identity, len(pairs))
+
+    def _check_kept(self, pairs, kept: np.ndarray, store: "ReferenceStore") -> None:
+        """CheckpointError if the model gives other log-probabilities to the first pairs."""
+        count = min(len(kept), self.args.per_device_eval_batch_size * self.backend.dp_size)
+        now = self._score(Subset(pairs, range(count)))
+        if not self._is_same(now, kept[:count]):
+            raise CheckpointError(
+                f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} "
+                f"to the first pair, and this model gives {now[0].tolist()}: remove the folder, "
+                "and the reference is computed again"
+            )
+
+    def _is_same(self, logps: np.ndarray, others: np.ndarray) -> bool:
+        """True if two passes over the same pairs differ by rounding only."""
+        share = 3e-2 if self.args.bf16 or self.args.fp16 else 1e-3
+        return bool(np.allclose(logps, others, rtol=share, atol=share))
+
+    def _stop_after_signal(self, store: "ReferenceStore") -> None:
+        """Interrupted between two parts of the pass, which may outlast a scheduler's grace.
+        Collective."""
+        [number] = parallel.largest(self.signals.received)
+        if not number:
+            return
+        kept = "nothing of the pass is kept"
+        if store.folder is not None:
+            kept = f"the pass goes on from what is in {store.folder}"
+        stop = Interrupted(number, self.state.global_step)
+        self.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
+        raise stop
+
     def _with_reference(self, dataset):
-        """The dataset, its pairs with the log-probabilities of a cached reference. Collective."""
+        """The dataset, its pairs with log-probabilities of a cached reference. Collective."""
         if dataset is None or self.reference != "cached":
             return dataset
         if isinstance(dataset, dict):
@@ -587,7 +450,7 @@ class DPOTrainer(McaTrainer):
                 "a cached reference is computed by the model before it is trained: give this "
                 "dataset to DPOTrainer as train_dataset or eval_dataset"
             )
-        referenced = WithReference(view, reference_of(self, view))
+        referenced = WithReference(view, self._reference_of(view))
         return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
 
     # -- around the loop
@@ -612,7 +475,7 @@ class DPOTrainer(McaTrainer):
         """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's
         pairs. Takes micro-batches of get_train_dataloader() too."""
         micro_batches = list(data_iterator)
-        if any("real" not in batch for batch in micro_batches):
+        if any("padding_mask" not in batch for batch in micro_batches):
             micro_batches, _ = arrange(self, micro_batches)
             seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
         answer = super().training_step(models, micro_batches, seq_length)
@@ -639,34 +502,52 @@ class DPOTrainer(McaTrainer):
         )
 
     def objective_facts(self) -> dict:
-        """The reference's log-probabilities of the first pairs: a run goes on with the reference
-        that it began with."""
+        """The reference's log-probabilities of the first pairs: a resumed run must have the same
+        reference."""
         view = samples_of(self.train_dataset)
-        return {"reference": view.logps[:4].tolist()} if isinstance(view, WithReference) else {}
+        if not isinstance(view, WithReference):
+            return {}
+        return {"reference": view.logps[:4].tolist()}
 
     def check_objective(self, facts: dict, folder: Path) -> None:
-        theirs = facts.get("reference")
-        ours = self.objective_facts().get("reference")
-        if theirs and ours and not is_same_model(self.args, np.array(ours), np.array(theirs)):
+        written = facts.get("reference")
+        now = self.objective_facts().get("reference")
+        if written and now and not self._is_same(np.array(now), np.array(written)):
             raise CheckpointError(
-                f"{folder} was trained against another reference model, which gave {theirs[0]} to "
-                f"the first pair, and this one gives {ours[0]}: set model_name_or_path to the "
+                f"{folder} was trained against another reference model, which gave {written[0]} to "
+                f"the first pair, and this one gives {now[0]}: set model_name_or_path to the "
                 "model that the run started from"
             )
 
 
+def _joined(batches: list[dict]) -> list[dict]:
+    """The pairs of micro-batches in fewer of them."""
+    groups: list[list[dict]] = []
+    for batch in batches:
+        if groups and _fit_together([*groups[-1], batch]):
+            groups[-1].append(batch)
+        else:
+            groups.append([batch])
+    return [group[0] if len(group) == 1 else join(group) for group in groups]
+
+
 def _fit_together(batches: list[dict]) -> bool:
-    """Whether one forward pass takes these micro-batches at once."""
+    """True if one forward pass takes these micro-batches at once."""
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     lengths = {batch["input_ids"].shape[1] for batch in batches}
     if len(lengths) > 1 and "cu_seqlens" not in batches[0]:
         return False
     few = len(batches) <= JOINED and tokens <= JOINED_TOKENS
-    return few and all(len(batch["real"]) for batch in batches)
+    return few and all(map(_num_pairs, batches))
+
+
+def _num_pairs(batch: dict) -> int:
+    """Pairs of an arranged micro-batch, without those that only fill it."""
+    return int(real_documents(batch).sum()) // len(SIDES)
 
 
 def _check_pairs(dataset, packs: bool) -> None:
-    """ValueError for a dataset of something else, and for packs where rows hold one pair."""
+    """ValueError for samples other than pairs, and for packs without sequence_packing."""
     first = dataset[0]
     of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
     count = len(documents_of(first))
@@ -677,8 +558,79 @@ def _check_pairs(dataset, packs: bool) -> None:
             f"documents, and this one has {got}: use a data set of pairs, or stage: sft"
         )
     if not packs and (isinstance(dataset, Packs) or count > len(SIDES)):
-        # as rows, micro-batches would differ in their number of rows, which pipeline stages have to
-        # know
+        # rows of unequal numbers of pairs: pipeline stages must know the shape
         raise ValueError(
             "the data set has packs of pairs, and sequence_packing is false: set it to true"
         )
+
+
+# -- log-probabilities on disk
+
+
+class ReferenceStore:
+    """Log-probabilities of one model for one data set of `num_pairs` pairs, in a folder of
+    cache_dir; None: nothing is written."""
+
+    def __init__(self, cache_dir: str | os.PathLike | None, identity: dict, num_pairs: int):
+        self.identity = {"format": FORMAT, "pairs": num_pairs, **identity}
+        self.folder: Path | None = None
+        if cache_dir is not None:
+            text = json.dumps(self.identity, sort_keys=True)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+            self.folder = Path(cache_dir) / "reference" / digest
+        self._files: dict[str, dict] = {}  # name -> size and checksum
+
+    def load(self, report=print) -> np.ndarray:
+        """float32 [n, 2] of the first n pairs, as many as are whole. The others are computed again,
+        with one line of report."""
+        self._files = {}
+        parts = [np.zeros((0, len(SIDES)), np.float32)]
+        if self.folder is None or not (self.folder / META_NAME).is_file():
+            return parts[0]
+        try:
+            meta = read_json(self.folder / META_NAME)
+            if meta["identity"] != self.identity:
+                raise ValueError(f"{META_NAME} is of another run")
+            for name, entry in sorted(meta["files"].items()):
+                if measure(self.folder / Path(name).name) != entry:
+                    raise ValueError(f"{name} is not as it was written")
+                parts.append(np.load(self.folder / Path(name).name))
+                self._files[name] = entry
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = describe_error(error)
+            report(f"{self.folder}: {reason}: the reference is computed again from there")
+        return np.concatenate(parts)
+
+    def add(self, start: int, logps: np.ndarray) -> None:
+        """Write the pairs from `start` on. On disk when the call returns."""
+        self._write(f"part-{start:012d}.npy", logps)
+
+    def finish(self, logps: np.ndarray) -> None:
+        """Write all pairs to one file, and delete the parts."""
+        self._files = {}
+        self._write("logps.npy", logps)
+        for part in self.folder.glob("part-*.npy") if self.folder else ():
+            part.unlink(missing_ok=True)
+
+    def _write(self, name: str, logps: np.ndarray) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stream = io.BytesIO()
+        np.save(stream, logps.astype(np.float32))
+        write_file(self.folder / name, stream.getvalue())
+        self._files[name] = measure(self.folder / name)
+        write_json(self.folder / META_NAME, {"identity": self.identity, "files": self._files})
+
+
+def files_of_model(name_or_path: str | None) -> list:
+    """[name, bytes, time of change] of the files that a model's folder loads; [] without one."""
+    files: list = []
+    if not name_or_path:
+        return files
+    folder = Path(name_or_path)
+    for pattern in ("*.safetensors", "dist/*", HF_CONFIG_NAME):
+        for path in folder.glob(pattern):
+            state = path.stat()
+            files.append([path.relative_to(folder).as_posix(), state.st_size, state.st_mtime_ns])
+    return sorted(files)

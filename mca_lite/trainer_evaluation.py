@@ -15,11 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
+from .batch import Targets, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge
 from .files import IGNORE_INDEX
-from .packed_rows import Targets
 from .trainer_events import EvalLoopOutput, Numbers
 
 
@@ -220,8 +220,7 @@ class Evaluator:
 
         def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
             sums = sum_documents(self.backend, batch, inputs["labels"], losses)
-            whole = sums.shape[1] // count * count  # the padding of a packed row is no pair
-            return sums[:, :whole].t().reshape(-1, count, 2)
+            return sums.t().reshape(-1, count, 2)
 
         self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
         try:
@@ -310,8 +309,8 @@ def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
 
 
 def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
-    """float32 [2, documents]: the log-probabilities of each document's labels, and their number. A
-    document is a row, or a part of a packed row, which has "cu_seqlens" in the batch.
+    """float32 [2, real documents]: the log-probabilities of each document's labels, and their
+    number. batch: an arranged one, of rows of a document each, or a packed row.
 
     labels, losses [rows, s] of this rank, or with multi-token prediction Targets and [rows, s,
     more], of which the next token counts. Collective under context parallelism: one sum over its
@@ -328,7 +327,8 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
         sums = torch.stack([part.sum(-1) for part in both[:, 0].split(lengths, -1)], -1)
     else:
         sums = both.sum(-1)
-    return backend.sum_over_context_parallel(sums)
+    real = parallel.to_device(real_documents(batch).nonzero()[:, 0], sums.device)
+    return backend.sum_over_context_parallel(sums).index_select(1, real)
 
 
 def _borders(batch: dict) -> list[tuple[int, int, int]]:

@@ -158,10 +158,9 @@ def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, i
     """What read_step returns, of the batches of a data collator. Collective where the layout wants
     one length on all ranks."""
     backend = trainer.backend
-    names = trainer._language_input_names
     # whether a row may hold several documents, which its attention_mask numbers
     numbered = trainer.args.sequence_packing or trainer.documents_per_sample > 1
-    batches = [check_batch(batch, names, numbered, trainer.limits) for batch in batches]
+    batches = [check_batch(batch, numbered, trainer.limits) for batch in batches]
     counts = [count_tokens(batch) for batch in batches]
     # the schedule wants a multiple: others of the same shape follow, which carry no loss, and are
     # padding where tokens are counted
@@ -419,7 +418,7 @@ _OTHER_ARGUMENTS = {
 }
 # What those are that this loop gives to hooks.
 _ARGUMENTS = {
-    "batch": "the micro-batch as it was read",
+    "batch": "the micro-batch, with the columns of losses as this rank has them",
     "inputs": "the model's arguments, made of the batch",
     "labels": "token ids [b, s], IGNORE_INDEX where there is no loss",
     "losses": "those of tokens [b, s], 0 where there is no label",

@@ -673,7 +673,7 @@ def test_columns_without_content_or_without_meaning_for_the_model_pass():
         assert collate([sample])["input_ids"].tolist() == [[1, 2, 3]]
     batch = {name: torch.tensor([values]) for name, values in ROW.items()}
     batch["token_type_ids"] = torch.zeros(1, 3)
-    checked = check_batch({**batch, "images": []}, ["input_ids", "labels"], False, Limits())
+    checked = check_batch({**batch, "images": []}, False, Limits())
     assert sorted(checked) == ["attention_mask", "input_ids", "labels"]
 
 
@@ -697,26 +697,25 @@ def test_columns_without_content_or_without_meaning_for_the_model_pass():
 def test_a_batch_that_the_model_cannot_take_is_refused(changes, said):
     batch = {name: torch.tensor([values]) for name, values in ROW.items()}
     with pytest.raises(ValueError, match=said):
-        check_batch({**batch, **changes}, ["input_ids", "labels", "attention_mask"], True, LIMITS)
+        check_batch({**batch, **changes}, True, LIMITS)
 
 
 LIMITS = Limits(vocab_size=9, positions=4)
 
 
 def test_ids_and_documents_up_to_the_limits_pass():
-    names = ["input_ids", "labels", "attention_mask"]
     ids = torch.tensor([[0, 8, 1, 2, 3, 4]])
     numbered = {
         "input_ids": ids,
         "labels": ids,
         "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 2]]),
     }
-    assert check_batch(numbered, names, True, LIMITS)["input_ids"] is ids
+    assert check_batch(numbered, True, LIMITS)["input_ids"] is ids
     unlabelled = {**numbered, "labels": torch.full_like(ids, -100)}
-    assert check_batch(unlabelled, names, True, LIMITS)["labels"].eq(-100).all()
+    assert check_batch(unlabelled, True, LIMITS)["labels"].eq(-100).all()
     for nothing in (None, [1, 2]):
         with pytest.raises(ValueError, match="expected a mapping of columns"):
-            check_batch(nothing, names, True, LIMITS)
+            check_batch(nothing, True, LIMITS)
 
 
 def test_a_dataset_of_documents_that_are_too_long_is_refused_before_it_is_read():

@@ -10,8 +10,9 @@ import torch
 
 from mca_lite import tables
 from mca_lite.args import DataArguments
+from mca_lite.batch import split
 from mca_lite.data import load_datasets
-from mca_lite.data_batches import BatchPlan, split_documents
+from mca_lite.data_batches import BatchPlan
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import DatasetSpec
 from mca_lite.data_records import conversations, detect_format
@@ -470,7 +471,7 @@ def test_documents_of_a_row_that_fills_the_batch_are_no_tokens():
         "labels": torch.tensor([[-100, 13, -100, 15, 16, -100], [-100] * 6]),
         "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 0], [0] * 6]),  # a pair; a filler
     }
-    split = split_documents(batch, 2, pad_token_id=9)
-    assert split["input_ids"].tolist() == [[11, 12, 9], [13, 14, 15], [21, 9, 9], [22, 9, 9]]
-    assert split["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
-    assert split["labels"].tolist() == [[-100, 13, -100], [-100, 15, 16], [-100] * 3, [-100] * 3]
+    rows = split(batch, 2, pad_token_id=9)
+    assert rows["input_ids"].tolist() == [[11, 12, 9], [13, 14, 15], [21, 9, 9], [22, 9, 9]]
+    assert rows["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
+    assert rows["labels"].tolist() == [[-100, 13, -100], [-100, 15, 16], [-100] * 3, [-100] * 3]

@@ -556,7 +556,7 @@ def test_records_that_mean_something_else_are_refused_by_path_too(tmp_path, colu
 
     def read(path, objective) -> list:
         reader = Reader(DatasetSpec("x", {str(path): ".jsonl"}), objective, data_args)
-        said = [said for (_, said), _ in reader.records()]
+        said = [said for (_, said, _), _ in reader.records()]
         for error in said:
             if isinstance(error, ValueError):
                 raise error
@@ -591,7 +591,7 @@ def test_a_record_far_longer_than_cutoff_len_is_refused_with_its_size():
             encoder._check_size(1_000_001, "t.json:1")
             continue
         with pytest.raises(ValueError, match="t.txt:1: the record has 1,000,001 characters"):
-            encoder.encode([("t.txt:1", long + "b")])
+            encoder.encode([("t.txt:1", long + "b", {})])
 
 
 def test_empty_answers_are_left_out_and_counted_with_the_first_place():

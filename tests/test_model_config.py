@@ -15,6 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from mca_lite.args import TrainingArguments
+from mca_lite.batch import row_layout
 from mca_lite.errors import ConfigError, Judge
 from mca_lite.families import check_type
 from mca_lite.model_config import (
@@ -26,7 +27,6 @@ from mca_lite.model_config import (
     load_hf_config,
 )
 from mca_lite.model_layers import rope_frequencies, rotary_tables
-from mca_lite.packed_rows import row_layout
 from tests.shared import tiny
 
 FAMILIES = {

@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.data_batches import best_fit
-from mca_lite.model_layers import CoreAttention
-from mca_lite.packed_rows import (
+from mca_lite.batch import (
     block_diagonal_mask,
     check_pack_seq_aligned,
     get_ltor_masks_and_position_ids,
     get_seqlens_in_batch,
-    pack_batch,
+    pack,
     packed_row,
-    pad_packed,
+    pad,
     row_layout,
     zigzag,
 )
+from mca_lite.data_batches import best_fit
+from mca_lite.model_layers import CoreAttention
 
 PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 
@@ -139,11 +139,11 @@ def test_pack_batch_drops_padding_and_aligns_documents():
         "labels": torch.tensor([[2, 3, -100, 5, 6, -100], [7, 8, -100, -100, -100, -100]]),
         "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0]]),
     }
-    packed = pack_batch(batch, document_multiple=4, pad_token_id=9)
+    packed = pack(batch, document_multiple=4, pad_token_id=9)
     assert packed["input_ids"].tolist() == [[1, 2, 3, 9, 4, 5, 9, 9, 6, 7, 9, 9]]
     assert packed["labels"].tolist() == [[2, 3, -100, -100, 5, 6, -100, -100, 7, 8, -100, -100]]
     assert packed["cu_seqlens"] == (0, 4, 8, 12)
-    longer = pad_packed(packed, 16, 9)
+    longer = pad(packed, 16, 9)
     assert longer["cu_seqlens"] == (0, 4, 8, 12, 16) and longer["input_ids"].shape == (1, 16)
     assert longer["labels"][0, 12:].tolist() == [-100] * 4
 
@@ -154,7 +154,7 @@ def test_a_batch_of_padding_alone_still_makes_a_row():
         "labels": torch.zeros(1, 3).long(),
         "attention_mask": torch.zeros(1, 3),
     }
-    packed = pack_batch(empty, document_multiple=4)
+    packed = pack(empty, document_multiple=4)
     assert packed["cu_seqlens"] == (0, 4) and packed["labels"].eq(-100).all()
 
 

@@ -3,12 +3,15 @@ preference loss and an optimizer. The scripts are those of configs/examples.
 """
 
 import ast
+import json
 import math
 import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import mca_lite
 from tests.shared import world
@@ -99,6 +102,95 @@ def test_a_loss_on_the_logits_from_outside_trains_and_is_logged(tmp_path, backen
     # of logits near 0 the sum is near the size of the vocabulary
     assert first["log_z_squared"] == pytest.approx(math.log(512) ** 2, rel=0.1)
     assert second["grad_norm"] > 0
+
+
+WEIGHTED = [{"use_mca": "false"}, {"tp": 2, "pp": 2}, {"cp": 2, "packing": "true"}, {"dp": 2}]
+WEIGHTED += [{"dp": 2, "streaming": "true"}, {"dp": 2, "packing": "true", "use_mca": "false"}]
+NAMES_OF = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+NAMES_OF |= {"cp": "context_parallel_size"}
+
+
+def weighted_losses(folder, weights: dict[str, float]) -> list[dict]:
+    """In plain torch, of two steps with SGD over all samples: sum(weight * cross entropy) / number
+    of tokens. weights: of the files, for records without a weight."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mca_lite import DataArguments, load_datasets
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    lines = []
+    for _ in range(2):
+        total = tokens = 0
+        for file, weight in weights.items():
+            keys = dict(dataset=[file], cutoff_len=64, cache_dir=str(folder / "cache"))
+            samples = load_datasets(DataArguments(**keys), "sft", tokenizer).train
+            records = map(json.loads, Path(file).read_text().splitlines())
+            for [document], record in zip(samples, records, strict=True):
+                ids, labels = (torch.as_tensor(document[k]) for k in ("input_ids", "labels"))
+                logits = model(ids[None]).logits[0]
+                cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
+                total = total + record.get("weight", weight) * cross_entropy
+                tokens += int((labels != -100).sum())
+        loss = total / tokens
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        optimizer.step()
+        lines.append({"loss": loss.item(), "grad_norm": float(norm)})
+    return lines
+
+
+def train_weighted(words: str, folder: str, weights: dict) -> int:
+    os.chdir(ROOT)
+    module = example("dataset_weights")
+    module.WEIGHTS.update(weights)
+    places = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
+    return module.main([*words.split(), *places])
+
+
+@pytest.fixture(scope="module")
+def weighted(tmp_path_factory):
+    """(folder, a weight of each file, the lines of plain torch)"""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("weighted")
+    torch.manual_seed(1)
+    source = ROOT / "configs/tiny/model"
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder / "model")
+    lines = (ROOT / "configs/tiny/sft.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({**json.loads(lines[6]), "weight": 0.5})  # a weight of a record
+    weights = {}
+    for name, weight, part in (("a", 0.25, lines[:5]), ("b", 3.0, lines[5:8])):
+        file = folder / f"{name}.jsonl"
+        file.write_text("\n".join(part))
+        weights[str(file)] = weight
+    return folder, weights, weighted_losses(folder, weights)
+
+
+@pytest.mark.parametrize("layout", WEIGHTED, ids=lambda layout: "-".join(map(str, layout)))
+def test_a_weight_per_dataset_from_outside_equals_plain_torch(weighted, tmp_path, layout):
+    folder, weights, wanted = weighted
+    dp = layout.get("dp", 1)
+    sizes = {key: layout[key] for key in NAMES_OF.keys() & layout.keys()}
+    keys = {NAMES_OF.get(key, key): value for key, value in layout.items() if key != "dp"}
+    keys |= dict(model_name_or_path=folder / "model", stage="sft_weighted", global_batch_size=8)
+    keys |= dict(
+        train_from_scratch="false", per_device_train_batch_size=2, dataset=",".join(weights)
+    )
+    keys |= dict(cutoff_len=64, max_steps=2, logging_steps=1, warmup_steps=0, learning_rate=1e-2)
+    keys |= dict(lr_scheduler_type="constant", weight_decay=0, max_grad_norm=0, optim="sgd")
+    keys |= dict(eval_strategy="no", save_strategy="no", disable_tqdm="true")
+    words = "configs/sft.yaml eval_dataset=null " + " ".join(f"{k}={v}" for k, v in keys.items())
+    ranks = dp * math.prod(sizes.values())
+    codes = world.run(train_weighted, ranks, words, str(tmp_path), weights)
+    assert codes == [0] * ranks
+    for got, line in zip(read_log(tmp_path / "run"), wanted, strict=True):
+        for name, value in line.items():
+            assert got[name] == pytest.approx(value, rel=1e-5)
 
 
 def test_the_data_of_a_run_is_looked_at_without_the_run(tmp_path, capsys):

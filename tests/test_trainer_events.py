@@ -243,7 +243,7 @@ def hook(*names: str):
         ("_post_compute_loss", hook("loss_mask", "losses"), r"'loss_mask' in the place of labels"),
         ("_post_compute_loss", hook("labels", "logits"), r"losses: those of tokens \[b, s\]"),
         ("_post_compute_loss", hook("losses", "labels"), "'losses' in the place of labels"),
-        ("_pre_compute_loss", hook("data_iterator", "model"), "batch: the micro-batch as it was"),
+        ("_pre_compute_loss", hook("data_iterator", "model"), "batch: the micro-batch, with the"),
         ("training_step", hook("model", "inputs", "num_items=None"), "in the place of models"),
         ("_post_compute_loss", hook("targets", "of_tokens"), None),
         ("_prepare_train_inputs", hook("data_iterator"), None),

@@ -83,12 +83,12 @@ def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> Simple
     where, spec, system = "t.json:1", spec or DatasetSpec("t"), data_args.default_system
     ignored = data_args.ignore_message_keys
     samples, tally = encoder.encode(
-        [(where, conversations(record, spec, form, False, system, where, ignored))]
+        [(where, conversations(record, spec, form, False, system, where, ignored), {})]
     )
     documents = list(itertools.chain(*samples))
     return SimpleNamespace(
-        ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in documents)]),
-        mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in documents)]),
-        lengths=[len(ids) for ids, _ in documents],
+        ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, *_ in documents)]),
+        mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask, _ in documents)]),
+        lengths=[len(ids) for ids, *_ in documents],
         tallies={what: (count, tally.places[what]) for what, count in tally.counts.items()},
     )

@@ -1,0 +1,393 @@
+"""The columns of a micro-batch: pad, pack, join and cut them; masks and borders of packed rows.
+
+A batch is a dict of tensors, whose columns tables.COLUMNS declares. Letters: b rows, s positions, t
+tokens of a packed row, cp the context-parallel size. The collator's batch has rows of documents,
+numbered by attention_mask. An arranged one has padding_mask, and either a document in each row or a
+packed row with the documents' borders, `cu_seqlens` from 0 to t. Documents of a packed row do not
+see each other, and the padding at its end is a document as well. Columns per document or sample are
+[n] then, without fillers. Under context parallelism every document is cut into 2 cp chunks, and
+rank r has the chunks r and 2 cp - 1 - r: causal attention is then the same work on every rank.
+"""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from .files import IGNORE_INDEX
+from .mcore import PackedSeqParams
+from .parallel import to_device
+from .tables import COLUMNS, registered_columns
+
+# -- from the collator's rows to what a model takes
+
+
+def padding_of(name: str, pad_token_id: int) -> float:
+    """The value of a column in positions that only pad."""
+    return pad_token_id if name == "input_ids" else COLUMNS[name].padding
+
+
+def _is_of_tokens(name: str) -> bool:
+    return name in COLUMNS and COLUMNS[name].per == "token"
+
+
+def document_lengths(mask: torch.Tensor) -> list[list[int]]:
+    """Tokens of each document of each row, by a mask [b, s] that numbers them from 1."""
+    counts = (torch.bincount(row)[1:] for row in mask.long().clamp(min=0))
+    return [of_row[of_row > 0].tolist() for of_row in counts]
+
+
+def _pieces(column: torch.Tensor, lengths: list[list[int]]) -> list[torch.Tensor]:
+    """The documents of [b, s], one after another."""
+    rows = zip(column, lengths, strict=True)
+    return [piece for row, of_row in rows for piece in row[: sum(of_row)].split(of_row)]
+
+
+def _values(name: str, column: torch.Tensor, lengths: list[list[int]], per_sample: int):
+    """A column [b, most documents of a row] as [documents], or [samples], without fillers."""
+    rows = zip(column, lengths, strict=True)
+    documents = torch.cat([row[: len(of_row)] for row, of_row in rows])
+    return documents[::per_sample] if COLUMNS[name].per == "sample" else documents
+
+
+def _with_masks(batch: dict) -> dict:
+    """The batch with attention_mask and padding_mask; no value of a script's column in padding."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(batch["input_ids"])
+    batch = {**batch, "attention_mask": mask, "padding_mask": mask == 0}
+    for name, column in registered_columns().items():
+        if column.per == "token" and name in batch:
+            batch[name] = batch[name].masked_fill(mask == 0, column.padding)
+    return batch
+
+
+def pack(
+    batch: dict, document_multiple: int = 1, pad_token_id: int = 0, documents_per_sample: int = 1
+) -> dict:
+    """The documents of the collator's rows as one packed row [1, t], without what pads the rows,
+    and "cu_seqlens", its borders as a tuple.
+
+    Each document is padded to document_multiple inside, without labels. A batch of padding alone
+    gives an empty document, as every rank has to take part in a step.
+    """
+    batch = _with_masks(batch)
+    lengths = document_lengths(batch.pop("attention_mask"))
+    counts = list(itertools.chain(*lengths)) or [0]
+    sizes = [max(1, -(-n // document_multiple)) * document_multiple for n in counts]
+    packed: dict = {"cu_seqlens": tuple(itertools.accumulate(sizes, initial=0))}
+    for name, column in batch.items():
+        if _is_of_tokens(name):
+            value = padding_of(name, pad_token_id)
+            pieces = _pieces(column, lengths) or [column.new_empty(0)]
+            padded = [
+                F.pad(piece, (0, size - len(piece)), value=value)
+                for piece, size in zip(pieces, sizes, strict=True)
+            ]
+            packed[name] = torch.cat(padded)[None]
+        else:
+            packed[name] = _values(name, column, lengths, documents_per_sample)
+    return packed
+
+
+def split(batch: dict, documents_per_sample: int = 1, pad_token_id: int = 0) -> dict:
+    """The collator's rows with a document in each: [b * documents_per_sample, longest document].
+
+    Rows of one document stay as they are. A row of padding alone, which only fills the batch, gives
+    rows of padding. ValueError for rows with other numbers of documents.
+    """
+    batch = _with_masks(batch)
+    mask = batch["attention_mask"]
+    lengths = document_lengths(mask)
+    rows = {}
+    # all micro-batches of a pipeline have one shape: a filler has rows too
+    places = [of_row or [1] * documents_per_sample for of_row in lengths]
+    if documents_per_sample > 1:
+        for of_row in places:
+            if len(of_row) != documents_per_sample:
+                raise ValueError(
+                    f"a row holds {len(of_row)} documents, expected {documents_per_sample}: set "
+                    "sequence_packing: true"
+                )
+        batch["attention_mask"] = (mask != 0).long()
+    for name, column in batch.items():
+        if not _is_of_tokens(name):
+            rows[name] = _values(name, column, lengths, documents_per_sample)
+        elif documents_per_sample == 1:
+            rows[name] = column
+        else:
+            pieces = _pieces(column, places)
+            value = padding_of(name, pad_token_id)
+            rows[name] = pad_sequence(pieces, batch_first=True, padding_value=value)
+    return rows
+
+
+def pad(batch: dict, length: int, pad_token_id: int = 0) -> dict:
+    """An arranged batch with `length` positions; the tail of a packed row is a document, without
+    labels."""
+    more = length - batch["input_ids"].shape[1]
+    if not more:
+        return batch
+    padded = dict(batch)
+    for name, column in batch.items():
+        if _is_of_tokens(name):
+            padded[name] = F.pad(column, (0, more), value=padding_of(name, pad_token_id))
+    if "cu_seqlens" in batch:
+        padded["cu_seqlens"] = (*batch["cu_seqlens"], length)
+    return padded
+
+
+def real_documents(batch: dict) -> torch.Tensor:
+    """bool [documents] of an arranged batch: False for the rows and tails that only pad."""
+    if "cu_seqlens" in batch:
+        return ~batch["padding_mask"][0, list(batch["cu_seqlens"][:-1])]
+    return ~batch["padding_mask"][:, 0]
+
+
+def join(batches: list[dict]) -> dict:
+    """Arranged batches as one: packed rows end to end, without their tails; rows of one length one
+    below the other."""
+    joined: dict = {}
+    ends = []
+    is_packed = "cu_seqlens" in batches[0]
+    if is_packed:
+        cu = [0]
+        for batch in batches:
+            borders = batch["cu_seqlens"][1 : int(real_documents(batch).sum()) + 1]
+            start = cu[-1]
+            cu += [start + border for border in borders]
+            ends.append(borders[-1])
+        joined["cu_seqlens"] = tuple(cu)
+    for name in batches[0]:
+        if name == "cu_seqlens":
+            continue
+        columns = [batch[name] for batch in batches]
+        if is_packed and _is_of_tokens(name):
+            columns = [column[:, :end] for column, end in zip(columns, ends, strict=True)]
+            joined[name] = torch.cat(columns, 1)
+        else:
+            joined[name] = torch.cat(columns)
+    return joined
+
+
+def model_columns(batch: dict) -> list[str]:
+    """The columns of an arranged batch for the forward pass."""
+    return [name for name in batch if name in COLUMNS and COLUMNS[name].to_model]
+
+
+def to_rank(
+    batch: Mapping, names: Sequence[str], places: torch.Tensor | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """These columns of an arranged batch on a device, those of tokens at the rank's `places` of a
+    row (None: all)."""
+    columns = {}
+    for name in names:
+        column = batch[name]
+        if places is not None and _is_of_tokens(name):
+            column = column[..., places]
+        columns[name] = to_device(column, device)
+    return columns
+
+
+class Targets(NamedTuple):
+    """Labels [b, s], and for multi-token prediction the ids and labels [k, b, s] of the tokens 1 to
+    k places ahead of each, within its document; id 0 and no label after its end."""
+
+    labels: torch.Tensor
+    next_ids: torch.Tensor
+    next_labels: torch.Tensor
+
+    @classmethod
+    def ahead(cls, batch: dict, count: int) -> "Targets":
+        """Build them from whole rows, before context parallelism cuts them."""
+        length = batch["input_ids"].shape[1]
+        cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
+        ends = cu[1:].repeat_interleave(cu.diff())  # the end of each place's document
+        places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
+        is_beyond = (places >= ends)[:, None]  # [k, 1, s]
+        places = places.clamp(max=length - 1)
+        next_ids = batch["input_ids"].cpu()[:, places].transpose(0, 1)  # [k, b, s]
+        next_labels = batch["labels"].cpu()[:, places].transpose(0, 1)
+        return cls(
+            batch["labels"],
+            next_ids.masked_fill(is_beyond, 0),
+            next_labels.masked_fill(is_beyond, IGNORE_INDEX),
+        )
+
+    def to_rank(self, labels, places: torch.Tensor | None, device: torch.device) -> "Targets":
+        """Those of this rank's places (None: all), on its device, as its labels [b, s] are."""
+        ahead = (self.next_ids, self.next_labels)
+        if places is not None:
+            ahead = tuple(x[..., places] for x in ahead)
+        return Targets(labels, *(to_device(x, device) for x in ahead))
+
+
+# -- masks and borders, as mcore_adapter has them
+
+
+def get_ltor_masks_and_position_ids(
+    input_ids: torch.Tensor,
+    build_attention_mask: bool = True,
+    attn_mask_1D: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(causal mask bool [b, 1, s, s], True meaning hidden; position ids int64 [b, s] from 0).
+
+    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
+    columns as well. build_attention_mask False: the mask is attn_mask_1D itself; None means causal
+    to the models.
+    """
+    b, s = input_ids.shape
+    position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
+    if not build_attention_mask:
+        return attn_mask_1D, position_ids
+    visible = torch.ones(s, s, dtype=torch.bool, device=input_ids.device).tril().expand(b, 1, s, s)
+    if attn_mask_1D is not None:
+        visible = visible & attn_mask_1D.bool()[:, None, None, :]
+    return ~visible, position_ids
+
+
+def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed
+    batch.
+
+    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding, which
+    counts as a document. Rows are concatenated: [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0,
+    2, 5, 6, 7, 9, 12] and 3.
+    """
+    lengths: list[int] = []
+    for of_row in document_lengths(attention_mask):
+        padding = attention_mask.shape[1] - sum(of_row)
+        lengths += [*of_row, padding] if padding else of_row
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu = cu.to(attention_mask.device)
+    return cu, cu.diff().max()
+
+
+def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
+    """True if the length of each document is a multiple of align_size; padding may have any."""
+    lengths = itertools.chain(*document_lengths(attention_mask))
+    return all(length % align_size == 0 for length in lengths)
+
+
+# -- a row on a rank
+
+
+@dataclass
+class RowLayout:
+    """A row for core attention on a context-parallel rank, with t / cp of its tokens.
+
+    segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query
+    the last key. positions int64 [t / cp]: each local token's position in its document. index int64
+    [t / cp], in host memory: its place in the whole row. order int64 [t], None without context
+    parallelism: gathered local parts in the row's order. borders int32 [documents + 1]: cu_seqlens
+    of the whole row. longest: tokens of the longest document.
+    """
+
+    segments: list[tuple[int, int, int, int]]
+    positions: torch.Tensor
+    index: torch.Tensor
+    order: torch.Tensor | None
+    borders: torch.Tensor
+    longest: int
+
+    @functools.cached_property
+    def same_length(self) -> int | None:
+        """Tokens of each document if all have as many, and are whole on this rank."""
+        lengths = {q1 - q0 for q0, q1, _, _ in self.segments}
+        return self.longest if self.order is None and len(lengths) == 1 else None
+
+    @functools.cached_property
+    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
+        for a varlen kernel, with the keys of each segment side by side. Places is None without
+        context parallelism: the keys are in order."""
+        if self.order is None:
+            return self.borders, self.borders, None, self.longest, self.longest
+        device = self.positions.device
+        q = np.array([b - a for a, b, _, _ in self.segments])
+        k = np.array([d - c for _, _, c, d in self.segments])
+        cu_q, cu_k = (
+            to_device(torch.tensor(np.concatenate([[0], n.cumsum()]), dtype=torch.int32), device)
+            for n in (q, k)
+        )
+        runs = [np.arange(c, d) for _, _, c, d in self.segments]
+        places = to_device(torch.from_numpy(np.concatenate(runs)), device)
+        return cu_q, cu_k, places, int(q.max()), int(k.max())
+
+
+def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
+    """int64 [t / cp]: places in the whole row of a rank's tokens, in its order."""
+    if cp_size == 1:
+        return torch.arange(cu[-1])
+    parts = []
+    for start, end in zip(cu, cu[1:], strict=False):
+        chunk, rest = divmod(end - start, 2 * cp_size)
+        if rest:
+            raise ValueError(
+                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad "
+                f"documents to a multiple of {2 * cp_size} under context_parallel_size {cp_size}"
+            )
+        for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            parts.append(torch.arange(start + i * chunk, start + (i + 1) * chunk))
+    return torch.cat(parts)
+
+
+@functools.lru_cache(64)
+def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
+    """The layout of a row with borders `cu` on a context-parallel rank, on `device`."""
+    segments = []
+    for start, end in zip(cu, cu[1:], strict=False):
+        if cp_size == 1:
+            segments.append((start, end, start, end))
+            continue
+        chunk = (end - start) // (2 * cp_size)
+        local = start // cp_size
+        for n, i in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
+            segments.append(
+                (local + n * chunk, local + (n + 1) * chunk, start, start + (i + 1) * chunk)
+            )
+    index = zigzag(cu, cp_size, cp_rank)
+    starts = torch.tensor(cu[:-1]).repeat_interleave(torch.tensor(cu).diff())
+    order = None
+    if cp_size > 1:
+        parts = torch.cat([zigzag(cu, cp_size, r) for r in range(cp_size)])
+        order = to_device(parts.argsort(), device)
+    longest = max(end - start for start, end in zip(cu, cu[1:], strict=False))
+    borders = torch.tensor(cu, dtype=torch.int32)
+    positions, borders = (to_device(x, device) for x in (index - starts[index], borders))
+    return RowLayout(segments, positions, index, order, borders, longest)
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """megatron's packed parameters in the documented thd format, and the layout for model_layers'
+    core attention."""
+
+    layout: RowLayout | None = None
+
+
+def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
+    """Packed parameters of a row with borders `cu`, of queries and keys, global under cp."""
+    layout = row_layout(cu, cp_size, cp_rank, device)
+    return PackedRow(
+        qkv_format="thd",
+        cu_seqlens_q=layout.borders,
+        cu_seqlens_kv=layout.borders,
+        max_seqlen_q=layout.longest,
+        max_seqlen_kv=layout.longest,
+        layout=layout,
+    )
+
+
+def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models
+    without packing."""
+    document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
+    causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
+    return ~(causal & (document[:, None] == document[None]))[None, None]

@@ -1,0 +1,123 @@
+"""Columns that a script registers, from samples to the loss hooks. The values are by hand."""
+
+import pytest
+import torch
+
+from mca_lite import DataArguments, load_datasets, register_column
+from mca_lite.batch import join, pack, pad, real_documents, split, to_rank, zigzag
+from mca_lite.data_batches import Collator, Limits, check_batch
+from mca_lite.tables import COLUMNS
+from tests.shared.toy_tokenizer import byte_tokenizer
+
+CHOSEN = {"input_ids": [1, 2, 3], "labels": [2, 3, 4], "score": 0.5}
+REJECTED = {"input_ids": [5, 6], "labels": [6, 7], "score": 0.25, "weight": [1, 3]}
+PAIR = {"chosen": CHOSEN, "rejected": REJECTED, "trust": 7, "weight": 2}
+
+
+@pytest.fixture(autouse=True)
+def columns():
+    """A weight per token, a score per document, the trust in a pair."""
+    known = set(COLUMNS)
+    register_column("weight", padding=-1)
+    register_column("score", per="document", default=0.125)
+    register_column("trust", per="sample", dtype="int64", default=1)
+    yield
+    for name in set(COLUMNS) - known:
+        del COLUMNS[name]
+
+
+def collated(*samples) -> dict:
+    return check_batch(Collator(pad_token_id=9)(list(samples)), True, Limits())
+
+
+def filled(batch: dict) -> dict:
+    """With a row of padding alone at its end, as the last batch of an epoch has."""
+    nothing = {"attention_mask": 0, "labels": -100}
+    return {k: torch.cat([v, nothing.get(k, 1) * v[:1]]) for k, v in batch.items()}
+
+
+def test_columns_of_pairs_are_those_of_documents_and_samples_in_a_packed_row():
+    packed = pack(filled(collated(PAIR, PAIR)), document_multiple=4, documents_per_sample=2)
+    assert packed["cu_seqlens"] == (0, 4, 8, 12, 16)
+    assert packed["weight"].tolist() == [[2, 2, 2, -1, 1, 3, -1, -1] * 2]
+    assert packed["score"].tolist() == [0.5, 0.25] * 2 and packed["trust"].tolist() == [7, 7]
+    longer = pad(packed, 20, 9)
+    assert longer["weight"][0, 16:].tolist() == [-1] * 4 and longer["score"].shape == (4,)
+    assert real_documents(longer).tolist() == [True] * 4 + [False]
+    places = zigzag(packed["cu_seqlens"], 2, 0)  # of every 4 tokens the first and the last
+    of_rank = to_rank(packed, ["weight", "score"], places, torch.device("cpu"))
+    assert of_rank["weight"].tolist() == [[2, -1, 1, -1] * 2] and of_rank["score"].shape == (4,)
+
+
+def test_columns_of_pairs_in_rows_leave_out_the_rows_that_fill():
+    rows = split(filled(collated(PAIR)), 2, 9)
+    assert rows["weight"].tolist() == [[2, 2, 2], [1, 3, -1], [-1] * 3, [-1] * 3]
+    assert rows["score"].tolist() == [0.5, 0.25] and rows["trust"].tolist() == [7]
+    assert real_documents(rows).tolist() == [True, True, False, False]
+
+
+def test_joined_batches_have_the_columns_of_both():
+    packed = [pad(pack(collated(PAIR), 1, 9, 2), 8, 9)] * 2
+    joined = join(packed)
+    assert joined["cu_seqlens"] == (0, 3, 5, 8, 10)
+    assert joined["weight"].tolist() == [[2, 2, 2, 1, 3] * 2]
+    assert joined["score"].tolist() == [0.5, 0.25] * 2 and joined["trust"].tolist() == [7, 7]
+    rows = join([split(collated(PAIR), 2, 9)] * 2)
+    assert rows["weight"].shape == (4, 3) and rows["score"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "a sample has no 'weight'"),
+        ({"weight": [1, 2]}, r"weight of a sample: expected one number or 3, got shape \(2,\)"),
+        ({"weight": "much"}, "weight of a sample: expected numbers, got 'much'"),
+        ({"weight": 1, "score": [1, 2, 3]}, "score of a sample: expected one number or 1"),
+        ({"weight": 1, "pixel_values": [0.5]}, "a sample has 'pixel_values', .*register_column"),
+    ],
+)
+def test_a_column_that_cannot_be_is_refused_by_name(changes, said):
+    document = {"input_ids": [1, 2, 3], "labels": [2, 3, 4], **changes}
+    with pytest.raises(ValueError, match=said):
+        collated(document)
+
+
+def test_a_collator_may_leave_out_what_has_a_default_and_nothing_else():
+    ids = torch.tensor([[1, 2, 3]])
+    batch = {"input_ids": ids, "labels": ids, "weight": [[1, 2, 3]]}
+    checked = check_batch(batch, False, Limits())
+    assert checked["score"].tolist() == [[0.125]] and checked["weight"].dtype == torch.float32
+    assert check_batch({**batch, "weight": [4]}, False, Limits())["weight"].tolist() == [[4] * 3]
+    with pytest.raises(ValueError, match=r"weight of a batch: expected \[1, 3\], got \[1, 2\]"):
+        check_batch({**batch, "weight": [[1, 2]]}, False, Limits())
+    del batch["weight"]
+    with pytest.raises(ValueError, match="collator gave no 'weight', a registered column"):
+        check_batch(batch, False, Limits())
+
+
+def test_a_name_that_is_taken_and_another_kind_are_refused():
+    with pytest.raises(ValueError, match="column labels is registered already"):
+        register_column("labels")
+    with pytest.raises(ValueError, match="column pixels: expected per token, document or sample"):
+        register_column("pixels", per="image")
+
+
+def texts(folder, **keys) -> list:
+    (folder / "a.jsonl").write_text('{"text": "ab", "weight": 2}\n{"text": "abc"}\n')
+    keys = dict(dataset=[str(folder / "a.jsonl")], cache_dir=str(folder / "cache"), **keys)
+    data = load_datasets(DataArguments(cutoff_len=8, **keys), "pt", byte_tokenizer())
+    return [document.get("weight") for [document] in data.train]
+
+
+def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_path):
+    for value in (5.0, 6.0, None):
+        del COLUMNS["weight"]
+        register_column("weight", of_dataset=lambda name, value=value: value)
+        for _ in range(2):  # written, then read
+            assert texts(tmp_path, packing=False) == [2.0, value]
+    with pytest.raises(ValueError, match="registered columns: texts are joined: set packing"):
+        texts(tmp_path)
+    (tmp_path / "b.jsonl").write_text('{"text": "ab", "weight": "much"}\n')
+    keys = dict(dataset=[str(tmp_path / "b.jsonl")], cache_dir=str(tmp_path), packing=False)
+    with pytest.raises(ValueError, match="b.jsonl:1: .*'weight': expected a number, got 'much'"):
+        load_datasets(DataArguments(**keys), "pt", byte_tokenizer())
