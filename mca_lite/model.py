@@ -30,9 +30,9 @@ from .model_config import (
     AutoConfig,
     McaModelConfig,
     grow,
+    hidden_switches,
     load_decision,
     load_hf_config,
-    own_switches,
 )
 from .model_layers import block_spec, needs_grad, prediction_spec, rope_frequencies
 from .model_moe import routers_of, use_own_dispatcher
@@ -112,7 +112,7 @@ class McaGPTModel(GPTModel):
     loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
-        with own_switches(config):
+        with hidden_switches(config):
             super().__init__(
                 config=config,
                 transformer_layer_spec=block_spec(config, vp_stage),
