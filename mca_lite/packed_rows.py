@@ -167,7 +167,7 @@ class Targets(NamedTuple):
 # -- how a rank sees a row -------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)  # a key of caches, by identity
 class RowLayout:
     """What core attention needs to know of a row, of which this context-parallel rank holds t / cp
     tokens.

@@ -25,7 +25,7 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
-from mca_lite.model_layers import rope_frequencies, rotary_tables
+from mca_lite.model_layers import Rope, rope_frequencies, rotary_tables
 from mca_lite.packed_rows import row_layout
 from tests.shared import tiny
 
@@ -198,14 +198,16 @@ def test_rope_is_that_of_the_hf_model(family, scaling, tmp_path):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_rotary_tables_grow_with_the_longest_row(scaling):
+def test_rotary_tables_of_a_row_are_transformers(scaling):
     theirs, device = hf(head_dim=16, rope_parameters=SCALINGS[scaling]), torch.device("cpu")
-    config, rope = from_hf_config(theirs), LlamaRotaryEmbedding(theirs)
-    for length in (5, 1500, 3001):  # the first table has 1,024 places
-        layout = row_layout((0, length), 1, 0, device)
-        found = rotary_tables(config, layout, torch.float32, "full_attention")
-        for ours, wanted in zip(found, rope(torch.zeros(1), layout.positions[None]), strict=True):
-            torch.testing.assert_close(ours[:, 0, 0], wanted[0], rtol=0, atol=1e-6)
+    rope, expected = Rope.of(from_hf_config(theirs)), LlamaRotaryEmbedding(theirs)
+    for borders in ((0, 5), (0, 3001), (0, 7, 1500)):
+        layout = row_layout(borders, 1, 0, device)
+        tables = rotary_tables(rope, layout, torch.float32)
+        assert rotary_tables(rope, layout, torch.float32) is tables
+        wanted = expected(torch.zeros(1), layout.positions[None])
+        for table, of_transformers in zip(tables, wanted, strict=True):
+            torch.testing.assert_close(table[:, 0, 0], of_transformers[0], rtol=0, atol=1e-6)
 
 
 def test_scaled_rope_differs_from_plain_rope():

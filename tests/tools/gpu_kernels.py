@@ -142,7 +142,7 @@ def other_cases(dtype):
 
         def probabilities(logits, softcap=softcap, by=by):
             capped = logits.detach().clamp(-4, 4)
-            found = loss_tokens._probabilities_in_one_pass(capped, lse, by, columns, softcap)
+            found = loss_tokens.probabilities_in_one_pass(capped, lse, by, columns, softcap)
             return [found + 0 * logits.sum()]
 
         def formula(logits, softcap=softcap, by=by):
