@@ -105,7 +105,7 @@ def heads_cases(dtype):
 
         def formula(mixed, bias, q, k, sizes=sizes, tables=tables, flags=flags):
             eps, zero, interleaved = flags
-            query, key, value = kernels._split_heads(mixed, bias, *sizes)
+            query, key, value = kernels.split_heads(mixed, bias, *sizes)
             if q is not None:
                 query, key = normed(query, q, eps, zero), normed(key, k, eps, zero)
             turn = (*(table.double() for table in tables), interleaved)
