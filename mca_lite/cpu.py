@@ -144,7 +144,7 @@ def _cuda_table():
     import torch._inductor.config as inductor
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    waits = "megatron's own loops launch a kernel for each tensor"
+    waits = "megatron's loops launch a kernel for each tensor"
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         yield clip_grads, "multi_tensor_scale_impl", _foreach_scale, waits
         yield optimizer, "_multi_tensor_copy_this_to_that", _foreach_copy, waits

@@ -243,7 +243,9 @@ class Norm(torch.autograd.Function):
         rows = x.numel() // width
         tile = _tile(width)
         programs = min(triton.cdiv(rows, tile["ROWS"]), _num_programs(x.device))
-        partial = x.new_empty(programs, width, dtype=torch.float32) if trained else None
+        partial = None
+        if trained:
+            partial = x.new_empty(programs, width, dtype=torch.float32)
         if rows:
             flags = zero_centered, is_beside, trained
             stages = _stages(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
@@ -494,8 +496,12 @@ class RotatedHeads(torch.autograd.Function):
         sums_norms = any(ctx.needs_input_grad[2:4])
         programs = min(tokens, max(2 * _num_programs(cos.device) // chunks, 1))
         floats = dict(dtype=torch.float32, device=cos.device)
-        of_bias = torch.empty(programs, heads * d, **floats) if sums_bias else None
-        of_norms = torch.empty(programs * chunks, 2, d, **floats) if sums_norms else None
+        of_bias = None
+        of_norms = None
+        if sums_bias:
+            of_bias = torch.empty(programs, heads * d, **floats)
+        if sums_norms:
+            of_norms = torch.empty(programs * chunks, 2, d, **floats)
         if tokens:
             grads = [grad.contiguous() for grad in grads]
             tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
@@ -550,13 +556,12 @@ def split_heads(mixed, bias, groups: int, d: int):
 def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved: bool):
     """split_heads, rms_norm of queries and keys, rotate, in one kernel. norms: (weight of queries,
     weight of keys, eps, zero_centered), or None."""
+    of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
-        of_query, of_key, *constants = (None, None, 0.0, False) if norms is None else norms
         tensors = mixed, bias, of_query, of_key, cos, sin
         return RotatedHeads.apply(*tensors, groups, d, *constants, interleaved)
     query, key, value = split_heads(mixed, bias, groups, d)
     if norms is not None:
-        of_query, of_key, *constants = norms
         query = _rms_norm(query, of_query, *constants)
         key = _rms_norm(key, of_key, *constants)
     return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved), value
@@ -694,7 +699,7 @@ def split_into(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) ->
 
 def _wrapped(constant: int) -> int:
     """The int32 of the same bits."""
-    return constant - 2**32 if constant >= 2**31 else constant
+    return (constant + 2**31) % 2**32 - 2**31
 
 
 def round_by_chance(x: torch.Tensor, seed: int) -> torch.Tensor:

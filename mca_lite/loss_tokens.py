@@ -15,6 +15,7 @@ trained head is a sum with these weights: the backward pass computes the logits 
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,9 +32,14 @@ from .parallel import sum_gradients, to_device
 # ---- losses on logits
 
 
+def num_ranks(group) -> int:
+    """Ranks of a group; None: one rank."""
+    return 1 if group is None else group.size()
+
+
 def all_reduce(tensor, op, group):
     """Reduce in place over a group; None: one rank."""
-    if group is not None and group.size() > 1:
+    if num_ranks(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
@@ -312,9 +318,9 @@ class _Gradients:
         writes_all = bool(chunks) and isinstance(chunks[0], slice)  # every row will be written
         of_hidden = torch.empty_like if writes_all else torch.zeros_like
         of_weight = functools.partial(torch.zeros_like, dtype=torch.float32)
-        make = (of_weight if i % 2 else of_hidden for i in range(len(factors)))
-        triples = zip(make, factors, needed, strict=True)
-        self.tensors = [new(tensor) if needs else None for new, tensor, needs in triples]
+        makers = itertools.cycle((of_hidden, of_weight))
+        triples = zip(factors, needed, makers, strict=False)
+        self.tensors = [make(tensor) if needs else None for tensor, needs, make in triples]
 
     def add(self, rows, parts, d_logits):
         """parts: (hidden, weight) pairs of the chunk; d_logits [rows, V/tp]."""
@@ -358,7 +364,7 @@ def _chunks(labels, kept, chunk_size: int):
     one."""
     if len(kept) == len(labels):
         return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
-    return list(kept.split(chunk_size)) if len(kept) else []
+    return [part for part in kept.split(chunk_size) if len(part)]
 
 
 def _pairs(factors, rows):
@@ -381,7 +387,10 @@ class _TokenLosses(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         chunks = _chunks(labels, kept, head.chunk_size)
         ahead = ahead and any(needed)
-        gradients = _Gradients(factors, needed, chunks) if ahead else None
+        ctx.gradients = None
+        if ahead:
+            gradients = _Gradients(factors, needed, chunks)
+            ctx.gradients = gradients.tensors
         losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         lse = torch.zeros_like(losses)
         for rows in chunks:
@@ -397,7 +406,6 @@ class _TokenLosses(torch.autograd.Function):
                 del d_logits  # the largest tensor here
         ctx.head = head
         ctx.chunks = chunks
-        ctx.gradients = gradients.tensors if ahead else None
         ctx.save_for_backward(labels, losses, lse, *factors)
         return losses
 
@@ -418,7 +426,7 @@ class _TokenLosses(torch.autograd.Function):
                 logits = _logits(parts, ctx.head.softcap)
                 gradients.add(rows, parts, _logit_gradients(logits, *of_rows, ctx.head))
             out = _converted(gradients.tensors, factors, torch.Tensor.to)
-        # the schedule holds the losses, and with them this node, until the next micro-batch's
+        # the schedule keeps the losses, and with them this node, until the next micro-batch
         ctx.gradients = None
         return None, None, None, None, *out
 
@@ -446,7 +454,7 @@ class _LossesOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         labels, *factors = ctx.saved_tensors
-        ranks = ctx.head.group.size() if ctx.head.group else 1
+        ranks = num_ranks(ctx.head.group)
         gradients = _Gradients(factors, ctx.needs_input_grad[4:], ctx.chunks)
         for rows in ctx.chunks:
             parts = _pairs(factors, rows)
@@ -509,13 +517,9 @@ def token_losses(
         dtype = torch.get_autocast_dtype(device)
         factors = [t.to(dtype) for t in factors]
     rows = len(weight)
-    first = 0
-    ranks = 1
-    if group is not None:
-        first = rows * group.rank()
-        ranks = group.size()
+    first = 0 if group is None else rows * group.rank()
     if vocab_size is None:
-        vocab_size = rows * ranks
+        vocab_size = rows * num_ranks(group)
     columns = min(max(vocab_size - first, 0), rows)
     chunk_size = chunk_size or (CHUNK_SIZE_CUDA if hidden.is_cuda else CHUNK_SIZE_CPU)
     head = Head(group, vocab_size, first, columns, chunk_size, softcap)

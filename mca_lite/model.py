@@ -35,7 +35,7 @@ from .model_config import (
     load_hf_config,
 )
 from .model_layers import block_spec, needs_grad, prediction_spec, rope_frequencies
-from .model_moe import use_own_dispatcher
+from .model_moe import replace_dispatcher
 from .packed_rows import Targets
 from .weights_files import (
     GrownSource,
@@ -136,7 +136,7 @@ class McaGPTModel(GPTModel):
                 config.apply_rope_fusion = False
         for module in self.modules():
             if isinstance(module, MoELayer):
-                use_own_dispatcher(module)
+                replace_dispatcher(module)
         # GPTModel makes these parts itself, and takes no other classes for them. The subclasses add
         # methods and no state, so that an instance can change its class in place
         for name, subclass in (("decoder", _Block), ("output_layer", _OutputLayer)):
@@ -448,7 +448,7 @@ def load_torch_model(
     """
     import transformers
 
-    hf = load_hf_config(model_name_or_path, trust_remote_code) if config is None else config
+    hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     kwargs = dict(dtype=dtype, trust_remote_code=trust_remote_code)
     if getattr(text, "attn_logit_softcapping", None):

@@ -217,7 +217,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         self.validate()
         if self.transformer_impl == "local":
             self.apply_rope_fusion = False  # TE's kernel: local attention has another
-        # megatron's switch for an MLP with an activation of ours: kernels.swiglu
+        # megatron's switch for an MLP with another activation: kernels.swiglu
         has_swiglu = self.gated_linear_unit and self.activation_func is F.silu
         self.use_te_activation_func = has_swiglu and not self.bias_activation_fusion
         self.params_dtype = torch.float32
@@ -442,7 +442,7 @@ def _from_arguments(args) -> dict[str, Any]:
 
 
 def _to_json(value):
-    """The value as JSON can hold it, None for functions other than activations."""
+    """The value for JSON, None for functions other than activations."""
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, enum.Enum):

@@ -200,7 +200,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # each place is written once: an index's own gradient would sort the places, to add
+        # each place is written once: the gradient of an index would sort the places, to add
         grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
         return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
 
@@ -314,7 +314,7 @@ class CoreAttention(MegatronModule):
         if self.cp_group is not None:
             key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
-        # dropout differs between tensor-parallel ranks, since each holds other heads
+        # dropout differs between tensor-parallel ranks: each has other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             if is_packed and self._suits_rows(layout, attention_mask):
                 return self._rows(query, key, value, layout, dropout)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .kernels import compiled, weighted_swiglu
-from .loss_tokens import all_reduce
+from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     MegatronModule,
     MoEAlltoAllTokenDispatcher,
@@ -58,7 +58,9 @@ def choose_experts(
     ("max"). normalise: a token's weights sum to 1.
     """
     scores = scores_of(logits, score_function)
-    choice = scores if bias is None else scores + bias
+    choice = scores
+    if bias is not None:
+        choice = scores + bias
     if num_groups:
         grouped = choice.unflatten(-1, (num_groups, -1))
         of_group = grouped.topk({"top2": 2, "max": 1}[group_score], -1).values.sum(-1)
@@ -70,7 +72,9 @@ def choose_experts(
     if normalise:
         tiny = {"softmax": 0.0, "sigmoid": 1e-20}[score_function]
         weights = weights / (weights.sum(-1, keepdim=True) + tiny)
-    return weights if scaling is None else weights * scaling, experts
+    if scaling is not None:
+        weights = weights * scaling
+    return weights, experts
 
 
 class BalancingLosses(NamedTuple):
@@ -130,7 +134,7 @@ def balancing_parts(
     size = pools.clamp(min=1)[:, None]
     balance = num_experts * (choices / (size * topk) * (mass / size)).sum(-1)
     num_pools = (pools > 0).sum().clamp(min=1)
-    balance = balance.sum() / num_pools if kind != "none" else balance.sum() * 0
+    balance = balance.sum() / num_pools * (kind != "none")
     z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.clamp(min=1)
     return balance, z, tokens
 
@@ -163,8 +167,7 @@ class RouterStatistics:
         """The router's addition to the loss of a micro-batch, counted for the log. Arguments and
         collective: those of balancing_parts."""
         balance, z, tokens = balancing_parts(logits, real, losses.kind, topk, score_function, group)
-        ranks = 1 if group is None else group.size()
-        share = (tokens > 0) / ranks  # this rank's part of the micro-batch
+        share = (tokens > 0) / num_ranks(group)  # this rank's part of the micro-batch
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
         return (losses.balance * balance + losses.z * z) * self.loss_weight
 
@@ -335,10 +338,6 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     """megatron's all-to-all with the permutation of this module. Takes the router's choices as
     int64 [T, k] in place of a map, and their weights [T, k]."""
 
-    @property
-    def _is_alone(self) -> bool:
-        return self.tp_size == 1 and self.ep_size == 1
-
     def dispatch_preprocess(self, hidden_states, experts, weights):
         """[s, b, h] -> rows in the order of experts [T k, h], and their weights [T k]."""
         self.hidden_shape = hidden_states.shape
@@ -347,54 +346,58 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         rows = torch.arange(len(self.order), device=experts.device)
         self.places = torch.empty_like(rows).scatter_(0, self.order, rows).view(experts.shape)
         chosen = experts.new_zeros(len(experts), self.num_experts, dtype=torch.bool)
-        chosen.scatter_(1, experts, True)
-        self.tokens_per_expert = chosen.sum(0)
-        if not self._is_alone:
-            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
-                "before_permutation_1", self.preprocess(chosen)
-            )
+        self.tokens_per_expert = self.count(chosen.scatter_(1, experts, True))
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
         return ToExperts.apply(flat, weights, self.order, self.places)
 
-    def token_dispatch(self, rows, weights):
-        return (rows, weights) if self._is_alone else super().token_dispatch(rows, weights)
-
-    def dispatch_postprocess(self, rows, weights):
-        if not self._is_alone:
-            return super().dispatch_postprocess(rows, weights)
-        return rows, self.tokens_per_expert, weights
-
-    def combine_preprocess(self, rows):
-        return rows if self._is_alone else super().combine_preprocess(rows)
-
-    def token_combine(self, rows):
-        return rows if self._is_alone else super().token_combine(rows)
+    def count(self, chosen):
+        """Tokens of each local expert, of chosen bool [T, E]."""
+        return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows):
         """Rows in the order of experts [T k, h] -> [s, b, h]."""
         return FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
 
 
+class LocalDispatcher(Dispatcher):
+    """The same for one expert-parallel rank: nothing is exchanged, nothing waits for the device."""
+
+    def count(self, chosen):
+        return chosen.sum(0)
+
+    def token_dispatch(self, rows, weights):
+        return rows, weights
+
+    def dispatch_postprocess(self, rows, weights):
+        return rows, self.tokens_per_expert, weights
+
+    def combine_preprocess(self, rows):
+        return rows
+
+    def token_combine(self, rows):
+        return rows
+
+
 def _forget_graph(layer: MoELayer, inputs, output) -> None:
-    """Forward hook. megatron's dispatchers keep the weights of the last tokens: with their graph
-    they would keep the nodes that DDP's hooks are on, and these the model, for good."""
-    kept = vars(layer.token_dispatcher)
-    kept |= {name: value.detach() for name, value in kept.items() if torch.is_tensor(value)}
+    """Forward hook: detach the weights of the last tokens, which megatron's dispatchers keep. With
+    their graph they would keep the nodes of DDP's hooks, and these the model, for good."""
+    state = vars(layer.token_dispatcher)
+    state |= {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
 
 
-def use_own_dispatcher(layer: MoELayer) -> None:
-    """Give a layer the dispatcher above, where its configuration asks for no other one."""
+def replace_dispatcher(layer: MoELayer) -> None:
+    """Give a layer the dispatcher of this module, unless its configuration needs another one."""
     config = layer.config
     layer.register_forward_hook(_forget_graph)
     others = config.moe_permute_fusion or config.moe_shared_expert_overlap
     if others or config.moe_token_dispatcher_type != "alltoall":
         return
+    groups = get_default_pg_collection()
+    is_alone = groups.ep.size() == groups.expt_tp.size() == 1
+    dispatcher = LocalDispatcher if is_alone else Dispatcher
     layer.router.gives_choices = True
-    layer.token_dispatcher = Dispatcher(
-        layer.num_local_experts,
-        layer.local_expert_indices,
-        config=config,
-        pg_collection=get_default_pg_collection(),
+    layer.token_dispatcher = dispatcher(
+        layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
     )
 
 

@@ -87,6 +87,6 @@ def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:
 def test_nothing_waits_or_adds_rows_up_on_one_rank(tmp_path):
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     [(dispatcher, names)] = world.run(operations_of_a_layer, 1, path, str(tmp_path / "run"))
-    assert dispatcher == "Dispatcher"
+    assert dispatcher == "LocalDispatcher"
     found = [name for name in names if name.startswith(ADDS) or name in WAITS]
     assert "index" in names and not found
