@@ -278,7 +278,7 @@ def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> boo
 # -- a row on a rank
 
 
-@dataclass
+@dataclass(eq=False)  # a key of caches, by identity
 class RowLayout:
     """A row for core attention on a context-parallel rank, with t / cp of its tokens.
 

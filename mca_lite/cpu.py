@@ -1,5 +1,5 @@
-"""What megatron-core 0.16 and torch need changed: one table to train on CPU with gloo, not applied
-where CUDA is there, and a short one for CUDA.
+"""Patches of megatron-core 0.16 and torch: a table to train on a CPU with gloo, left out if CUDA is
+there, and a short one for CUDA.
 
 This is the only file of the package that assigns to another library's attributes. Each row is
 (object, attribute, replacement, reason); `apply()` walks the first table once per process,
@@ -22,8 +22,8 @@ def _nothing(*args, **kwargs):
 
 
 class _Finished:
-    """A CUDA stream, its context, or an event on a device that has one queue of work: everything
-    has finished already."""
+    """A CUDA stream, its context, or an event on a device with one queue of work: everything has
+    finished already."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -38,7 +38,7 @@ class _Finished:
 
 
 def _constructor_on_cpu(construct):
-    """A tensor constructor that reads device="cuda..." as the CPU and pins no memory."""
+    """A tensor constructor on the CPU for device="cuda...", without pinned memory."""
 
     @functools.wraps(construct)
     def wrapped(*args, **kwargs):
@@ -98,7 +98,8 @@ def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]
         small = [tensor for tensor in tensors if tensor.numel() < _LARGE]
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in large]
-        norms += torch._foreach_norm(small, dtype=torch.float32) if small else ()
+        if small:
+            norms += torch._foreach_norm(small, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.stack(norms))
     parts = [torch.zeros(1)]
     for tensor in tensors:
@@ -122,7 +123,7 @@ def _foreach_copy(this, that, overflow_buf=None):
 
 
 class _WeightGradient:
-    """What megatron looks for in Apex's fused_weight_gradient_mlp_cuda."""
+    """The function of Apex's fused_weight_gradient_mlp_cuda that megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs, grad_output, main_grad):
@@ -134,8 +135,8 @@ class _WeightGradient:
 
 
 def _cuda_table():
-    """The rows for CUDA. Those of scaling and copies: where neither Transformer Engine nor Apex
-    brings kernels for them."""
+    """The rows for CUDA. Those of scaling and copies replace megatron's loops alone: Transformer
+    Engine and Apex bring kernels for them."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -143,7 +144,7 @@ def _cuda_table():
     import torch._inductor.config as inductor
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    waits = "megatron's own loops launch a kernel for each tensor"
+    waits = "megatron's loops launch a kernel for each tensor"
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         yield clip_grads, "multi_tensor_scale_impl", _foreach_scale, waits
         yield optimizer, "_multi_tensor_copy_this_to_that", _foreach_copy, waits
@@ -153,24 +154,19 @@ def _cuda_table():
         yield optimizers, "SGD", torch.optim.SGD, same
         yield optimizers, "USING_PYTORCH_OPTIMIZER", True, same
     if not layers._grad_accum_fusion_available:
-        own = "a product that adds to the float32 gradient needs no Apex: torch has one"
-        yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, own
-        yield layers, "_grad_accum_fusion_available", True, own
+        no_apex = "a product that adds to the float32 gradient needs no Apex: torch has one"
+        yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, no_apex
+        yield layers, "_grad_accum_fusion_available", True, no_apex
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # until they are ready, which takes longer than the first step, this process compiles
-        late = "processes that compile start for seconds, while training wants the cores"
+        # until they are ready, after the first step, this process compiles anyway
+        late = "processes that compile start for seconds, while training needs the cores"
         yield inductor, "compile_threads", 1, late
 
 
 def _table():
-    """The rows. Imports megatron, so it is built only when it is applied."""
-    yield from _rows_of_cuda()
-    yield from _rows_of_tensors()
-
-
-def _rows_of_cuda():
-    """torch.cuda's functions, and the random states that megatron keeps in it."""
+    """The rows for a CPU. Imports megatron, so it is built only when it is applied."""
     import megatron.core.tensor_parallel.random as megatron_random
+    import torch.distributed as dist
 
     cuda = torch.cuda
 
@@ -201,17 +197,12 @@ def _rows_of_cuda():
     yield megatron_random, "_get_cuda_rng_state", rng_get, one_rng
     yield megatron_random, "_set_cuda_rng_state", rng_set, one_rng
 
-
-def _rows_of_tensors():
-    """Tensors that ask for CUDA by name, and what gloo or a CPU's arithmetic lacks."""
-    import torch.distributed as dist
-
     names = (
         "tensor zeros ones empty full arange rand randn zeros_like ones_like empty_like full_like"
     )
     device = 'the schedules, clipping and p2p name device="cuda"'
-    kind = "clipping asks for 'torch.cuda.FloatTensor' by name"
-    equal = "gloo wants equal pieces; experts have unequal ones"
+    kind = "clipping compares types with 'torch.cuda.FloatTensor'"
+    equal = "gloo needs equal pieces; experts have unequal ones"
     as_lists = _all_to_all_single(dist.all_to_all_single)
     for name in names.split():
         yield torch, name, _constructor_on_cpu(getattr(torch, name)), device
@@ -219,7 +210,7 @@ def _rows_of_tensors():
     yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
     yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), kind
     yield dist, "all_gather", _all_gather(dist.all_gather), equal
-    yield dist, "all_to_all_single", as_lists, "gloo wants split sizes as lists"
+    yield dist, "all_to_all_single", as_lists, "gloo needs split sizes as lists"
 
 
 def apply() -> list[tuple[object, str, object, str]]:
@@ -230,23 +221,27 @@ def apply() -> list[tuple[object, str, object, str]]:
     in_force = getattr(torch.Tensor.type, _MARK, None)
     if in_force is not None:
         return in_force
-    # megatron's fused glue is torch.compile, which needs a C++ compiler and a second an import on a
-    # CPU
+    # megatron's fused functions use torch.compile: a C++ compiler and a second an import on a CPU
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must hold
-    # the originals, or models that transformers builds under it keep buffers (rotary frequencies)
-    # that nobody ever fills
+    # `with torch.device("meta")` looks constructors up in a set that is filled once: it must have
+    # the originals, or models that transformers builds under it keep uninitialised buffers (rotary
+    # frequencies)
     torch.utils._device._device_constructors()
-    rows = list(_table())
-    for owner, attribute, replacement, _ in rows:
-        setattr(owner, attribute, replacement)
+    rows = _put_in_force(_table())
     setattr(torch.Tensor.type, _MARK, rows)
     return rows
 
 
 @functools.cache
 def apply_on_cuda() -> None:
-    """Put the rows for CUDA in force, where CUDA is there."""
-    rows = list(_cuda_table()) if torch.cuda.is_available() else []
+    """Put the rows for CUDA in force, if CUDA is there."""
+    if torch.cuda.is_available():
+        _put_in_force(_cuda_table())
+
+
+def _put_in_force(table) -> list[tuple[object, str, object, str]]:
+    """Assign each replacement, after all rows were made from the originals."""
+    rows = list(table)
     for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)
+    return rows

@@ -1,18 +1,11 @@
-"""AdamW that holds less: weights in bf16 whose float32 masters are the weight and 16 bits more, and
-moments in bf16.
+"""Operations as one kernel on a GPU, and in plain torch elsewhere: norms, rotary embedding,
+activations, AdamW.
 
-    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   g = factor x gradient
-    w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
-
-in float32, whatever holds the numbers, in one pass over memory. A master weight w is bf16(w), the
-model's weight, and what that leaves of its bits, an int16: together they are w, bit for bit. Ties
-round away from zero.
-
-v in bf16 rounds up or down by chance, in proportion: with b2 = 0.999 it changes by less than half
-of bf16's last bit, and rounded to the nearest it would never fall. The chance is a hash of step and
-element, so that replicas and a resumed run draw the same.
-
-On CUDA, where model_fused compiles, the pass is a Triton kernel, elsewhere plain torch.
+The operations of every model have a Triton kernel; those of some (experts, caps) are compiled by
+torch.compile. `switch` turns both off; a machine without a compiler runs plain torch, with a
+warning.
+Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels of a
+head.
 """
 
 import functools
@@ -23,24 +16,111 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# -- Triton kernels
-
 try:
     import triton
     import triton.language as tl
 except ImportError:
     triton = None
 
-_BLOCK_kernels = 1024  # columns of a program of SwiGLU
+_SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
+_ADAM_BLOCK = 1024  # elements of a program of AdamW
 _HEADS = 16  # heads of a program of rotated_heads
-_AT_ONCE = 2  # programs a multiprocessor where each sums over its own tokens; twice of heads
+_PROGRAMS = 2  # of a multiprocessor, if each sums over its part of the tokens; twice of heads
 _SHARED = 96 * 1024  # bytes of shared memory that a program may take: small GPUs have 99 KiB
+
+# ---- on or off
+
+_torch_compile: bool | None = None  # the key of the run
+_NO_KERNELS = (
+    "no kernel can be compiled here ({}): norms, rotary embedding, activations and the loss run as "
+    "single operations, and training is slower; torch_compile: false says so without a try"
+)
+_NO_TORCH_COMPILE = (
+    "torch.compile does not work here ({}): experts, caps and some rotary embeddings run as single "
+    "operations, and training is slower"
+)
+
+
+def switch(torch_compile: bool | None) -> None:
+    """Compile on CUDA from now on (None or True), or not (False). Warns about True without a
+    GPU."""
+    global _torch_compile
+    _torch_compile = torch_compile
+    if torch_compile and not torch.cuda.is_available():
+        warnings.warn(
+            "torch_compile: true: there is no GPU, and on a CPU nothing is compiled", stacklevel=2
+        )
+
+
+def why_no_kernels() -> str | None:
+    """The first line of the error from compiling a Triton kernel, None if it runs here: a machine
+    may lack Triton or a C compiler."""
+    if triton is None:
+        return "Triton cannot be imported"
+    return _failure(lambda one: SwiGLU.apply(one.repeat(2)), F.silu)
+
+
+def why_no_torch_compile() -> str | None:
+    """The same of torch.compile, which needs a Python that it supports and folders as well."""
+    return _failure(lambda one: torch.compile(_double)(one), _double)
+
+
+def _double(x):
+    return x + x
+
+
+def _failure(function: Callable, expected: Callable) -> str | None:
+    """The first line of an error of a function, of a number on a GPU; None without an error."""
+    try:
+        one = torch.ones(1, device="cuda")
+        is_right = torch.allclose(function(one), expected(one), atol=1e-3)
+        return None if is_right else "it gives wrong numbers"
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@functools.cache
+def works(why_not: Callable[[], str | None], warning: str) -> bool:
+    """True if a compiler works: tried once, with a warning if it fails."""
+    reason = why_not()
+    if reason is not None:
+        warnings.warn(warning.format(reason), stacklevel=2)
+    return reason is None
+
+
+def compiles(tensor: torch.Tensor) -> bool:
+    """True if functions of this tensor run compiled."""
+    is_on_gpu = tensor.is_cuda and _torch_compile is not False
+    return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
+
+
+def is_on() -> bool:
+    """True if functions run compiled on this rank's device."""
+    return torch.cuda.is_available() and compiles(torch.empty(0, device="cuda"))
+
+
+def compiled(function):
+    """Decorate a function of tensors and constants: torch.compile, if its first argument is on a
+    GPU.
+
+    A second length of rows compiles once more, for any length.
+    """
+    fast = functools.cache(torch.compile)
+
+    @functools.wraps(function)
+    def call(first, *args):
+        # torch.compile is tried for the first function that needs it: starting it takes seconds
+        if compiles(first) and works(why_no_torch_compile, _NO_TORCH_COMPILE):
+            return fast(function)(first, *args)
+        return function(first, *args)
+
+    return call
 
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    """How many programs share the tokens where each sums over its own."""
-    return _AT_ONCE * torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs of a kernel, if each sums over its part of the tokens."""
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 if triton is not None:
@@ -65,12 +145,12 @@ def _sum(partial, dtype: torch.dtype):
 
 
 def _stages(loaded: int) -> int:
-    """Iterations of a loop whose loads are on their way at once; all but one wait in shared memory.
+    """Iterations of a loop with loads in flight at once; all but one wait in shared memory.
     loaded: bytes of an iteration."""
     return 3 if 2 * loaded <= _SHARED else 1
 
 
-# -- RMS norm ---------------------------------------------------------------------------------
+# ---- RMS norm
 
 if triton is not None:
 
@@ -125,18 +205,19 @@ if triton is not None:
 
 
 def _tile(width: int) -> dict:
-    """Sizes of a program that holds whole rows."""
+    """Sizes of a program of whole rows."""
     block = triton.next_power_of_2(width)
     return dict(ROWS=max(4096 // block, 1), BLOCK=block, num_warps=16 if block > 4096 else 8)
 
 
 class Norm(torch.autograd.Function):
-    """x [..., h], weight [h] -> rms norm of x, and with `beside` also x itself, whose gradient is
-    added in the norm's backward pass."""
+    """x [..., h], weight [h] -> rms norm of x, and with `beside` also x itself; the gradients of
+    both are added in the norm's backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, eps: float, zero_centered: bool, beside: bool):
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        x = x.contiguous()
+        out = torch.empty_like(x)
         ctx.save_for_backward(x, weight)
         ctx.constants = eps, zero_centered
         width = x.shape[-1]
@@ -150,18 +231,23 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, passed=None):
-        (x, weight), (eps, zero_centered) = ctx.saved_tensors, ctx.constants
+        x, weight = ctx.saved_tensors
+        eps, zero_centered = ctx.constants
         grad = grad.contiguous()
         of_x = torch.empty_like(x)
         width = x.shape[-1]
-        passed = None if passed is None else passed.contiguous()
+        is_beside = passed is not None
+        if is_beside:
+            passed = passed.contiguous()
         trained = ctx.needs_input_grad[1]
         rows = x.numel() // width
         tile = _tile(width)
         programs = min(triton.cdiv(rows, tile["ROWS"]), _num_programs(x.device))
-        partial = x.new_empty(programs, width, dtype=torch.float32) if trained else None
+        partial = None
+        if trained:
+            partial = x.new_empty(programs, width, dtype=torch.float32)
         if rows:
-            flags = zero_centered, passed is not None, trained
+            flags = zero_centered, is_beside, trained
             stages = _stages(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
             numbers = rows, width, eps, *flags, stages
             tensors = x, weight, grad, passed, of_x, partial
@@ -169,7 +255,36 @@ class Norm(torch.autograd.Function):
         return of_x, _sum(partial, weight.dtype) if trained else None, None, None, None
 
 
-# -- queries, keys and values -------------------------------------------------------------------
+def _rms_norm(x, weight, eps: float, zero_centered: bool):
+    sizes = x.shape[-1:]
+    if zero_centered:
+        return F.rms_norm(x.float(), sizes, 1.0 + weight.float(), eps).to(x.dtype)
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, sizes, weight, eps)
+    # the rounding to bf16 comes before the weight, as in the Hugging Face model
+    return weight * F.rms_norm(x.float(), sizes, None, eps).to(x.dtype)
+
+
+def rms_norm(x, weight, eps: float, zero_centered: bool = False):
+    """x / rms(x) * weight over the last dimension, the mean square in float32, in x's dtype.
+
+    zero_centered: the weights lie around zero (Gemma's): 1 is added to them, and they multiply
+    before the rounding.
+    """
+    if compiles(x):
+        return Norm.apply(x, weight, eps, zero_centered, False)
+    return _rms_norm(x, weight, eps, zero_centered)
+
+
+def norm_beside(x, weight, eps: float, zero_centered: bool):
+    """(rms_norm of x, x): the norm's backward kernel sums the gradients of both, at no cost of
+    another kernel."""
+    if compiles(x):
+        return Norm.apply(x, weight, eps, zero_centered, True)
+    return _rms_norm(x, weight, eps, zero_centered), x
+
+
+# ---- queries, keys and values
 
 if triton is not None:
 
@@ -216,7 +331,7 @@ if triton is not None:
 
     @triton.jit
     def _load(start, first, second, inside):
-        """Both channels of pairs [heads, pairs]; start [heads, 1]: where a head begins."""
+        """Both channels of pairs [heads, pairs]; start [heads, 1] of each head."""
         a = tl.load(start + first[None, :], inside, 0.0).to(tl.float32)
         return a, tl.load(start + second[None, :], inside, 0.0).to(tl.float32)
 
@@ -228,7 +343,7 @@ if triton is not None:
     @triton.jit
     def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.constexpr,
                D: tl.constexpr):  # fmt: skip
-        """Where heads [heads, 1] of a token begin, read as queries, as keys and as values."""
+        """Starts of the heads [heads, 1] of a token, read as queries, as keys and as values."""
         of_token = token * GROUPS + group
         of_query = query + (of_token * (OWN - 2) + part) * D
         return of_query, key + of_token * D, value + of_token * D
@@ -342,14 +457,15 @@ if triton is not None:
 
 
 class RotatedHeads(torch.autograd.Function):
-    """What model_fused.rotated_heads says, for even d."""
+    """rotated_heads, for even d."""
 
     @staticmethod
     def forward(ctx, mixed, bias, of_query, of_key, cos, sin, groups, d, eps, zero, interleaved):
         mixed = mixed.contiguous()
         cos = cos.contiguous()
         sin = sin.contiguous()
-        s, b, heads = *mixed.shape[:2], mixed.shape[2] // d
+        s, b, width = mixed.shape
+        heads = width // d
         query = mixed.new_empty(s, b, heads - 2 * groups, d)
         key = mixed.new_empty(s, b, groups, d)
         value = mixed.new_empty(s, b, groups, d)
@@ -371,31 +487,87 @@ class RotatedHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         mixed, bias, of_query, of_key, cos, sin = ctx.saved_tensors
-        (s, b, _), (heads, _, d, _) = ctx.shape, ctx.sizes
+        s, b, _ = ctx.shape
+        heads, _, d, _ = ctx.sizes
         out = torch.empty(ctx.shape, dtype=ctx.dtype, device=cos.device)
         chunks = triton.cdiv(heads, _HEADS)
         tokens = s * b
-        sums = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
+        sums_bias = ctx.needs_input_grad[1]
+        sums_norms = any(ctx.needs_input_grad[2:4])
         programs = min(tokens, max(2 * _num_programs(cos.device) // chunks, 1))
         floats = dict(dtype=torch.float32, device=cos.device)
-        of_bias = torch.empty(programs, heads * d, **floats) if sums[0] else None
-        of_norms = torch.empty(programs * chunks, 2, d, **floats) if sums[1] else None
+        of_bias = None
+        of_norms = None
+        if sums_bias:
+            of_bias = torch.empty(programs, heads * d, **floats)
+        if sums_norms:
+            of_norms = torch.empty(programs * chunks, 2, d, **floats)
         if tokens:
             grads = [grad.contiguous() for grad in grads]
             tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
             tile = dict(BLOCK=_HEADS, HALF=triton.next_power_of_2(d // 2))
             stages = _stages(10 * _HEADS * tile["HALF"] * out.itemsize)
-            numbers = tokens, b, ctx.eps, *ctx.sizes, *ctx.flags, *sums, stages
+            numbers = tokens, b, ctx.eps, *ctx.sizes, *ctx.flags, sums_bias, sums_norms, stages
             _heads_backward_kernel[(programs, chunks)](*tensors, *numbers, **tile)
-        found = [out, None, None, None]
-        if sums[0]:
-            found[1] = _sum(of_bias, bias.dtype)
-        if sums[1]:
-            found[2:] = _sum(of_norms, of_query.dtype).unbind(0)
-        return *found, *[None] * 7
+        gradients = [out, None, None, None]
+        if sums_bias:
+            gradients[1] = _sum(of_bias, bias.dtype)
+        if sums_norms:
+            gradients[2:] = _sum(of_norms, of_query.dtype).unbind(0)
+        return *gradients, *[None] * 7
 
 
-# -- SwiGLU -----------------------------------------------------------------------------------
+def _rotate(x, cos, sin, interleaved: bool):
+    size = cos.shape[-1]
+    turned = x[..., :size]
+    if interleaved:
+        quarter_turn = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        quarter_turn = torch.cat((-second, first), -1)
+    turned = turned * cos + quarter_turn * sin
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
+
+
+@compiled
+def rotate(query, key, cos, sin, interleaved: bool = False):
+    """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables [s, 1, 1, rotary] in
+    their dtype.
+
+    Channels beyond `rotary` stay. The others turn in pairs: channels i and i + rotary / 2, or
+    interleaved neighbours.
+    """
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
+
+
+def split_heads(mixed, bias, groups: int, d: int):
+    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d]: each
+    group's queries, then its key and its value. bias [g * (n / g + 2) * d], or None, is added
+    first."""
+    if bias is not None:
+        mixed = mixed + bias
+    s, b, _ = mixed.shape
+    mixed = mixed.view(s, b, groups, -1, d)
+    query = mixed[:, :, :, :-2].reshape(s, b, -1, d)
+    # contiguous: a view would keep all three alive
+    return query, mixed[:, :, :, -2].contiguous(), mixed[:, :, :, -1].contiguous()
+
+
+def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved: bool):
+    """split_heads, rms_norm of queries and keys, rotate, in one kernel. norms: (weight of queries,
+    weight of keys, eps, zero_centered), or None."""
+    of_query, of_key, *constants = norms or (None, None, 0.0, False)
+    if compiles(mixed) and d % 2 == 0:
+        tensors = mixed, bias, of_query, of_key, cos, sin
+        return RotatedHeads.apply(*tensors, groups, d, *constants, interleaved)
+    query, key, value = split_heads(mixed, bias, groups, d)
+    if norms is not None:
+        query = _rms_norm(query, of_query, *constants)
+        key = _rms_norm(key, of_key, *constants)
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved), value
+
+
+# ---- SwiGLU
 
 if triton is not None:
 
@@ -425,7 +597,7 @@ if triton is not None:
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., 2 f] in one kernel each way; only its input is kept."""
+    """silu(gate) * up of [..., 2 f] in one kernel each way; only its input is saved."""
 
     @staticmethod
     def forward(ctx, both):
@@ -434,9 +606,8 @@ class SwiGLU(torch.autograd.Function):
         f = both.shape[-1] // 2
         out = both.new_empty(*both.shape[:-1], f)
         if out.numel():
-            _swiglu_kernel[(out.numel() // f, triton.cdiv(f, _BLOCK_kernels))](
-                both, out, f, _BLOCK_kernels
-            )
+            grid = (out.numel() // f, triton.cdiv(f, _SWIGLU_BLOCK))
+            _swiglu_kernel[grid](both, out, f, _SWIGLU_BLOCK)
         return out
 
     @staticmethod
@@ -447,196 +618,14 @@ class SwiGLU(torch.autograd.Function):
         out = torch.empty_like(both)
         f = both.shape[-1] // 2
         if out.numel():
-            grid = (grad.numel() // f, triton.cdiv(f, _BLOCK_kernels))
-            _swiglu_backward_kernel[grid](both, grad, out, f, _BLOCK_kernels)
+            grid = (grad.numel() // f, triton.cdiv(f, _SWIGLU_BLOCK))
+            _swiglu_backward_kernel[grid](both, grad, out, f, _SWIGLU_BLOCK)
         return out
 
 
-# -- one kernel on a GPU, plain torch elsewhere
-
-_asked: bool | None = None  # torch_compile of the run
-
-
-def switch(torch_compile: bool | None) -> None:
-    """Compile on CUDA from now on (None or True), or not (False). Warns where True cannot be
-    had."""
-    global _asked
-    _asked = torch_compile
-    if torch_compile and not torch.cuda.is_available():
-        warnings.warn(
-            "torch_compile: true: there is no GPU, and on a CPU nothing is compiled", stacklevel=2
-        )
-
-
-def why_no_kernels() -> str | None:
-    """The first line of what compiling a Triton kernel raised, None where it runs here: a machine
-    may lack Triton or a C compiler."""
-    if triton is None:
-        return "Triton cannot be imported"
-
-    def is_right() -> bool:
-        gate_and_up = torch.ones(2, device="cuda")
-        got = SwiGLU.apply(gate_and_up)
-        return torch.allclose(got, F.silu(gate_and_up[:1]), atol=1e-3)
-
-    return _why_not(is_right)
-
-
-def why_no_torch_compile() -> str | None:
-    """The same of torch.compile, which wants a Python and folders that it knows beside."""
-    return _why_not(
-        lambda: bool((torch.compile(lambda x: x + x)(torch.ones(2, device="cuda")) == 2).all())
-    )
-
-
-def _why_not(is_right: Callable[[], bool]) -> str | None:
-    try:
-        return None if is_right() else "it gives wrong numbers"
-    except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@functools.cache
-def _kernels_work() -> bool:
-    """Whether kernels compile here: tried once, with a warning where they do not."""
-    reason = why_no_kernels()
-    if reason is not None:
-        warnings.warn(
-            f"no kernel can be compiled here ({reason}): norms, rotary embedding, activations and "
-            "the loss run as single operations, and training is slower; torch_compile: false says "
-            "so without a try",
-            stacklevel=2,
-        )
-    return reason is None
-
-
-@functools.cache
-def _torch_compile_works() -> bool:
-    """The same of torch.compile, where a model first needs it: starting it takes seconds."""
-    reason = why_no_torch_compile()
-    if reason is not None:
-        warnings.warn(
-            f"torch.compile does not work here ({reason}): what experts, caps and some rotary "
-            "embeddings do runs as single operations, and training is slower",
-            stacklevel=2,
-        )
-    return reason is None
-
-
-def compiles(tensor: torch.Tensor) -> bool:
-    """Whether functions of this tensor run compiled."""
-    return tensor.is_cuda and _asked is not False and _kernels_work()
-
-
-def is_on() -> bool:
-    """Whether functions run compiled on this rank's device."""
-    return torch.cuda.is_available() and compiles(torch.empty(0, device="cuda"))
-
-
-def compiled(function):
-    """The function, which runs compiled where its first argument is on a GPU. It must be given
-    tensors and constants.
-
-    A second length of rows compiles once more, for any length; each later one is served by that.
-    """
-    fast = None
-
-    @functools.wraps(function)
-    def call(first, *args):
-        nonlocal fast
-        if not compiles(first) or not _torch_compile_works():
-            return function(first, *args)
-        if fast is None:
-            fast = torch.compile(function)
-        return fast(first, *args)
-
-    return call
-
-
-def _rms_norm(x, weight, eps: float, zero_centered: bool):
-    sizes = x.shape[-1:]
-    if zero_centered:
-        return F.rms_norm(x.float(), sizes, 1.0 + weight.float(), eps).to(x.dtype)
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, sizes, weight, eps)
-    # the rounding to bf16 comes before the weight, as in the Hugging Face model
-    return weight * F.rms_norm(x.float(), sizes, None, eps).to(x.dtype)
-
-
-def rms_norm(x, weight, eps: float, zero_centered: bool = False):
-    """x / rms(x) * weight over the last dimension, the mean square in float32, in x's dtype.
-
-    zero_centered: the weights lie around zero (Gemma's): 1 is added to them, and they multiply
-    before the rounding.
-    """
-    if compiles(x):
-        return Norm.apply(x, weight, eps, zero_centered, False)
-    return _rms_norm(x, weight, eps, zero_centered)
-
-
-def norm_beside(x, weight, eps: float, zero_centered: bool):
-    """(rms_norm of x, x): where both are used, a kernel sums their gradients in the norm's backward
-    pass, which costs no kernel of its own."""
-    if compiles(x):
-        return Norm.apply(x, weight, eps, zero_centered, True)
-    return _rms_norm(x, weight, eps, zero_centered), x
-
-
-def _rotate(x, cos, sin, interleaved: bool):
-    size = cos.shape[-1]
-    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
-    if interleaved:
-        quarter_turn = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, -1)
-        quarter_turn = torch.cat((-second, first), -1)
-    turned = turned * cos + quarter_turn * sin
-    return turned if rest is None else torch.cat((turned, rest), -1)
-
-
-@compiled
-def rotate(query, key, cos, sin, interleaved: bool = False):
-    """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables [s, 1, 1, rotary] in
-    their dtype.
-
-    Channels beyond `rotary` stay. A pair that turns: channels i and i + rotary / 2, or interleaved
-    neighbours.
-    """
-    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
-
-
-def _split_heads(mixed, bias, groups: int, d: int):
-    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d], in which
-    each group's queries stand before its key and value. bias [g * (n / g + 2) * d], or None, is
-    added first."""
-    s, b = mixed.shape[:2]
-    mixed = (mixed if bias is None else mixed + bias).view(s, b, groups, -1, d)
-    query = mixed[:, :, :, :-2].reshape(s, b, -1, d)
-    # contiguous: a view would keep all three alive
-    return query, mixed[:, :, :, -2].contiguous(), mixed[:, :, :, -1].contiguous()
-
-
-split_heads = compiled(_split_heads)
-
-
-def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved: bool):
-    """split_heads, rms_norm of queries and keys, rotate, in one kernel. norms: (weight of queries,
-    weight of keys, eps, zero_centered), or None."""
-    if compiles(mixed) and d % 2 == 0:
-        of_query, of_key, *constants = (None, None, 0.0, False) if norms is None else norms
-        tensors = mixed, bias, of_query, of_key, cos, sin
-        return RotatedHeads.apply(*tensors, groups, d, *constants, interleaved)
-    query, key, value = _split_heads(mixed, bias, groups, d)
-    if norms is not None:
-        of_query, of_key, *constants = norms
-        query = _rms_norm(query, of_query, *constants)
-        key = _rms_norm(key, of_key, *constants)
-    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved), value
-
-
 def swiglu(both):
-    """silu(gate) * up of both [..., 2 f], gate before up -> [..., f]. megatron's MLPs take it as
-    their activation."""
+    """silu(gate) * up of both [..., 2 f], gate before up -> [..., f]: the activation of megatron's
+    MLPs."""
     if compiles(both):
         return SwiGLU.apply(both)
     gate, up = both.chunk(2, -1)
@@ -645,21 +634,16 @@ def swiglu(both):
 
 @compiled
 def weighted_swiglu(both, weights):
-    """silu(gate) * up * weights of both [T, 2 f] and weights [T] -> [T, f] in both's dtype: what an
-    expert does to its tokens."""
+    """silu(gate) * up * weights of both [T, 2 f] and weights [T] -> [T, f] in both's dtype: the
+    activation of an expert."""
     gate, up = both.chunk(2, -1)
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)
 
 
-# -- AdamW
-
-_BLOCK = 1024  # elements of a Triton program
+# ---- AdamW
 
 if triton is not None:
-    import triton
-    import triton.language as tl
-
-    # the seed is another one in each step: a kernel compiled for some of its values serves no other
+    # each step has another seed: a kernel specialised to one value would be compiled again
     @triton.jit(do_not_specialize=["seed"])
     def _adam_kernel(
         weight, low, grad, mean, square, factor, n, seed, decay, beta2, new1, new2, rate, root, eps,
@@ -715,7 +699,7 @@ def split_into(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) ->
 
 def _wrapped(constant: int) -> int:
     """The int32 of the same bits."""
-    return constant - 2**32 if constant >= 2**31 else constant
+    return (constant + 2**31) % 2**32 - 2**31
 
 
 def round_by_chance(x: torch.Tensor, seed: int) -> torch.Tensor:
@@ -728,12 +712,23 @@ def round_by_chance(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay. Parameters are float32, or bf16, which then have masters.
+    """Adam with decoupled weight decay, in less memory: float32 masters of bf16 weights take 16
+    bits more, and moments can be bf16.
 
-    halves: those of exp_avg and exp_avg_sq that are kept in bf16. A parameter's gradient is its
-    decoupled_grad where it has one (megatron's word for one of another dtype), else grad. factor:
-    what gradients are multiplied with in the next step(), a number or a float64 tensor of one on
-    their device, which need not be known yet; where it is NaN, nothing is updated.
+        m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   g = factor x gradient
+        w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
+
+    in float32, whatever the dtypes in memory, in one pass over it. A master weight w is bf16(w),
+    the model's weight, and an int16, the rest of its bits: together they are w, bit for bit. Ties
+    round away from zero.
+
+    v in bf16 rounds up or down by chance, in proportion: with b2 = 0.999 it changes by less than
+    half of bf16's last bit, and rounded to the nearest it would never fall. The chance is a hash of
+    step and element, so that replicas and a resumed run draw the same.
+
+    halves: exp_avg or exp_avg_sq or both, for bf16. A parameter's gradient is its decoupled_grad if
+    it has one (megatron's name for one of another dtype), else grad. factor: a number, or a float64
+    tensor of one on the gradients' device, not read on the host; if it is NaN, nothing is updated.
     """
 
     def __init__(self, groups, lr, betas, eps, halves=()):
@@ -753,12 +748,12 @@ class AdamW(torch.optim.Optimizer):
             self._update(group, p, grad, factor)
 
     def take_back(self) -> None:
-        """The factor of the last step() was NaN: it does not count."""
+        """Uncount the last step(), if its factor was NaN."""
         for _, p, _ in self._gradients():
             self.state[p]["step"] -= 1
 
     def _gradients(self) -> Iterator[tuple[dict, torch.Tensor, torch.Tensor]]:
-        """(group, parameter, gradient) of those that have one."""
+        """(group, parameter, gradient) of the parameters with a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 grad = getattr(p, "decoupled_grad", p.grad)
@@ -766,7 +761,7 @@ class AdamW(torch.optim.Optimizer):
                     yield group, p, grad
 
     def state_of(self, p: torch.Tensor) -> dict:
-        """A parameter's state, which begins with zeros."""
+        """A parameter's state: zeros at first."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -786,7 +781,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def fill(self, p: torch.Tensor, values: dict) -> None:
-        """Set a parameter's state: "step", the moments, and "master", which may be missing."""
+        """Set a parameter's state: "step", the moments, and optionally "master"."""
         state = self.state_of(p)
         state["step"] = torch.tensor(float(values["step"]))
         for name in self.dtypes:
@@ -799,7 +794,7 @@ class AdamW(torch.optim.Optimizer):
             p.copy_(values["master"])
 
     def forget_masters(self) -> None:
-        """The weights were set by somebody else: they are what they say."""
+        """Take the weights as masters, after they were set elsewhere."""
         for state in self.state.values():
             if "low" in state:
                 state["low"].zero_()
@@ -807,8 +802,8 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor) -> None:
         state = self.state_of(p)
         step = int(state["step"]) + 1
-        (beta1, beta2) = group["betas"]
-        state["step"] = torch.tensor(float(step))  # on the CPU, where reading it waits for nobody
+        beta1, beta2 = group["betas"]
+        state["step"] = torch.tensor(float(step))  # on the CPU, for reads without a sync
         m = state["exp_avg"]
         v = state["exp_avg_sq"]
         low = state.get("low")
@@ -821,8 +816,8 @@ class AdamW(torch.optim.Optimizer):
         if compiles(p):
             weight = p if low is None else p.view(torch.int16)
             numbers = (decay, beta2, 1 - beta1, 1 - beta2, rate, root, eps)
-            constants = (low is not None, by_chance, _BLOCK)
-            grid = (triton.cdiv(p.numel(), _BLOCK),)
+            constants = (low is not None, by_chance, _ADAM_BLOCK)
+            grid = (triton.cdiv(p.numel(), _ADAM_BLOCK),)
             tensors = weight, low, grad, m, v, factor
             _adam_kernel[grid](*tensors, p.numel(), seed, *numbers, *constants)
             return

@@ -1,8 +1,8 @@
-"""Imported before megatron-core by every module that needs it: the CPU settings, and quiet imports.
+"""The names of megatron-core that the package uses, imported after the CPU settings.
 
 megatron-core reads settings while it is imported (TORCHDYNAMO_DISABLE), and warns about packages
-that local layers do not need. So cpu.apply() comes first whichever module is imported first, and
-the modules that warn are imported here. The warning filters of the host program stay as they are.
+that local layers do not need. So every module imports it from here: cpu.apply() comes first, and
+the warnings are filtered. The filters of the host program are restored.
 """
 
 # ruff: noqa: F401
@@ -89,17 +89,17 @@ with warnings.catch_warnings():
 
 @contextlib.contextmanager
 def quiet():
-    """A run, without what libraries tell each rank of what its user has no part in."""
+    """Run without warnings of libraries that a user cannot act on."""
     with warnings.catch_warnings():
-        # megatron-core calls collectives by names that newer versions of torch have others for
+        # megatron-core calls collectives by their former names
         warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
-        # as it reads checkpoints, and what holds their tensors
+        # it reads checkpoints by former names too
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-        # a resumed run counts a scheduler of the user's on, before its first step
+        # a resumed run advances a scheduler of the user, before its first step
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        # megatron-core asks every tensor for a gradient
+        # megatron-core reads the gradient of every tensor
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        # the summary says it once, on a GPU
+        # the summary has it once, on a GPU
         warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
         yield

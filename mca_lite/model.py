@@ -31,12 +31,12 @@ from .model_config import (
     AutoConfig,
     McaModelConfig,
     grow,
+    hidden_switches,
     load_decision,
     load_hf_config,
-    own_switches,
 )
 from .model_layers import block_spec, needs_grad, prediction_spec, rope_frequencies
-from .model_moe import routers_of, use_own_dispatcher
+from .model_moe import replace_dispatcher
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -50,8 +50,7 @@ _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class _OutputLayer(ColumnParallelLinear):
-    """The output layer, which passes hidden states through while a loss is taken: loss_tokens.py
-    holds no logits.
+    """The output layer; passes hidden states through for a loss: loss_tokens.py makes the logits.
 
     It must be *called* in either case: the hooks of megatron's DDP on it wait for its weight.
     """
@@ -61,7 +60,7 @@ class _OutputLayer(ColumnParallelLinear):
     def forward(self, input_, weight=None, runtime_gather_output=None):
         if self.passes_hidden:
             return input_, None
-        return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+        return super().forward(input_, weight, runtime_gather_output)
 
 
 def _scale_embedding(embedding, args, output):
@@ -70,8 +69,8 @@ def _scale_embedding(embedding, args, output):
 
 
 class _Block(TransformerBlock):
-    """The layers. With recompute_method: block, megatron gives those that it does not recompute no
-    mask of padding, and their routers would count it."""
+    """The layers. With recompute_method: block, megatron gives no mask of padding to layers without
+    recomputation, and their routers would count it."""
 
     _mask = None  # while the layers are run
 
@@ -85,13 +84,11 @@ class _Block(TransformerBlock):
     def _get_layer(self, layer_number):
         layer = super()._get_layer(layer_number)
         mask = self._mask
-        if mask is None:  # there is none; or a layer runs again, and brings its own
+        if mask is None:  # there is none; or a layer runs again, with a mask
             return layer
 
         def with_mask(padding_mask=None, **kwargs):
-            if padding_mask is None:
-                padding_mask = mask
-            return layer(padding_mask=padding_mask, **kwargs)
+            return layer(padding_mask=mask if padding_mask is None else padding_mask, **kwargs)
 
         return with_mask
 
@@ -102,17 +99,17 @@ class McaGPTModel(GPTModel):
     forward(input_ids [b, s], position_ids, attention_mask, labels, trained): local layers do not
     read position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1,
     s, s] with True meaning hidden, or None for causal; labels are [b, s], batch.Targets, or
-    None; trained: loss_tokens.TrainedPlaces, where the host knows where labels count.
+    None; trained: loss_tokens.TrainedPlaces of the labels, or None.
 
-    Returns with labels the loss of each token, float32 [b, s], 0 where a label is IGNORE_INDEX, or
+    Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
-    tp]; on a pipeline stage that is not the last, its hidden states.
+    tp]; on a pipeline stage other than the last, its hidden states.
     """
 
     loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
-        with own_switches(config):
+        with hidden_switches(config):
             super().__init__(
                 config=config,
                 transformer_layer_spec=block_spec(config, vp_stage),
@@ -128,26 +125,25 @@ class McaGPTModel(GPTModel):
                 vp_stage=vp_stage,
             )
         if config.transformer_impl == "local":
-            # our core attention rotates by cached tables: megatron's own way waits for the device
-            # twice a layer
+            # local core attention has tables: megatron's way waits for the device twice a layer
             self.position_embedding_type = "none"
             if hasattr(self, "rotary_pos_emb"):
                 del self.rotary_pos_emb
         else:
             self.rotary_pos_emb.inv_freq, factor = rope_frequencies(config)
             if factor != 1.0:
-                # TE's kernel for packed rows knows no factor on cos and sin, and nothing says so
+                # TE's kernel for packed rows silently leaves out a factor on cos and sin
                 config.apply_rope_fusion = False
         for module in self.modules():
             if isinstance(module, MoELayer):
-                use_own_dispatcher(module)
-        # GPTModel makes these parts itself, and takes no other classes for them. Ours add methods
-        # and no state, so that an instance can become one of ours in place
-        for name, ours in (("decoder", _Block), ("output_layer", _OutputLayer)):
-            if hasattr(self, name):
-                part = getattr(self, name)
-                assert type(part) is ours.__base__, f"{name} is a {type(part)}"
-                part.__class__ = ours
+                replace_dispatcher(module)
+        # GPTModel makes these parts itself, and takes no other classes for them. The subclasses add
+        # methods and no state, so that an instance can change its class in place
+        for name, subclass in (("decoder", _Block), ("output_layer", _OutputLayer)):
+            part = getattr(self, name, None)
+            if part is not None:
+                assert type(part) is subclass.__base__, f"{name} is a {type(part)}"
+                part.__class__ = subclass
         if hasattr(self, "embedding"):
             if config.recompute_granularity is not None:
                 self.embedding.register_forward_hook(needs_grad)
@@ -167,9 +163,9 @@ class McaGPTModel(GPTModel):
         tp = self.config.tensor_model_parallel_size
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
-        # megatron does not hand it to the layers of multi-token prediction: ours read it here
+        # for the layers of multi-token prediction: megatron does not hand it to them
         self._padding_mask = padding_mask
-        outputs[5] = padding_mask  # its place among what GPTModel.forward unpacks
+        outputs[5] = padding_mask  # GPTModel.forward unpacks by position
         return tuple(outputs)
 
     def _postprocess(
@@ -186,21 +182,20 @@ class McaGPTModel(GPTModel):
         if not isinstance(labels, Targets):
             return self._losses(labels, hidden_states)
         losses = [self._losses(labels.labels, hidden_states)]
-        for layer, ids, next_labels in zip(
-            self.mtp.layers, labels.next_ids, labels.next_labels, strict=True
-        ):
-            hidden_states = layer(
-                self.embedding(input_ids=ids, position_ids=None),
-                hidden_states,
-                attention_mask=attention_mask,
-                packed_seq_params=packed_seq_params,
-                padding_mask=self._padding_mask,
-            )
+        shared = dict(
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+            padding_mask=self._padding_mask,
+        )
+        layers = zip(self.mtp.layers, labels.next_ids, labels.next_labels, strict=True)
+        for layer, ids, next_labels in layers:
+            embedded = self.embedding(input_ids=ids, position_ids=None)
+            hidden_states = layer(embedded, hidden_states, **shared)
             losses.append(self._losses(next_labels, hidden_states))
         return torch.stack(losses, 2)
 
     def _tied_weight(self):
-        """The embedding's weight where it is the output layer's too, else None."""
+        """The embedding's weight if it is the output layer's too, else None."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return None
@@ -220,22 +215,16 @@ class McaGPTModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        return token_losses(
-            hidden,
-            weight,
-            labels.t().contiguous(),
-            mpu.get_tensor_model_parallel_group(),
-            config.vocab_size,
-            config.loss_chunk_size,
-            extra,
-            config.final_logit_softcapping,
-            config.loss_weights_differ,
-            self.loss_of_logits,
+        losses = token_losses(
+            hidden, weight, labels.t().contiguous(), mpu.get_tensor_model_parallel_group(),
+            config.vocab_size, config.loss_chunk_size, extra, config.final_logit_softcapping,
+            config.loss_weights_differ, self.loss_of_logits,
             self._trained and self._trained.known_for(labels),
-        ).transpose(0, 1)
+        )  # fmt: skip
+        return losses.transpose(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors; its copy of the embedding reads the metadata unasked."""
+        """megatron's ShardedTensors; its copy of the embedding needs the metadata."""
         return super().sharded_state_dict(
             prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
         )
@@ -252,8 +241,8 @@ class McaGPTModel(GPTModel):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(*global_name(its name), parameter) of each parameter, and of each router's bias, which
-        is a buffer, under the names of rows. Of experts there are views of each matrix."""
+        """(*global_name(its name), parameter) of each parameter, and of each router's bias, a
+        buffer, under the names of rows. Experts are given as views of each matrix."""
         biases = (b for b in self.named_buffers() if b[0].endswith("router.expert_bias"))
         for name, parameter in (*self.named_parameters(), *biases):
             template, layer = self.global_name(name)
@@ -266,13 +255,12 @@ class McaGPTModel(GPTModel):
 
 
 class VirtualModels:
-    """All chunks of this rank: one, or one a virtual pipeline stage. Behaves like a list of
-    modules."""
+    """All chunks of this rank: one, or one a virtual pipeline stage. A list of modules."""
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         self.config = config
         self.models = models
-        self.weights_from = ""  # how they were loaded, for the start summary
+        self.weights_from = ""  # their origin, for the start summary
         self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
 
     def __len__(self):
@@ -301,8 +289,7 @@ class VirtualModels:
 
     def named_parameters(self):
         for chunk, model in self._by_key().items():
-            for name, parameter in model.named_parameters():
-                yield (f"{chunk}.{name}" if len(self) > 1 else name), parameter
+            yield from model.named_parameters(chunk if len(self) > 1 else "")
 
     def train(self, mode: bool = True):
         for model in self.models:
@@ -331,7 +318,7 @@ class VirtualModels:
 
     def sharded_state_dict(self) -> dict:
         """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
-        those that are trained."""
+        only the trained ones."""
         state_of = McaGPTModel.sharded_state_dict if self.lora is None else lora.sharded_state
         return {key: state_of(model) for key, model in self._by_key().items()}
 
@@ -347,7 +334,7 @@ class VirtualModels:
 
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
-    """This rank's chunks with weights that nobody has filled yet."""
+    """This rank's chunks, uninitialised."""
     vpp = config.virtual_pipeline_model_parallel_size
     models = []
     for vp_stage in range(vpp) if vpp else [None]:
@@ -355,17 +342,15 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
         last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         model = McaGPTModel(config, first, last, vp_stage)
         model.to(device=parallel.device(), dtype=config.params_dtype)
-        for router in routers_of([model]):
-            router._maintain_float32_expert_bias()
         _mark_tensor_parallel(model)
         models.append(model)
     return VirtualModels(config, models)
 
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
-    """Mark the parameters that tensor parallelism cuts. megatron marks them only where it draws
-    their first values, which nobody does here; a parameter without the mark counts as a duplicate,
-    and the gradient norm comes out too small."""
+    """Mark the parameters cut by tensor parallelism. megatron marks them when it draws their first
+    values, which is left out here; a parameter without the mark counts as a duplicate, and the
+    gradient norm comes out too small."""
     axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         axis = axes.get(name)
@@ -374,14 +359,14 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
 
 
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:
-    """ConfigError: the rows of a checkpoint of ours cannot grow."""
-    reason = f"it is a checkpoint of a model of {old} tokens, and {new} are asked for"
+    """ConfigError: the rows of a checkpoint cannot grow."""
+    reason = f"it is a checkpoint of a model of {old} tokens: expected as many, got {new}"
     remedy = "a Hugging Face folder of it, python -m mca_lite convert"
     refuse("model_name_or_path", str(folder), reason, remedy)
 
 
 class AutoModel:
-    """Makes VirtualModels; starts the distributed world from `args` where that has not happened."""
+    """Makes VirtualModels; starts the distributed world from `args` if it has not started."""
 
     @staticmethod
     def from_pretrained(
@@ -396,18 +381,18 @@ class AutoModel:
         """The model with the folder's (or hub name's) Hugging Face weights, or those of a
         checkpoint, cut for this rank.
 
-        vocab_size: tokens that it shall have, where they are more than it has;
-        weights_files.py says how their rows begin. config, source: what was read of the
-        folder before: its config, with as many tokens as the model shall have, and a source of its
-        tensors (weights_files.py) with as many rows. Each rank reads only the bytes of its
-        slices. Collectives: those that start the world. Raises ValueError for a model or layout
-        that cannot be built, and for weights that do not fill it exactly.
+        vocab_size: tokens of the result, if they are more than the folder's; weights_files.py
+        describes the first values of new rows. config, source: the results of reading the folder
+        before: its config, with the final number of tokens, and a source of its tensors
+        (weights_files.py) with as many rows. Each rank reads only the bytes of its slices.
+        Collectives: those that start the world. Raises ValueError for a model or layout that cannot
+        be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
-        is_checkpoint = (folder / DIST_NAME).is_dir()  # one of ours, of whatever layout
+        is_checkpoint = (folder / DIST_NAME).is_dir()  # of a run, of any layout
         if is_checkpoint and (folder / ADAPTER_CONFIG_NAME).is_file():
-            reason = "it is a checkpoint of adapters, without the model that they belong to"
-            remedy = "that model, with these as adapter_name_or_path, or in its weights: python -m "
+            reason = "it is a checkpoint of adapters, without their model"
+            remedy = "the model, with these as adapter_name_or_path, or in its weights: python -m "
             remedy += "mca_lite convert BASE DST --merge CHECKPOINT"
             refuse("model_name_or_path", str(folder), reason, remedy)
         parallel.initialize(args)
@@ -434,7 +419,7 @@ class AutoModel:
 
     @staticmethod
     def from_config(config: McaModelConfig, args=None, seed: int = 42) -> VirtualModels:
-        """The model with weights drawn from a seed by each tensor's Hugging Face name: the same in
+        """The model with weights drawn from a seed and each tensor's Hugging Face name: the same in
         every layout."""
         if args is not None:
             parallel.initialize(args)
@@ -454,46 +439,56 @@ def load_torch_model(
     config=None,
     dtype=torch.float32,
 ):
-    """The Hugging Face model in `dtype` on this rank's device: what the torch backend trains, and
-    every test's oracle.
+    """The Hugging Face model in `dtype` on this rank's device, for the torch backend, and as the
+    oracle of every test.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: tokens
-    that the model shall have, where they are more than it has. config: transformers' config of the
-    folder, where it was read before; it belongs to the model afterwards.
+    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: tokens of
+    the result, if they are more than the folder's. config: transformers' config of the folder, if
+    it was read before; it belongs to the model afterwards.
     """
     import transformers
 
-    hf = load_hf_config(model_name_or_path, trust_remote_code) if config is None else config
+    hf = config or load_hf_config(model_name_or_path, trust_remote_code)
+    text = hf.get_text_config()
     kwargs = dict(dtype=dtype, trust_remote_code=trust_remote_code)
-    if getattr(hf.get_text_config(), "attn_logit_softcapping", None):
-        # not every release says that its sdpa leaves the cap out
+    if getattr(text, "attn_logit_softcapping", None):
+        # some releases leave the cap out of their sdpa without a word
         kwargs["attn_implementation"] = "eager"
-    if not train_from_scratch:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    if train_from_scratch:
+        grow(hf, vocab_size or text.vocab_size)
+        model = _drawn(model_name_or_path, hf, seed, kwargs)
+    else:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             model_name_or_path,
             config=hf,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **kwargs,
         )
-        check_loaded(model_name_or_path, found)
-        if vocab_size is not None and vocab_size > hf.get_text_config().vocab_size:
+        check_loaded(model_name_or_path, report)
+        if vocab_size is not None and vocab_size > text.vocab_size:
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
-    else:
-        grow(hf, vocab_size or hf.get_text_config().vocab_size)
-        try:
-            model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
-        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
-            raise ValueError(f"{words}: {describe_error(error)}") from error
-        source = InitSource(hf.to_dict(), seed)
-        with torch.no_grad():
-            for name, tensor, index in file_tensors(model):
-                tensor[index].copy_(source.read(name))
     experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
     if any(size % 8 for stacked in experts for size in stacked.shape[1:]):
-        # torch's grouped product wants rows of whole 16 bytes, in bf16 too
+        # torch's grouped product needs rows of whole 16 bytes, in bf16 too
         model.set_experts_implementation("eager")
     if Path(model_name_or_path).is_dir():
         model.name_or_path = str(model_name_or_path)
     return model.to(parallel.device())
+
+
+def _drawn(model_name_or_path: str, hf, seed: int, kwargs: dict):
+    """The Hugging Face model with the weights of AutoModel.from_config. ValueError if transformers
+    cannot build it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_config(hf, **kwargs)
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
+        raise ValueError(f"{words}: {describe_error(error)}") from error
+    source = InitSource(hf.to_dict(), seed)
+    with torch.no_grad():
+        for name, tensor, index in file_tensors(model):
+            tensor[index].copy_(source.read(name))
+    return model

@@ -1,6 +1,7 @@
-"""McaModelConfig: megatron's TransformerConfig with a Hugging Face model and a parallel layout.
+"""McaModelConfig: megatron's TransformerConfig with a Hugging Face model and a parallel layout, and
+the choice between local layers and Transformer Engine's.
 
-AutoConfig.from_pretrained reads mca_config.json where the folder has one, and otherwise translates
+AutoConfig.from_pretrained reads mca_config.json if the folder has one, and otherwise translates
 Hugging Face's config.json by the family's table.
 """
 
@@ -42,220 +43,53 @@ from .files import (
     read_model_config,
     write_file,
 )
-from .mcore import MLATransformerConfig, TransformerConfig
+from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig
 from .model_layers import rope_frequencies
 
-# -- Transformer Engine
 
-# fields of a config whose other values only the local layers know ...
-ONLY_LOCAL = (
-    "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
-    "final_logit_softcapping attn_logit_softcapping rope_interleave "
-    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
-).split()
-# ... and of attention that only megatron's own modules know
-NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+def gelu_tanh(x):
+    return F.gelu(x, approximate="tanh")
 
-
-# variables that TE and mcore_adapter read -> the attention that each one switches on or off
-TE_SWITCHES = {
-    "NVTE_FLASH_ATTN": "flash",
-    "NVTE_FUSED_ATTN": "fused",
-    "NVTE_UNFUSED_ATTN": "unfused",
-}
-
-
-# why TE does not work, where that is no fault
-NO_GPU = "there is no GPU"
-ABSENT = "not installed"
-
-
-def why_unusable() -> str | None:
-    """NO_GPU, ABSENT, or the first line of what TE's import raised; None where it works here."""
-    if not torch.cuda.is_available():
-        return NO_GPU
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # a broken installation raises more than ImportError
-        missing = str(getattr(error, "name", None))
-        if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
-            return ABSENT
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
-
-
-@functools.lru_cache(1)
-def transformer_engine_works() -> bool:
-    """Whether TE can be imported and there is a GPU for it. Warns where it is installed and
-    broken."""
-    reason = why_unusable()
-    if reason not in (None, NO_GPU, ABSENT):
-        warnings.warn(
-            f"Transformer Engine is installed and cannot be imported ({reason}): layers are local "
-            "ones",
-            stacklevel=3,
-        )
-    return reason is None
-
-
-def refuse_where_absent() -> None:
-    """ConfigError where Transformer Engine, which a run asks for, does not work here."""
-    if not transformer_engine_works():
-        reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
-        reason += "mca-lite[te]`)"
-        remedy = "transformer_impl: local or auto"
-        refuse("transformer_impl", "transformer_engine", reason, remedy)
-
-
-def _changed(config, names: list[str]) -> list[str]:
-    """Those of the fields that have another value than their default."""
-    default = {f.name: f.default for f in fields(config)}
-    return [name for name in names if getattr(config, name) != default[name]]
-
-
-def needs_local(config) -> list[str]:
-    """What of a McaModelConfig TE's layers lack, or do wrong."""
-    needs = _changed(config, ONLY_LOCAL)
-    channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
-    if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
-        needs.append("heads of more than 128 channels")
-    if config.sliding_window is not None and config.context_parallel_size > 1:
-        needs.append("a sliding window under context_parallel_size")  # the ring has none
-    if config.attention_backend.name == "local":
-        needs.append("attention_backend: local")
-    return needs
-
-
-def resolve_layers(config) -> None:
-    """Put what it comes to in place of transformer_impl "auto", in place.
-
-    TE multiplies float32 in tf32, so that auto means it for bf16 and fp16 alone.
-    """
-    if config.transformer_impl == "auto":
-        suits = (config.bf16 or config.fp16) and not needs_local(config)
-        works = suits and transformer_engine_works()
-        config.transformer_impl = "transformer_engine" if works else "local"
-
-
-def check_layers(config, judge: Judge) -> None:
-    """What only one of the two implementations of the layers has."""
-    needs = needs_local(config)
-    if config.transformer_impl == "transformer_engine" and needs:
-        reason = f"{config.hf_model_type} needs {', '.join(needs)}, which only the local layers "
-        judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
-    for name in _changed(config, NOT_LOCAL) if config.transformer_impl == "local" else ():
-        reason = f"{name}: the local layers have no such thing"
-        judge.refuse(name, reason, f"{name} left out", getattr(config, name))
-
-
-def backend_of_environment() -> str:
-    """attention_backend as the variables of TE_SWITCHES have it: one that is on while another is
-    off, local where all are off, auto otherwise."""
-    values = {name: os.environ.get(variable) for variable, name in TE_SWITCHES.items()}
-    if set(values.values()) == {"0"}:
-        return "local"
-    on = [name for name, value in values.items() if value == "1"]
-    return on[0] if on and "0" in values.values() else "auto"
-
-
-@contextlib.contextmanager
-def own_switches(config) -> Iterator[None]:
-    """Within it megatron-core finds no variable of TE_SWITCHES, which it compares with
-    attention_backend and sets. With auto TE reads those of the user afterwards."""
-    users = {name: os.environ.pop(name, None) for name in TE_SWITCHES}
-    try:
-        yield
-    finally:
-        if config.transformer_impl == "local" or config.attention_backend.name == "auto":
-            for name, value in users.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-
-
-def without_effect(config, args) -> list[str]:
-    """A line about settings of TE's layers where a model has local ones."""
-    if config.transformer_impl != "local":
-        return []
-    given = [name for name in TE_SWITCHES if name in os.environ]
-    if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
-        given.append("attention_backend")
-    if args.apply_rope_fusion:
-        given.append("apply_rope_fusion")
-    return [f"{', '.join(given)}: no effect on local layers"] if given else []
-
-
-def suit(config) -> None:
-    """Set the fields of megatron's own that TE's layers read in place of ours, in place."""
-    if config.sliding_window is not None:
-        # positions before and behind it that a token sees
-        config.window_size = (config.sliding_window - 1, 0)
-        numbers = range(1, config.num_layers + 1)
-        kinds = [config.layer_type(number) for number in numbers]
-        config.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]
-
-
-def accumulate_in_place(module: torch.nn.Module) -> bool:
-    """Let a linear of TE add its weight's gradient to the float32 one itself. False: it is none."""
-    if not hasattr(module, "fuse_wgrad_accumulation"):
-        return False
-    module.fuse_wgrad_accumulation = module.weight.requires_grad
-    return True
-
-
-def found_here() -> str | None:
-    """What the start summary says of TE and cuDNN, None without CUDA.
-
-    TE loads the system's cuDNN before torch's own, and torch uses what is loaded: local layers are
-    slower with an older one.
-    """
-    if not torch.cuda.is_available():
-        return None
-    found = "no Transformer Engine"
-    if transformer_engine_works():
-        import transformer_engine
-
-        found = f"Transformer Engine {transformer_engine.__version__}"
-    try:
-        version = torch.backends.cudnn.version() or 0
-        return f"{found}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
-    except RuntimeError as error:  # another one than torch was compiled for
-        built, here = re.findall(r"\((\d+), (\d+), (\d+)\)", str(error))[:2]
-        return f"{found}, cuDNN {'.'.join(here)} (torch was built for {'.'.join(built)})"
-
-
-# -- configurations
 
 ACTIVATIONS = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
 }
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
+# fields that megatron's __post_init__ derives from others, for the layout of a run
+_DERIVED = {
+    *DERIVED_FIELDS.split(),
+    *"autocast_dtype microbatch_group_size_per_vp_stage window_size window_attn_skip_freq".split(),
+    *"init_method output_layer_init_method embedding_init_method".split(),
+}
+# fields that decide which rank has which part of which tensor, and under which name
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size transformer_impl "
+    "pipeline_model_parallel_layout"
+).split()
+
 
 @dataclass
 class PretrainedConfig:
-    """What a config needs beside megatron's fields: where it came from, and its way to and from
-    JSON."""
+    """The origin of a config, and its conversion to and from JSON."""
 
     name_or_path: str | None = None
     hf_model_type: str | None = None
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field that differs from its default, as JSON can hold it. What follows from other
-        fields is left out, and so are functions other than the activation: they are derived again,
-        for the layout that reads them."""
+        """Every field that differs from its default, as JSON. Derived fields and functions other
+        than the activation are left out: they are derived again, for the layout of the reader."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
-            if f.name in _DERIVED:
-                continue
+            default = None if f.default is MISSING else _to_json(f.default)
             value = _to_json(getattr(self, f.name))
-            default = f.default if f.default is not MISSING else None
-            if value is not _LEFT_OUT and value != _to_json(default):
+            if f.name not in _DERIVED and value != default:
                 out[f.name] = value
         return out
 
@@ -263,24 +97,24 @@ class PretrainedConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Write mca_config.json into the folder, which is made where it is missing. One rank should
-        call it."""
+        """Write mca_config.json into the folder, made if it is missing. One rank should call
+        it."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / MCA_CONFIG_NAME, self.to_json_string())
 
     @classmethod
     def from_json_file(cls, path: str | os.PathLike, args=None) -> "McaModelConfig":
-        """Read an mca_config.json; `args` (TrainingArguments) gives this run's layout in place of
-        the saved one."""
-        # 8-bit products are a run's own, and need a GPU
+        """Read an mca_config.json. The layout of `args` (TrainingArguments) replaces the saved
+        one."""
+        # 8-bit products belong to a run, and need a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
         targets = {target.__name__: target for target in (McaModelConfig, MLAMcaModelConfig)}
         if str(name) not in targets:
             raise ValueError(f"{path}: expected {' or '.join(targets)}, got model_class {name!r}")
         try:
-            return targets[name]._build(values, args, str(path))
+            return targets[name].build(values, args, str(path))
         except (TypeError, LookupError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -290,30 +124,25 @@ class PretrainedConfig:
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
-    def _build(cls, values: dict, args, origin: str) -> Any:
-        known = {f.name for f in fields(cls)}
+    def build(cls, values: dict, args, origin: str) -> Any:
+        """A config of fields as JSON has them, with those of `args` (TrainingArguments or None).
+        ValueError for a name that is no field."""
+        if args is not None and values.get("num_moe_experts"):
+            # the saved coefficient may belong to the run that saved it; hf_config has the model's
+            balance = (values.get("hf_config") or {}).get("router_aux_loss_coef") or 0.0
+            values = {**values, "moe_aux_loss_coeff": balance}
         if args is not None:
-            # a saved coefficient may be that of the run that saved it; the model's is in hf_config
-            own = (values.get("hf_config") or {}).get("router_aux_loss_coef")
-            balance = {"moe_aux_loss_coeff": own or 0.0} if values.get("num_moe_experts") else {}
-            values = {**values, **balance, **_from_arguments(args)}
+            values = {**values, **_from_arguments(args)}
+        known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"{origin}: {key!r} is not a field of {cls.__name__}{hint}")
-        return cls(**{k: _from_json(k, v) for k, v in values.items()})
-
-    def update_with_args(self, args) -> None:
-        """Take the layout, precision and recomputation of `args` (TrainingArguments), in place, and
-        check them."""
-        names = {f.name for f in fields(self) if f.init} - _DERIVED
-        kept = {name: getattr(self, name) for name in names}
-        rebuilt = type(self)._build(kept, args, self.name_or_path or "the model's config")
-        self.__dict__.update(rebuilt.__dict__)
+        return cls(**{key: _from_json(key, value) for key, value in values.items()})
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
-        """Whether weights saved under `other` can be loaded rank by rank, without resharding or
+        """True if weights saved under `other` can be loaded rank by rank, without resharding or
         conversion."""
         return all(
             _to_json(getattr(self, name)) == _to_json(getattr(other, name))
@@ -321,49 +150,34 @@ class PretrainedConfig:
         )
 
 
-# derived by megatron's __post_init__ from other fields: derived anew when a config is rebuilt
-_DERIVED = {*DERIVED_FIELDS.split(), "autocast_dtype", "microbatch_group_size_per_vp_stage"}
-_DERIVED |= {"window_size", "window_attn_skip_freq"}
-_DERIVED |= {"init_method", "output_layer_init_method", "embedding_init_method"}
-# what decides which rank holds which part of which tensor, under which name
-LAYOUT_FIELDS = (
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "expert_model_parallel_size expert_tensor_parallel_size transformer_impl "
-    "pipeline_model_parallel_layout"
-).split()
-_LEFT_OUT = object()
-
-
 @dataclass
 class McaModelConfig(TransformerConfig, PretrainedConfig):
-    """A dense or MoE decoder: megatron's fields, the HF model that it came from, and this run's
-    layout.
+    """A dense or MoE decoder: megatron's fields, its Hugging Face model, and the layout of a run.
 
-    Raises ValueError where the layout does not fit the model (heads, query groups, layers), each
+    Raises ValueError if the layout does not fit the model (heads, query groups, layers), each
     with what to set.
     """
 
-    vocab_size: int = 0  # the model's own, without padding
+    vocab_size: int = 0  # tokens of the model, without padding
     max_sequence_length: int = 0
     tie_embeddings_and_output_weights: bool = False
     position_embedding_type: str = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
-    transformer_impl: str = "auto"  # replaced by what it comes to: local or transformer_engine
+    transformer_impl: str = "auto"  # replaced by the choice: local or transformer_engine
     sliding_window: int | None = None  # tokens that a query sees, itself included
-    sliding_layers: list[int] | None = None  # the layers, from 0, that have the window; None: all
+    sliding_layers: list[int] | None = None  # layers with the window, from 0; None: all
     pre_norms: bool = True  # norms in front of attention and MLP
-    # norms of what attention and MLP give, before it is added to the residual stream
-    post_norms: bool = False
+    post_norms: bool = False  # norms of the outputs of attention and MLP, before the residual
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and MLP give
+    residual_multiplier: float = 1.0  # of the outputs of attention and MLP
     logits_scaling: float = 1.0  # the logits are divided by it
     final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
     attn_logit_softcapping: float | None = None  # the same of attention's scores
     # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
     rope_interleave: bool = False
-    drop_embeddings: bool = True  # whether hidden_dropout is for the embeddings as well
-    loss_chunk_size: int | None = None  # rows of logits that are held at once; None: by the device
+    drop_embeddings: bool = True  # hidden_dropout applies to the embeddings as well
+    loss_chunk_size: int | None = None  # rows of logits in memory at once; None: by the device
     loss_weights_differ: bool = False  # rows weigh differently in the loss: see loss_tokens.py
     # training rows hold several documents: attention without their borders is refused
     rows_are_packed: bool = False
@@ -379,8 +193,19 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     # megatron's 1e-3 would change the bias of a model that is merely fine-tuned
     moe_router_bias_update_rate: float = 0.0
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
-    moe_router_group_score: str = "top2"  # what a group of experts counts by: its best two, or max
+    moe_router_group_score: str = "top2"  # of a group of experts: sum of its best two, or "max"
     perform_initialization: bool = False  # weights come from a checkpoint, or are drawn by name
+
+    # Megatron multiplies cos and sin in each layer by 1 + 0.1 ln(yarn_rotary_scaling_factor)
+    # yarn_mscale, divided by the same of yarn_mscale_all_dim. The scaling factor can be any number
+    # above 1: yarn_mscale makes the product Hugging Face's attention factor.
+    yarn_rotary_scaling_factor = 2.0
+    yarn_mscale_all_dim = 0.0
+
+    @functools.cached_property
+    def yarn_mscale(self) -> float:
+        _, attention_factor = rope_frequencies(self)
+        return (attention_factor - 1.0) / (0.1 * math.log(self.yarn_rotary_scaling_factor))
 
     def __post_init__(self):
         if isinstance(self.activation_func, str):
@@ -392,24 +217,27 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.bias_activation_fusion = False
         self.validate()
         if self.transformer_impl == "local":
-            self.apply_rope_fusion = False  # TE's kernel: local attention rotates by itself
-        # megatron's way to hand an MLP its activation: ours is a SwiGLU of our own
+            self.apply_rope_fusion = False  # TE's kernel: local attention has another
+        # megatron's switch for an MLP with another activation: kernels.swiglu
         has_swiglu = self.gated_linear_unit and self.activation_func is F.silu
         self.use_te_activation_func = has_swiglu and not self.bias_activation_fusion
         self.params_dtype = torch.float32
-        if self.bf16 or self.fp16:
-            self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16
+        if self.fp16:
+            self.params_dtype = torch.float16
+        if self.bf16:
+            self.params_dtype = torch.bfloat16
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
         if self.cuda_graph_scope == "full":
-            self.cuda_graph_scope = []  # megatron makes the same of its own default, and warns
+            self.cuda_graph_scope = []  # megatron makes the same of its default, and warns
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
-        if self.transformer_impl == "transformer_engine":
-            suit(self)
+        if self.transformer_impl == "transformer_engine" and self.sliding_window is not None:
+            self.window_size = (self.sliding_window - 1, 0)  # positions a token sees on each side
+            types = [self.layer_type(number) for number in range(1, self.num_layers + 1)]
+            self.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in types]
         # two messages between one pair of ranks: batched p2p mixes them up without an error
-        interleaved = self.virtual_pipeline_model_parallel_size is not None
-        self.overlap_p2p_comm = interleaved
-        self.batch_p2p_comm = not interleaved
+        self.overlap_p2p_comm = self.virtual_pipeline_model_parallel_size is not None
+        self.batch_p2p_comm = not self.overlap_p2p_comm
 
     def validate(self) -> None:
         """Choose the layers, and check the layout against the model, without a process group.
@@ -422,59 +250,65 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
         judge = Judge(self)
-        resolve_layers(self)
-        check_layers(self, judge)
+        self._choose_layers(judge)
         judge.apply(VIRTUAL_STAGES)
         check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
-            # config.json says how many the files hold: a model drawn from a seed may have more
-            there = self.hf_config.get("num_nextn_predict_layers") or 0
-            count = max(there, self.mtp_num_layers)
+            # config.json has the number in the files: a model drawn from a seed may have more
+            count = self.hf_config.get("num_nextn_predict_layers") or 0
+            count = max(count, self.mtp_num_layers)
             self.hf_config = {**self.hf_config, "num_nextn_predict_layers": count}
+
+    def _choose_layers(self, judge: Judge) -> None:
+        """Replace transformer_impl "auto", in place; refuse features that the implementation lacks.
+
+        TE multiplies float32 in tf32, so auto takes it for bf16 and fp16 alone.
+        """
+        needs = needs_local(self)
+        if self.transformer_impl == "auto":
+            suits = (self.bf16 or self.fp16) and not needs
+            works = suits and transformer_engine_works()
+            self.transformer_impl = "transformer_engine" if works else "local"
+        if self.transformer_impl == "transformer_engine" and needs:
+            reason = f"{self.hf_model_type} needs {', '.join(needs)}, which only the local layers "
+            judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
+        if self.transformer_impl == "local":
+            for name in _changed(self, NOT_LOCAL):
+                judge.refuse(name, f"{name}: the local layers lack it", f"{name} left out")
 
     def layer_type(self, layer_number: int) -> str:
         """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
-        slides = self.sliding_window is not None and (
-            self.sliding_layers is None or layer_number - 1 in self.sliding_layers
-        )
-        return "sliding_attention" if slides else "full_attention"
+        layers = self.sliding_layers
+        slides = layers is None or layer_number - 1 in layers
+        if self.sliding_window is not None and slides:
+            return "sliding_attention"
+        return "full_attention"
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether a layer, by its number in the whole model, is a mixture of experts."""
+        """True if a layer, by its number in the whole model, is a mixture of experts."""
         if not self.num_moe_experts:
             return False
         pattern = self.moe_layer_freq
-        layer = min(layer, self.num_layers - 1)  # those for prediction are as the last one
+        layer = min(layer, self.num_layers - 1)  # layers for prediction are like the last one
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
     def padded_vocab_size(self) -> int:
-        """vocab_size rounded up so that tensor parallelism can cut it: the rows that megatron's
-        embedding holds."""
+        """Rows of megatron's embedding: vocab_size rounded up to a multiple of tensor
+        parallelism."""
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
-    # megatron scales cos and sin by (0.1 m ln s + 1) / (0.1 a ln s + 1), with s, m and a by these
-    # names, in each layer.
-    # HF's attention factor f, below 1 or above, comes out of ln s = 10, m = f - 1, a = 0
-    yarn_rotary_scaling_factor = math.exp(10)
-    yarn_mscale_all_dim = 0.0
-
-    @functools.cached_property
-    def yarn_mscale(self) -> float:
-        return rope_frequencies(self)[1] - 1.0
-
     @property
     def has_local_rope(self) -> bool:
-        """Whether layers with a sliding window have rotary frequencies of their own."""
+        """True if layers with a sliding window have rotary frequencies of their kind."""
         return "sliding_attention" in ((self.hf_config or {}).get("rope_parameters") or {})
 
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
-    """The same for multi-latent attention: kv_channels are those that turn with the position,
-    layers are local ones."""
+    """The same for multi-latent attention: kv_channels are the rotary ones, layers are local."""
 
 
 class AutoConfig:
@@ -488,8 +322,8 @@ class AutoConfig:
         float32).
 
         An mca_config.json wins over a config.json, unless mcore_adapter wrote it: then the
-        config.json beside it says the same. values: what config.json holds, where it was read
-        before. ValueError where config.json asks for what cannot be honoured.
+        config.json beside it says the same. values: the contents of config.json, if it was read
+        before. ValueError if config.json has an unsupported feature.
         """
         saved = Path(model_name_or_path) / MCA_CONFIG_NAME
         if saved.is_file() and not is_of_mcore_adapter(saved.parent):
@@ -498,22 +332,38 @@ class AutoConfig:
         return from_hf_config(hf, args, model_name_or_path)
 
 
+def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
+    """McaModelConfig of a transformers config object, translated by its family's table."""
+    values = hf.to_dict()
+    judge = Judge(None)
+    check_type(values, judge)
+    judge.close()
+    origin = name_or_path or hf.model_type
+    family = get_family(hf.model_type)
+    family.check(hf, origin)
+    known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=values)
+    target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
+    return target.build(family.values(hf) | known, args, origin)
+
+
 def grow(config, vocab_size: int) -> None:
-    """Let a McaModelConfig, or a transformers config, have so many tokens. ValueError for fewer."""
-    text = config if isinstance(config, McaModelConfig) else config.get_text_config()
+    """Set the number of tokens of a McaModelConfig or a transformers config, in place. ValueError
+    for fewer."""
+    is_mca = isinstance(config, McaModelConfig)
+    text = config if is_mca else config.get_text_config()
     if vocab_size < text.vocab_size:
         raise ValueError(
             f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is removed"
         )
     text.vocab_size = vocab_size
-    if isinstance(config, McaModelConfig):
+    if is_mca:
         hf = config.hf_config or {}
         (hf.get("text_config") or hf)["vocab_size"] = vocab_size
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
-    """How weights saved under one config are loaded under another: directly, or resharded; said in
-    the log."""
+    """A phrase for the log: weights saved under one config are loaded under another directly, or
+    resharded."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
@@ -522,9 +372,9 @@ def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
 
 
 def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dict | None = None):
-    """transformers' config object of a folder or hub name. ConfigError where there is none.
+    """transformers' config object of a folder or hub name. ConfigError if there is none.
 
-    values: what its config.json holds, where it was read before.
+    values: the contents of its config.json, if it was read before.
     """
     import transformers
 
@@ -535,13 +385,13 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
         check_numbers(values, judge)
         judge.close()
     kind = str(values.get("model_type"))
-    # transformers reads a file itself that it may take for another type's
-    reads_itself = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
+    # transformers must read the file itself, which it may take for another type's
+    needs_file = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
     try:
-        if kind in SAME_AS or (kind in FAMILIES and not reads_itself):
-            own = {**copy.deepcopy(values), "model_type": SAME_AS.get(kind, kind)}
-            own.pop("_name_or_path", None)  # where it was once
-            return transformers.AutoConfig.for_model(**own, name_or_path=model_name_or_path)
+        if kind in SAME_AS or (kind in FAMILIES and not needs_file):
+            keys = {**copy.deepcopy(values), "model_type": SAME_AS.get(kind, kind)}
+            keys.pop("_name_or_path", None)  # a former place
+            return transformers.AutoConfig.for_model(**keys, name_or_path=model_name_or_path)
         return transformers.AutoConfig.from_pretrained(
             model_name_or_path, trust_remote_code=trust_remote_code
         )
@@ -552,7 +402,7 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool):
-    """transformers' tokenizer of a folder. ConfigError where there is none, or a damaged one."""
+    """transformers' tokenizer of a folder. ConfigError if there is none, or a damaged one."""
     import transformers
 
     try:
@@ -564,66 +414,190 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
         refuse("model_name_or_path", str(folder), reason, "a folder with the model's tokenizer")
 
 
-def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
-    """McaModelConfig of a transformers config object, translated by its family's table."""
-    judge = Judge(None)
-    origin = name_or_path or hf.model_type
-    check_type(hf.to_dict(), judge)
-    judge.close()
-    family = get_family(hf.model_type)
-    family.check(hf, origin)
-    known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=hf.to_dict())
-    target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
-    return target._build(family.values(hf) | known, args, origin)
-
-
 def _from_arguments(args) -> dict[str, Any]:
-    """The fields of the config that TrainingArguments set."""
+    """The fields of the config that TrainingArguments set. ConfigError if they ask for Transformer
+    Engine on a machine without it."""
+    if args.transformer_impl == "transformer_engine" and not transformer_engine_works():
+        reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
+        reason += "mca-lite[te]`)"
+        refuse("transformer_impl", args.transformer_impl, reason, "transformer_impl: local or auto")
+    judge = Judge(args)
+    check_additional_configs(args, judge)  # which may have changed since the constructor
+    judge.close()
     keys = {f.name: f.metadata["model"] for f in fields(TrainingArguments) if "model" in f.metadata}
     # a saved layout must not outlive the run that it was made for: there None counts too
     values = {key: getattr(args, key) for key in keys}
     out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
-    if args.transformer_impl == "transformer_engine":
-        refuse_where_absent()
     cuda = torch.cuda.is_available()
-    # fused glue pays on a GPU, and needs nothing else; on a CPU it would only round differently
+    # fused kernels pay on a GPU, and need nothing else; on a CPU they would only round differently
     out.setdefault("apply_rope_fusion", cuda)
     # without dropout a residual is one addition; compiled it costs the host ten times as much
     out.setdefault("bias_dropout_fusion", cuda and bool(args.hidden_dropout))
-    out.setdefault("bias_activation_fusion", False)  # SwiGLU is a kernel of our own
-    if args.mtp_num_layers is not None:  # else a checkpoint's own
+    out.setdefault("bias_activation_fusion", False)  # kernels.swiglu replaces it
+    if args.mtp_num_layers is not None:  # else the number of the checkpoint
         out["mtp_num_layers"] = args.mtp_num_layers or None
-    normalise_additional_configs(args)  # they may have changed since the constructor
+    normalise_additional_configs(args)  # set again since the constructor
     judge = Judge(args)
     check_additional_configs(args, judge)
     judge.close()
-    # those of a checkpoint are the run's that saved it
+    # those of a checkpoint belong to the run that saved it
     out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}
     out["attention_backend"] = backend_of_environment()
     return out | args.additional_configs
 
 
 def _to_json(value):
-    """The value as JSON can hold it, or _LEFT_OUT."""
+    """The value for JSON, None for functions other than activations."""
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, enum.Enum):
         return value.name
-    if callable(value) and value in ACTIVATIONS.values():
-        return next(name for name, function in ACTIVATIONS.items() if function is value)
-    if hasattr(value, "input_data"):  # megatron's pipeline layout: the text that it was made of
+    if hasattr(value, "input_data"):  # megatron's pipeline layout, as the text of the key
         return value.input_data
+    if callable(value):
+        return next((name for name, f in ACTIVATIONS.items() if f is value), None)
     try:
         return json.loads(json.dumps(value))
     except TypeError:
-        return _LEFT_OUT
+        return None
 
 
 def _from_json(key: str, value):
-    if isinstance(value, str) and value in _DTYPES:
-        return _DTYPES[value]
-    if key == "attention_backend" and isinstance(value, str):
-        from .mcore import AttnBackend
+    if not isinstance(value, str):
+        return value
+    return AttnBackend[value] if key == "attention_backend" else _DTYPES.get(value, value)
 
-        return AttnBackend[value]
-    return value
+
+# ---- Transformer Engine
+
+# fields of a config that only the local layers support at other values than their default
+ONLY_LOCAL = (
+    "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
+    "final_logit_softcapping attn_logit_softcapping rope_interleave "
+    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
+).split()
+# the same of attention, for megatron's modules alone
+NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+
+# variables that TE and mcore_adapter read -> the attention that each one switches on or off
+TE_SWITCHES = {
+    "NVTE_FLASH_ATTN": "flash",
+    "NVTE_FUSED_ATTN": "fused",
+    "NVTE_UNFUSED_ATTN": "unfused",
+}
+
+# reasons of why_unusable that are no fault
+NO_GPU = "there is no GPU"
+ABSENT = "not installed"
+
+
+def why_unusable() -> str | None:
+    """NO_GPU, ABSENT, or the first line of the error that TE's import raised; None if it works."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # a broken installation raises more than ImportError
+        missing = str(getattr(error, "name", None))
+        if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
+            return ABSENT
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+@functools.lru_cache(1)
+def transformer_engine_works() -> bool:
+    """True if TE can be imported and there is a GPU for it. Warns if it is installed and broken."""
+    reason = why_unusable()
+    if reason not in (None, NO_GPU, ABSENT):
+        warnings.warn(
+            f"Transformer Engine is installed and cannot be imported ({reason}): layers are local "
+            "ones",
+            stacklevel=3,
+        )
+    return reason is None
+
+
+def _changed(config, names: list[str]) -> list[str]:
+    """The fields among `names` with another value than their default."""
+    default = {f.name: f.default for f in fields(config)}
+    return [name for name in names if getattr(config, name) != default[name]]
+
+
+def needs_local(config) -> list[str]:
+    """Features of a McaModelConfig that TE's layers lack, or compute wrong."""
+    needs = _changed(config, ONLY_LOCAL)
+    channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
+    if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
+        needs.append("heads of more than 128 channels")
+    if config.sliding_window is not None and config.context_parallel_size > 1:
+        needs.append("a sliding window under context_parallel_size")  # the ring has none
+    if config.attention_backend.name == "local":
+        needs.append("attention_backend: local")
+    return needs
+
+
+def backend_of_environment() -> str:
+    """attention_backend according to the variables of TE_SWITCHES: the first one that is on while
+    another is off, local if all are off, auto otherwise."""
+    values = {name: os.environ.get(variable) for variable, name in TE_SWITCHES.items()}
+    if set(values.values()) == {"0"}:
+        return "local"
+    on = [name for name, value in values.items() if value == "1"]
+    return on[0] if on and "0" in values.values() else "auto"
+
+
+@contextlib.contextmanager
+def hidden_switches(config) -> Iterator[None]:
+    """Hide the variables of TE_SWITCHES from megatron-core, which compares them with
+    attention_backend and sets them. With auto TE reads those of the user afterwards."""
+    users = {name: os.environ.pop(name) for name in TE_SWITCHES if name in os.environ}
+    try:
+        yield
+    finally:
+        if config.transformer_impl == "local" or config.attention_backend.name == "auto":
+            for name in TE_SWITCHES:
+                os.environ.pop(name, None)
+            os.environ.update(users)
+
+
+def without_effect(config, args) -> list[str]:
+    """A line about settings for TE's layers, if the model has local ones."""
+    if config.transformer_impl != "local":
+        return []
+    given = [name for name in TE_SWITCHES if name in os.environ]
+    if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
+        given.append("attention_backend")
+    if args.apply_rope_fusion:
+        given.append("apply_rope_fusion")
+    return [f"{', '.join(given)}: no effect on local layers"] if given else []
+
+
+def accumulate_in_place(module: torch.nn.Module) -> bool:
+    """Let a linear of TE add its weight's gradient to the float32 one itself. False for other
+    modules."""
+    if not hasattr(module, "fuse_wgrad_accumulation"):
+        return False
+    module.fuse_wgrad_accumulation = module.weight.requires_grad
+    return True
+
+
+def found_here() -> str | None:
+    """The versions of TE and cuDNN for the start summary, None without CUDA.
+
+    TE loads the system's cuDNN before torch loads its version, and torch uses the loaded one: local
+    layers are slower with an older one.
+    """
+    if not torch.cuda.is_available():
+        return None
+    engine = "no Transformer Engine"
+    if transformer_engine_works():
+        import transformer_engine
+
+        engine = f"Transformer Engine {transformer_engine.__version__}"
+    try:
+        version = torch.backends.cudnn.version() or 0
+        return f"{engine}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+    except RuntimeError as error:  # another one than torch was compiled for
+        built, here = re.findall(r"\((\d+), (\d+), (\d+)\)", str(error))[:2]
+        return f"{engine}, cuDNN {'.'.join(here)} (torch was built for {'.'.join(built)})"

@@ -1,24 +1,26 @@
-"""What layers are built of: megatron's specs with our own parts ("local"), or Transformer Engine's.
+"""The parts of layers, and megatron's specs of them: "local" layers of this file, or Transformer
+Engine's.
 
-With model_config.py the only file that knows TE. Local layers need nothing but torch.
+Local layers need torch alone. model_config.py is the only other file about TE.
 
-Multi-token prediction is extra layers in a row, of which layer k predicts the token k + 1 ahead.
+Multi-token prediction is extra layers in a row; layer k predicts the token k + 1 ahead.
 
     g_0 = the decoder's output
     g_k = norm(layer_k(eh_proj [enorm(embedding of the token k places ahead); hnorm(g_{k-1})]))
 
-The embedding and the output layer are the model's own; they lie on the last pipeline stage, which
-holds a copy of the embedding. With N trained tokens of the main loss, in the whole step or the
-micro-batch as calculate_per_token_loss has it, the objective is (sum of main losses +
+They share the embedding and the output layer of the model, on the last pipeline stage, with a copy
+of the embedding. With N trained tokens of the main loss, in the whole step or the micro-batch
+according to calculate_per_token_loss, the objective is (sum of main losses +
 mtp_loss_scaling_factor / layers * sum of the layers' losses) / N, as in the DeepSeek-V3 report.
-megatron's own module divides by other counts in its two modes, and moves tokens between ranks to
-look ahead; here a batch brings what follows each token along.
+megatron's module divides by other counts in its two modes, and moves tokens between ranks to look
+ahead; here a batch includes the following tokens (batch.Targets).
 """
 
 import contextlib
 import copy
 import functools
 import inspect
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.attention.bias import causal_lower_right
 
 from . import parallel
-from .batch import row_layout
+from .batch import RowLayout, row_layout
 from .kernels import compiles, norm_beside, rms_norm, rotate, rotated_heads, split_heads, swiglu
 from .mcore import (
     ColumnParallelLinear,
@@ -55,21 +57,37 @@ from .mcore import (
 from .model_moe import Experts, Router
 from .parallel import device
 
-# -- rotary positions
+# ---- rotary positions
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a type of layers."""
+
+    inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
+    factor: float  # on cos and sin
+    interleaved: bool  # neighbouring channels turn together
+
+    @classmethod
+    def of(cls, config, layer_type: str = "full_attention") -> "Rope":
+        """Compute it from a McaModelConfig."""
+        inv_freq, factor = rope_frequencies(config, layer_type)
+        return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
 
 
 def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
     of layers of a type.
 
-    From transformers' own functions, so that linear, llama3 and yarn scaling are Hugging Face's to
-    the bit.
+    From transformers' functions, so that linear, llama3 and yarn scaling are Hugging Face's to the
+    bit.
     """
     scaling = (config.hf_config or {}).get("rope_parameters") or {}
     of_type = {}
+    base = config.rotary_base
     if config.has_local_rope:
         scaling = scaling[layer_type]
         of_type = {"layer_type": layer_type}
+        base = scaling["rope_theta"]
     if scaling.get("rope_type", "default") != "default":
         from transformers import AutoConfig as HFAutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -81,48 +99,34 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
         return inv_freq.float().to(device()), float(factor)
     dim = int(config.kv_channels * config.rotary_percent)
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    base = scaling["rope_theta"] if of_type else config.rotary_base
     return (1.0 / base**exponent).to(device()), 1.0
 
 
+@functools.lru_cache(8)
+def _on_device(inv_freq: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(inv_freq, device=device)  # waits for a GPU, once
+
+
+@functools.lru_cache(8)  # the layers of a model share the tables of a row
 def rotary_tables(
-    config, layout, dtype: torch.dtype, layer_type: str
+    rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row (batch.RowLayout), in
-    dtype.
-
-    The tables over all positions are made once and grow by doubling; the last rows' own are
-    kept as well.
-    """
-    if not config.has_local_rope:
-        layer_type = "full_attention"  # one table serves all
-    rows = config.__dict__.setdefault("_rotary_rows", {})
-    key = (id(layout), dtype, layer_type)
-    if key not in rows or rows[key][0] is not layout:
-        if len(rows) >= 64:
-            rows.clear()
-        tables = config.__dict__.setdefault("_rotary_table", {})
-        whole = tables.get(layer_type)
-        if whole is None or len(whole[0]) < layout.longest:
-            inv_freq, factor = rope_frequencies(config, layer_type)
-            length = max(layout.longest, 1024, 2 * len(whole[0]) if whole else 0)
-            angles = torch.outer(torch.arange(length, device=inv_freq.device).float(), inv_freq)
-            neighbours = config.rope_interleave
-            angles = angles.repeat_interleave(2, 1) if neighbours else angles.repeat(1, 2)
-            whole = tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
-        rows[key] = (layout, *(table[layout.positions, None, None].to(dtype) for table in whole))
-    return rows[key][1:]
+    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row, computed in float32, in
+    dtype."""
+    inv_freq = _on_device(rope.inv_freq, layout.positions.device)
+    angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
+    angles = angles.repeat_interleave(2, -1) if rope.interleaved else torch.cat((angles,) * 2, -1)
+    return (angles.cos() * rope.factor).to(dtype), (angles.sin() * rope.factor).to(dtype)
 
 
-# -- norms
+# ---- norms
 
 
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last dimension, the mean square in float32, as in Hugging Face's
     decoders. Weights around zero (Gemma's) get 1 added, and multiply before the rounding.
 
-    The weight is marked for megatron where the sequence is cut over tensor-parallel ranks: its
-    gradient is a partial sum.
+    Under sequence parallelism the weight's gradient is a partial sum, and marked so for megatron.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
@@ -133,12 +137,12 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self._beside = None, None  # what the next call is given, and its answer
+        self._beside = None, None  # argument and result of the next call
 
     def forward(self, x=None, beside: bool = False):
-        """x normed. Without x the weight, for a kernel that norms by itself; it is asked for by a
-        call, since the hooks of overlap_param_gather wait for the weight in one. beside: x itself,
-        to be used with its norm, for which it is given back in the next call: norm_beside."""
+        """x normed. Without x the weight, for a kernel that includes the norm: a call, since the
+        hooks of overlap_param_gather wait for the weight in one. beside: x itself, for the residual
+        and as argument of the next call, which returns its norm: kernels.norm_beside."""
         if x is None:
             return self.weight
         if beside:
@@ -155,7 +159,7 @@ class RMSNormOverHeads(torch.nn.Module):
     """RMS norm of queries or keys over all their heads together.
 
     x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the
-    heads; the mean square is taken over all ranks.
+    heads; the mean square is taken over all ranks. Collective: one all-reduce each way.
     """
 
     def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
@@ -172,8 +176,7 @@ class RMSNormOverHeads(torch.nn.Module):
         flat = x.flatten(-2).float()
         squares = flat.square().sum(-1, keepdim=True)
         if self.tp_group.size() > 1:
-            # each rank goes on from the sum by itself: gradients are summed too
-            squares = all_reduce(squares, group=self.tp_group)
+            squares = all_reduce(squares, group=self.tp_group)  # sums gradients too
         normed = flat * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view(x.shape)
 
@@ -182,18 +185,12 @@ class RMSNormOverHeads(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
-# -- attention
-
-# of the norms between two projections: fixed in transformers, whatever rms_norm_eps says
-LATENT_EPSILON = 1e-6
-
-
-# -- core attention ---------------------------------------------------------------------------
+# ---- attention
 
 
 class _GatherTokens(torch.autograd.Function):
-    """[t / cp, ...] of each context-parallel rank -> [t, ...] in the row's order; backward: this
-    rank's part of the sum. order int64 [t]: see RowLayout."""
+    """Gather [t / cp, ...] of each context-parallel rank to [t, ...] in the row's order; backward:
+    this rank's part of the sum. order int64 [t]: see RowLayout. Collectives in both passes."""
 
     @staticmethod
     def forward(ctx, x, group, order):
@@ -203,14 +200,14 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # each place is written once: an index's own gradient would sort the places, to add
+        # each place is written once: the gradient of an index would sort the places, to add
         grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
         return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
 
 
 class FusedSelfAttention(SelfAttention):
-    """megatron's self-attention, in which one kernel adds the bias of the linear, splits queries,
-    keys and values, norms and rotates."""
+    """megatron's self-attention with one kernel for the bias of the linear, the split into queries,
+    keys and values, norms and rotation."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -226,34 +223,34 @@ class FusedSelfAttention(SelfAttention):
             self.q_layernorm is None or isinstance(self.q_layernorm, RMSNorm)
         )
         self.core_attention.rotates = not self.rotates_at_once
-        self.packed_seq_params = None  # of the row that runs through
+        self.packed_seq_params = None  # of the current row
 
     def forward(self, *args, packed_seq_params=None, **kwargs):
         self.packed_seq_params = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
-        """Query [s, b, n, d], key and value [s, b, g, d], normed where the model norms them, and
-        rotated unless core attention rotates."""
+        """Query [s, b, n, d], key and value [s, b, g, d], normed by the model's norms, and rotated
+        unless core attention rotates."""
         if not self.splits_at_once:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, bias = self.linear_qkv(hidden_states)
         sizes = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         norm = self.q_layernorm
-        norms = None
         if not self.rotates_at_once:
             query, key, value = split_heads(mixed, bias, *sizes)
             return norm(query), self.k_layernorm(key), value
+        norms = None
         if norm is not None:
             norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
         tables = self.core_attention.rotary_tables(mixed, self.packed_seq_params)
         return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
 
 
-def _kernels(query, mask):
+def sdpa_order(query, mask):
     """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
-    first: it is the fastest, and torch would pass it over where an older cuDNN than its own is
-    loaded. With a mask it is left out: its gradients may be NaN (pytorch issue 196678)."""
+    first: it is the fastest, and torch would pass it over if an older cuDNN than torch's is loaded.
+    With a mask it is left out: its gradients may be NaN (pytorch issue 196678)."""
     if not query.is_cuda:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -266,7 +263,7 @@ def _kernels(query, mask):
 
 @functools.cache
 def _packed_kernel():
-    """torch's varlen attention, and whether it can be told of query groups (not in torch 2.11)."""
+    """(torch's varlen attention, True if it takes enable_gqa: not in torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -278,73 +275,61 @@ class CoreAttention(MegatronModule):
     Has the signature of megatron's DotProductAttention. Causal. Rows are padded on the right: no
     position ever looks at padding, so no mask is built. Packed rows: documents do not see each
     other, and their positions start at 0. Context parallelism: keys and values of the whole row are
-    gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). A mask
-    that is given, bool [b or 1, 1, s, s] with True meaning hidden, is obeyed. So are the layer's
-    sliding window and the cap on scores.
+    gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). An
+    attention_mask, bool [b or 1, 1, s, s] with True meaning hidden, counts as well. So do the
+    layer's sliding window and the cap on scores.
 
-    The rotary tables come from the config, once a length; nothing here waits for the device.
+    The layers of a model share the rotary tables of a row; nothing here waits for the device.
     """
 
     def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        pg_collection=None,
-        **unused,
-    ):
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
+        softmax_scale=None, pg_collection=None, **unused,
+    ):  # fmt: skip
         super().__init__(config=config)
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale
-        self.layer_type = config.layer_type(layer_number)
-        self.window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        layer_type = config.layer_type(layer_number)
+        self.window = config.sliding_window if layer_type == "sliding_attention" else None
+        self.rope = Rope.of(config, layer_type)
         self.softcap = config.attn_logit_softcapping
         self.rotates = True  # unless the layer has done so
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask=None,
-        attn_mask_type=None,
-        attention_bias=None,
+        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
         packed_seq_params=None,
-    ):
+    ):  # fmt: skip
         """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; packed rows [t, n, d]
         -> [t, 1, n * d]."""
         if attention_bias is not None:
             raise ValueError("the local core attention takes no attention bias")
-        if packed_seq_params is not None:
+        is_packed = packed_seq_params is not None
+        if is_packed:
             query, key, value = (x[:, None] for x in (query, key, value))
         layout = self._layout(packed_seq_params, query)
         if self.rotates:
             tables = self.rotary_tables(query, packed_seq_params)
             query, key = rotate(query, key, *tables, self.config.rope_interleave)
         if self.cp_group is not None:
-            gathered = self.cp_group, layout.order
-            key, value = (_GatherTokens.apply(x, *gathered) for x in (key, value))
+            key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
-        # dropout differs between tensor-parallel ranks, since each holds other heads
+        # dropout differs between tensor-parallel ranks: each has other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            if packed_seq_params is not None and self._suits_rows(layout, attention_mask):
+            if is_packed and self._suits_rows(layout, attention_mask):
                 return self._rows(query, key, value, layout, dropout)
-            if packed_seq_params is not None and self._suits_varlen(query, dropout):
+            if is_packed and self._suits_varlen(query, dropout):
                 return self._varlen(query, key, value, layout)
             return self._segments(query, key, value, layout, attention_mask, dropout)
 
     def rotary_tables(self, x, packed_seq_params):
         """The tables of this rank's tokens x [s, ...], in its dtype."""
         layout = self._layout(packed_seq_params, x)
-        return rotary_tables(self.config, layout, x.dtype, self.layer_type)
+        return rotary_tables(self.rope, layout, x.dtype)
 
     def _suits_rows(self, layout, attention_mask) -> bool:
-        """Whether the documents of a packed row can be rows of a batch: they have one length, and
-        need no mask. cuDNN's kernel takes these about twice as fast as the varlen one."""
+        """True if the documents of a packed row can be rows of a batch: they have one length, and
+        need no mask. cuDNN's kernel is about twice as fast on these as the varlen one."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and attention_mask is None and is_wide
 
@@ -356,11 +341,10 @@ class CoreAttention(MegatronModule):
         return self._segments(*rows, one, None, dropout).transpose(0, 1).flatten(0, 1)[:, None]
 
     def _suits_varlen(self, query, dropout: float) -> bool:
-        """The varlen kernel knows neither float32 nor dropout nor caps, and only sizes of heads
-        that are multiples of 8."""
-        if not query.is_cuda or query.dtype == torch.float32 or query.shape[-1] % 8:
-            return False
-        return not dropout and self.softcap is None
+        """True if the varlen kernel takes them: it supports neither float32 nor dropout nor caps,
+        and only multiples of 8 as sizes of heads."""
+        suits_dtype = query.is_cuda and query.dtype != torch.float32
+        return suits_dtype and not dropout and self.softcap is None and query.shape[-1] % 8 == 0
 
     def _layout(self, packed_seq_params, query):
         if packed_seq_params is not None:
@@ -379,40 +363,39 @@ class CoreAttention(MegatronModule):
         parallelism."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
-        grouped = q.shape[1] != k.shape[1]
         for q0, q1, k0, k1 in layout.segments:
             mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
-            queries = q[:, :, q0:q1]
-            has_groups = grouped
-            pair = k[:, :, k0:k1], v[:, :, k0:k1]
-            if self.softcap is not None:
-                numbers = self.softcap, self.softmax_scale, dropout
-                out.append(_capped_attention(queries, *pair, mask, *numbers))
-                continue
-            if type(mask) is torch.Tensor and q.is_cuda and has_groups:
-                # without cuDNN's only the slowest kernel knows both masks and query groups
-                times = q.shape[1] // k.shape[1]
-                has_groups = False
-                pair = (x.repeat_interleave(times, 1) for x in pair)
-            more = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=has_groups)
-            with _kernels(q, mask):
-                out.append(F.scaled_dot_product_attention(queries, *pair, mask, dropout, **more))
+            segment = q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+            out.append(self._attention(*segment, mask, dropout))
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
+    def _attention(self, q, k, v, mask, dropout):
+        """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: see _visible."""
+        if self.softcap is not None:
+            return _capped_attention(q, k, v, mask, self.softcap, self.softmax_scale, dropout)
+        times = q.shape[1] // k.shape[1]
+        if type(mask) is torch.Tensor and q.is_cuda and times > 1:
+            # without cuDNN's only the slowest kernel supports both masks and query groups
+            k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+            times = 1
+        keys = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=times > 1)
+        with sdpa_order(q, mask):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, **keys)
+
     def _visible(self, num_queries: int, num_keys: int, hidden, query):
-        """bool [num_queries, num_keys], True where a query sees a key; the last query sees the last
+        """bool [num_queries, num_keys], True if a query sees a key; the last query sees the last
         key. None: causal, and nothing else, of as many queries as keys."""
         more = num_keys - num_queries
         window = self.window
         narrow = window is not None and num_keys > window
         if hidden is not None and not narrow:
             return ~hidden
-        if hidden is None and not narrow and self.softcap is None:
-            if not more:
-                return None
-            if query.is_cuda and query.dtype != torch.float32:
-                return causal_lower_right(num_queries, num_keys)  # flash attention's own: no mask
+        is_causal = not narrow and self.softcap is None
+        if is_causal and not more:
+            return None
+        if is_causal and query.is_cuda and query.dtype != torch.float32:
+            return causal_lower_right(num_queries, num_keys)  # a case of flash attention: no mask
         visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         visible = visible.tril(more)
         if narrow:
@@ -421,7 +404,7 @@ class CoreAttention(MegatronModule):
 
     def _varlen(self, query, key, value, layout):
         """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
-        kernel, knows_groups = _packed_kernel()
+        kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q = query[:, 0]
         k = key[:, 0]
@@ -429,15 +412,14 @@ class CoreAttention(MegatronModule):
         if places is not None:
             k = k[places]
             v = v[places]
-        # the kernel knows one size of a head: multi-latent attention has two
+        # the kernel takes one size of a head: multi-latent attention has two
         missing = q.shape[-1] - v.shape[-1]
         if missing:
             v = F.pad(v, (0, missing))
-        # 2.11 takes fewer heads of keys than of queries unasked
-        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if knows_groups else {}
-        window = (-1 if self.window is None else self.window - 1, 0)
-        more = dict(scale=self.softmax_scale, window_size=window, **grouped)
-        out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **more)
+        keys = dict(scale=self.softmax_scale, window_size=((self.window or 0) - 1, 0))  # -1: all
+        if takes_groups:  # 2.11 takes fewer heads of keys than of queries without it
+            keys["enable_gqa"] = q.shape[1] != k.shape[1]
+        out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **keys)
         return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
 
 
@@ -453,11 +435,14 @@ def _capped_attention(q, k, v, visible, cap, scale, dropout):
     return F.dropout(weights, dropout) @ v
 
 
-# -- multi-latent attention -------------------------------------------------------------------
+# ---- multi-latent attention
+
+# of the norms between two projections: fixed in transformers, whatever the value of rms_norm_eps
+LATENT_EPSILON = 1e-6
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear without bias whose matrix every tensor-parallel rank has whole.
+    """A linear without bias, its matrix whole on every tensor-parallel rank.
 
     x is the whole sequence, or this rank's part under sequence parallelism; then the matrix's
     gradient is a partial sum, and marked so for megatron.
@@ -465,11 +450,8 @@ class DuplicatedLinear(torch.nn.Module):
 
     def __init__(self, config, in_size: int, out_size: int):
         super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.empty(
-                out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device()
-            )
-        )
+        on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(torch.empty(out_size, in_size, **on_device))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
@@ -477,7 +459,7 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """DeepSeek's attention, whose keys and values come from a small latent vector.
+    """DeepSeek's attention: keys and values come from a small latent vector.
 
     Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
     c channels stay, and r turn with the position; a value has d channels:
@@ -486,11 +468,11 @@ class LatentAttention(MegatronModule):
         latent, k_r              linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
         k_c, value               linear_kv_up_proj norm(latent)
 
-    The down projections give what every head needs, so every tensor-parallel rank has them whole.
-    megatron's own module takes column-cut ones without Transformer Engine, and gives their turning
-    rows the gradient of one rank's heads only; and it sums gradients of its latent norms twice
-    without sequence parallelism. Core attention turns the first channels of each head, so the
-    turning channels come first here; the order within a head does not matter to q k^T.
+    Every head needs the down projections, so every tensor-parallel rank has them whole. megatron's
+    module cuts their columns without Transformer Engine, and gives their turning rows the gradient
+    of one rank's heads only; and it sums gradients of its latent norms twice without sequence
+    parallelism. Core attention turns the first channels of each head, so the turning channels come
+    first here; the order within a head does not matter to q k^T.
     """
 
     def __init__(self, config, layer_number, pg_collection=None, **unused):
@@ -499,28 +481,26 @@ class LatentAttention(MegatronModule):
         self.tp_group = pg_collection.tp
         h = config.hidden_size
         heads = config.num_attention_heads
-        still = config.qk_head_dim
         turning = config.qk_pos_emb_head_dim
+        latent = config.kv_lora_rank
         self.num_heads = heads // self.tp_group.size()
-        self.query_sizes = [still, turning]
-        self.kv_sizes = [still, config.v_head_dim]
-        self.down_sizes = [config.kv_lora_rank, turning]
+        self.query_sizes = [config.qk_head_dim, turning]
+        self.kv_sizes = [config.qk_head_dim, config.v_head_dim]
+        self.down_sizes = [latent, turning]
         shared = dict(config=config, bias=False, tp_group=self.tp_group)
         column = dict(shared, init_method=config.init_method, gather_output=False)
         row = dict(shared, init_method=config.output_layer_init_method, skip_bias_add=True)
-        rank = config.q_lora_rank
+        q_latent = config.q_lora_rank
         query_size = heads * sum(self.query_sizes)
-        if rank is None:
+        if q_latent is None:
             self.linear_q_proj = ColumnParallelLinear(h, query_size, **column)
         else:
-            self.linear_q_down_proj = DuplicatedLinear(config, h, rank)
-            self.q_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
-            self.linear_q_up_proj = ColumnParallelLinear(rank, query_size, **column)
-        rank = config.kv_lora_rank
-        kv_size = heads * sum(self.kv_sizes)
+            self.linear_q_down_proj = DuplicatedLinear(config, h, q_latent)
+            self.q_layernorm = RMSNorm(config, q_latent, LATENT_EPSILON)
+            self.linear_q_up_proj = ColumnParallelLinear(q_latent, query_size, **column)
         self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
-        self.kv_layernorm = RMSNorm(config, rank, LATENT_EPSILON)
-        self.linear_kv_up_proj = ColumnParallelLinear(rank, kv_size, **column)
+        self.kv_layernorm = RMSNorm(config, latent, LATENT_EPSILON)
+        self.linear_kv_up_proj = ColumnParallelLinear(latent, heads * sum(self.kv_sizes), **column)
         of_core = dict(softmax_scale=config.softmax_scale, pg_collection=pg_collection)
         self.core_attention = CoreAttention(config, layer_number, None, "self", **of_core)
         out_size = heads * config.v_head_dim
@@ -536,7 +516,7 @@ class LatentAttention(MegatronModule):
         shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
         core = functools.partial(self.core_attention, **shared)
         if self.recomputes_core and self.training:
-            return self.linear_proj(tensor_parallel.checkpoint(core, False, *tensors))
+            core = functools.partial(tensor_parallel.checkpoint, core, False)
         return self.linear_proj(core(*tensors))
 
     def _query_key_value(self, hidden_states):
@@ -559,12 +539,12 @@ class LatentAttention(MegatronModule):
         return torch.cat((q_turning, q_still), -1), torch.cat((k_turning, k_still), -1), value
 
 
-# -- specs of layers
+# ---- specs of layers
 
 
 class Residual(torch.nn.Module):
-    """residual + multiplier * dropout(norm(x)): megatron's bias-dropout-add with what some families
-    do to x first."""
+    """residual + multiplier * dropout(norm(x)): megatron's bias-dropout-add with the norm and
+    multiplier of some families."""
 
     def __init__(self, config):
         super().__init__()
@@ -590,8 +570,8 @@ class Residual(torch.nn.Module):
 
 
 class Layer(TransformerLayer):
-    """megatron's layer; on a GPU the gradient of what goes past a norm is added in the norm's
-    backward pass."""
+    """megatron's layer; on a GPU the gradient of the residual is added in the norm's backward
+    pass."""
 
     def _forward_attention(self, hidden_states, *args, **kwargs):
         if not (self.recompute_input_layernorm or self.offload_attn_norm):
@@ -605,12 +585,14 @@ class Layer(TransformerLayer):
 
     @staticmethod
     def _past(norm, x):
-        has_sum = isinstance(norm, RMSNorm) and torch.is_grad_enabled() and x.requires_grad
-        return norm(x, beside=True) if has_sum and compiles(x) else x
+        has_sum = torch.is_grad_enabled() and x.requires_grad
+        if isinstance(norm, RMSNorm) and has_sum and compiles(x):
+            return norm(x, beside=True)
+        return x
 
 
 def block_spec(config, vp_stage: int | None = None):
-    """What megatron's TransformerBlock of one pipeline stage (and virtual stage) is built from."""
+    """The parts of megatron's TransformerBlock of one pipeline stage (and virtual stage)."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
@@ -624,8 +606,8 @@ def block_spec(config, vp_stage: int | None = None):
 
 
 def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
-    """megatron's spec of attention with our norms and core attention, or our own multi-latent
-    attention."""
+    """megatron's spec of attention with the norms and core attention of this file, or
+    LatentAttention."""
     if config.multi_latent_attention:
         return ModuleSpec(LatentAttention)
     attention = spec.submodules
@@ -646,7 +628,7 @@ def layer_spec(config, is_moe: bool):
     """megatron's spec of one layer."""
     shared = dict(
         num_experts=config.num_moe_experts if is_moe else None,
-        moe_grouped_gemm=False,  # the experts are our own
+        moe_grouped_gemm=False,  # replaced by model_moe.Experts
         qk_layernorm=config.qk_layernorm,
     )
     if config.transformer_impl == "transformer_engine":
@@ -668,15 +650,15 @@ def layer_spec(config, is_moe: bool):
     if is_moe:
         mlp.experts = Experts
         mlp.router = Router
-        mlp = mlp.shared_experts.submodules if mlp.shared_experts is not None else None
+        mlp = mlp.shared_experts and mlp.shared_experts.submodules
     if config.use_te_activation_func and mlp is not None:
         mlp.activation_func = swiglu
     return layer
 
 
 class PredictionLayer(MegatronModule):
-    """One extra layer. megatron's MultiTokenPredictionBlock holds them, and gives their places in a
-    checkpoint."""
+    """One extra layer. megatron's MultiTokenPredictionBlock has a list of them, and defines their
+    places in a checkpoint."""
 
     def __init__(self, config, layer, layer_number: int, vp_stage=None, pg_collection=None):
         super().__init__(config=config)
@@ -712,16 +694,15 @@ class PredictionLayer(MegatronModule):
 
 
 def needs_grad(module, args, output):
-    """A forward hook. Recomputation gives no gradient at all to a unit without an input that needs
-    one, and a frozen embedding's output is none (tensor_parallel/random.py, CheckpointFunction)."""
+    """A forward hook: recomputation gives no gradient at all to a unit if no input needs one, as
+    after a frozen embedding (tensor_parallel/random.py, CheckpointFunction)."""
     return output.requires_grad_(True) if torch.is_grad_enabled() else output
 
 
 def prediction_spec(config, vp_stage: int | None = None):
-    """What megatron's MultiTokenPredictionBlock is built from; None where this stage has none."""
-    if not config.mtp_num_layers or not mtp_on_this_rank(
-        config, ignore_virtual=False, vp_stage=vp_stage
-    ):
+    """The parts of megatron's MultiTokenPredictionBlock; None if this stage has none."""
+    where = dict(ignore_virtual=False, vp_stage=vp_stage)
+    if not config.mtp_num_layers or not mtp_on_this_rank(config, **where):
         return None
     layer = layer_spec(config, config.is_moe_layer(config.num_layers))
     spec = ModuleSpec(PredictionLayer, params={"layer": layer})

@@ -1,15 +1,14 @@
-"""A mixture-of-experts layer's own parts: the router, tokens on their way to experts and back, the
-experts. Shared experts: megatron.
+"""The parts of a mixture-of-experts layer: router, dispatcher, experts. Shared experts: megatron.
 
 Letters: T tokens, k experts of a token, E experts, n of them on this rank, f columns of an expert
 on this rank (1 / etp of them), h hidden size. Experts are spread over the expert-parallel ranks,
 e = n * ep_rank + i, and their matrices are cut over the expert-tensor-parallel ranks.
 
 A token goes to k experts, so it has k rows there. `order` [T k] lists the pairs (token, choice) by
-expert, tokens in turn; `places` [T, k] is its inverse: the row of each pair. Both ways, and their
-gradients, are reads at such places, and sums of k rows in float32 that are rounded once. Additions
-to rows, as megatron's own permutation makes them, would meet each other on a GPU. On one
-expert-parallel rank nothing waits for the device.
+expert, tokens in turn; `places` [T, k] is its inverse: the row of each pair. Both directions, and
+their gradients, read at such places, and sum k rows in float32, rounded once. Additions to rows, as
+in megatron's permutation, would collide on a GPU. On one expert-parallel rank nothing waits for the
+device.
 """
 
 import functools
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .kernels import compiled, weighted_swiglu
-from .loss_tokens import all_reduce
+from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     MegatronModule,
     MoEAlltoAllTokenDispatcher,
@@ -32,12 +31,12 @@ from .mcore import (
     get_default_pg_collection,
 )
 
-# -- routing
+# ---- routing
 
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     """softmax or sigmoid of logits [T, E] over the experts, in float32 at least."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.softmax(logits, -1) if score_function == "softmax" else torch.sigmoid(logits)
 
 
@@ -59,23 +58,27 @@ def choose_experts(
     ("max"). normalise: a token's weights sum to 1.
     """
     scores = scores_of(logits, score_function)
-    choice = scores if bias is None else scores + bias
+    choice = scores
+    if bias is not None:
+        choice = scores + bias
     if num_groups:
         grouped = choice.unflatten(-1, (num_groups, -1))
-        of_group = grouped.topk(2, -1).values.sum(-1) if group_score == "top2" else grouped.amax(-1)
+        of_group = grouped.topk({"top2": 2, "max": 1}[group_score], -1).values.sum(-1)
         best = of_group.topk(group_topk, -1, sorted=False).indices
         closed = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
         choice = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
     experts = choice.topk(topk, -1).indices
     weights = scores.gather(-1, experts)
     if normalise:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total if score_function == "softmax" else total + 1e-20)
-    return weights if scaling is None else weights * scaling, experts
+        tiny = {"softmax": 0.0, "sigmoid": 1e-20}[score_function]
+        weights = weights / (weights.sum(-1, keepdim=True) + tiny)
+    if scaling is not None:
+        weights = weights * scaling
+    return weights, experts
 
 
 class BalancingLosses(NamedTuple):
-    """Coefficients of what is added to the objective; `kind` is moe_router_load_balancing_type."""
+    """Coefficients of the additions to the objective; `kind` is moe_router_load_balancing_type."""
 
     kind: str = "none"
     balance: float = 0.0
@@ -86,13 +89,14 @@ class BalancingLosses(NamedTuple):
         return (self.kind != "none" and self.balance > 0) or self.z > 0
 
     @classmethod
-    def of(cls, settings, models_own: float = 0.0) -> "BalancingLosses":
-        """From TrainingArguments or McaModelConfig. models_own: the coefficient of a model, for
-        arguments that give none."""
-        kind = settings.moe_router_load_balancing_type
+    def of(cls, settings, default: float = 0.0) -> "BalancingLosses":
+        """From TrainingArguments or McaModelConfig. default: the balancing coefficient of a model,
+        for arguments without one."""
         balance = settings.moe_aux_loss_coeff
-        balance = models_own if balance is None else balance
-        return cls(kind if balance else "none", balance, settings.moe_z_loss_coeff or 0.0)
+        if balance is None:
+            balance = default
+        kind = settings.moe_router_load_balancing_type if balance else "none"
+        return cls(kind, balance, settings.moe_z_loss_coeff or 0.0)
 
 
 def balancing_parts(
@@ -110,77 +114,71 @@ def balancing_parts(
     this one alone), whose parts sum to the losses. kind "none": the first is 0. Collective: one
     all-reduce over the group.
     """
-    s, b, num_experts = logits.shape
+    num_experts = logits.shape[-1]
     real = real.to(torch.float32).contiguous()
     scores = scores_of(logits, score_function)
     if score_function == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     chosen = torch.zeros_like(scores).scatter(-1, scores.topk(topk, -1).indices, 1.0)
-    counts = torch.cat(
-        [(chosen * real[..., None]).sum(0), real.sum(0)[:, None]], -1
-    ).detach()  # [b, E + 1]
+    choices = (chosen * real[..., None]).sum(0)
+    counts = torch.cat((choices, real.sum(0)[:, None]), -1).detach()  # [b, E + 1]
     counts = all_reduce(counts, dist.ReduceOp.SUM, group)
-    choices = counts[:, :-1]
-    tokens = counts[:, -1]
     mass = (scores * real[..., None]).sum(0)  # [b, E]
-    pools = tokens  # how many each pool has that is balanced by itself: a row, or all rows together
+    tokens = counts[:, -1].sum()
+    # pools are balanced each by itself: rows, or all rows together
     if kind == "aux_loss":
-        choices = choices.sum(0, keepdim=True)
+        counts = counts.sum(0, keepdim=True)
         mass = mass.sum(0, keepdim=True)
-        pools = tokens.sum()[None]
+    choices = counts[:, :-1]
+    pools = counts[:, -1]  # tokens of each
     size = pools.clamp(min=1)[:, None]
     balance = num_experts * (choices / (size * topk) * (mass / size)).sum(-1)
     num_pools = (pools > 0).sum().clamp(min=1)
-    balance = balance.sum() / num_pools if kind != "none" else balance.sum() * 0
-    z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.sum().clamp(min=1)
-    return balance, z, tokens.sum()
+    balance = balance.sum() / num_pools * (kind != "none")
+    z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.clamp(min=1)
+    return balance, z, tokens
 
 
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """The router's bias [.., E] after a step in which its experts were chosen counts [.., E] times:
-    experts below the mean get `rate` more, those above it less."""
+    """The router's bias [.., E] after a step with counts [.., E] of choices of its experts: `rate`
+    more for experts below the mean, less for those above it."""
     return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
 
 class RouterStatistics:
-    """What the routers of this rank did since the last line of the log, summed; nothing here waits
-    for the device.
+    """Counts of the routers of this rank since the last log line; nothing here waits for the
+    device.
 
     A layer has a row: choices of each expert, the balancing loss, the z loss, micro-batches.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device):
         self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device)
-        # what the losses of a micro-batch weigh beside the main loss of one, in this step
+        # weight of a micro-batch's losses beside its main loss, in this step
         self.loss_weight: float | torch.Tensor = 0.0
 
     def count(self, layer: int, choices: torch.Tensor) -> None:
-        """choices [E]: how often real tokens of this rank chose each expert."""
+        """Add choices [E]: real tokens of this rank for each expert."""
         self.rows[layer, :-3] += choices
-
-    def add_losses(self, layer: int, balance, z, share) -> None:
-        """This rank's part of a micro-batch's losses; share: its part of the micro-batch, 0 where
-        that is empty."""
-        self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
 
     def losses(
         self, layer: int, logits, real, losses: BalancingLosses, topk, score_function, group=None
     ) -> torch.Tensor:
-        """What the router of a layer adds to the loss of its micro-batch. It is counted for the
-        log. Arguments and collective: those of balancing_parts."""
+        """The router's addition to the loss of a micro-batch, counted for the log. Arguments and
+        collective: those of balancing_parts."""
         balance, z, tokens = balancing_parts(logits, real, losses.kind, topk, score_function, group)
-        share = (tokens > 0) / (1 if group is None else group.size())
-        self.add_losses(layer, balance, z, share)
+        share = (tokens > 0) / num_ranks(group)  # this rank's part of the micro-batch
+        self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
         return (losses.balance * balance + losses.z * z) * self.loss_weight
 
     def take(
         self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, float | list]:
-        """Numbers for the log, and a new start. reduce: the sum over all ranks; every rank must
+        """Numbers for the log; resets the counts. reduce: the sum over all ranks; every rank must
         call it.
 
-        expert_load: for each layer that is a mixture the choices of each of its experts over their
-        mean. expert_load_max and _min: those of the most and of the least loaded expert of a layer,
+        expert_load: for each mixture layer the choices of each of its experts over their mean.
+        expert_load_max and _min: those of the most and of the least loaded expert of a layer,
         averaged over these layers; the losses, without their coefficients, averaged over these
         layers and the micro-batches.
         """
@@ -193,10 +191,9 @@ class RouterStatistics:
         load = choices[mixtures] / choices[mixtures].mean(-1, keepdim=True)
         out = {"expert_load_max": load.amax(-1).mean(), "expert_load_min": load.amin(-1).mean()}
         balance, z, batches = rows[:, -3:].sum(0)
-        if losses.kind == "aux_loss":
-            out["load_balancing_loss"] = balance / batches
-        elif losses.kind != "none":
-            out["seq_load_balancing_loss"] = balance / batches
+        if losses.kind != "none":
+            prefix = "" if losses.kind == "aux_loss" else "seq_"
+            out[prefix + "load_balancing_loss"] = balance / batches
         if losses.z:
             out["z_loss"] = z / batches
         shares = [[round(share, 3) for share in layer] for layer in load.tolist()]
@@ -204,16 +201,13 @@ class RouterStatistics:
 
 
 def choices_of(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """float32 [E]: how often the real tokens chose each expert. experts [T, k], real bool [T]."""
-    flat = experts.flatten()
-    weights = real.to(torch.float32).repeat_interleave(experts.shape[1])
-    return torch.zeros(num_experts, dtype=torch.float32, device=experts.device).index_add_(
-        0, flat, weights
-    )
+    """float32 [E]: choices of each expert by real tokens. experts [T, k], real bool [T]."""
+    counts = torch.zeros(num_experts, dtype=torch.float32, device=experts.device)
+    return counts.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
 
 
 def count_real_micro_batches(batches: Iterable[dict]) -> int:
-    """Those that hold any real token; fillers do not."""
+    """Count the micro-batches with any real token; fillers have none."""
     count = 0
     for batch in batches:
         real = batch.get("attention_mask")
@@ -223,25 +217,30 @@ def count_real_micro_batches(batches: Iterable[dict]) -> int:
     return count
 
 
-# -- router and experts
+# ---- router
 
 
 def _adapter_of(module):
-    """The adapter that lora_layers.attach put on a module; None without one, or where it is off."""
+    """A module's adapter (lora_layers.attach); None without one, or while it is off."""
     adapter = getattr(module, "lora", None)
     return adapter if adapter is not None and adapter.enabled else None
 
 
 class Router(TopKRouter):
-    """megatron's router with the routing of transformers' models, and balancing losses that count
-    real tokens alone.
+    """megatron's router with the routing of transformers' models, and balancing losses of real
+    tokens alone.
 
-    `statistics` is set by the backend that trains it; without one nothing is counted and no loss is
+    The backend sets `statistics` for training; without them nothing is counted and no loss is
     added.
     """
 
     statistics: RouterStatistics | None = None
     gives_choices = False  # to the dispatcher, in place of megatron's maps
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._maintain_float32_expert_bias()  # whatever the dtype of the model
+        return self
 
     def gating(self, input):
         """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer
@@ -270,7 +269,7 @@ class Router(TopKRouter):
             config.moe_router_group_topk,
             config.moe_router_group_score,
         )
-        # what recomputation runs without gradients comes a second time, with them
+        # recomputation runs a second time, with gradients: it counts then
         if self.statistics is not None and self.training and torch.is_grad_enabled():
             real = torch.ones_like(logits[..., 0], dtype=torch.bool)
             if padding_mask is not None:
@@ -281,11 +280,11 @@ class Router(TopKRouter):
                 self.local_tokens_per_expert += choices
             losses = BalancingLosses.of(config)
             if losses.on:
-                # by way of the flat form: megatron's linear wants its gradient in that order
+                # a view of the flat form: megatron's linear needs its gradient in that order
                 shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
                 loss = self.statistics.losses(self.layer_number - 1, *shared, self.tp_cp_group)
-                # its gradient comes with that of the weights; megatron's schedule scales it like
-                # the main loss of a micro-batch
+                # adds its gradient to that of the weights; megatron's schedule scales it like the
+                # main loss of a micro-batch
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)
         if self.gives_choices:
             return weights, experts
@@ -293,11 +292,11 @@ class Router(TopKRouter):
         return nowhere.scatter(1, experts, weights), nowhere.bool().scatter(1, experts, True)
 
 
-# -- to experts and back -----------------------------------------------------------------------
+# ---- to experts and back
 
 
 @compiled
-def _sums(rows, places):
+def sums_of_rows(rows, places):
     """The sum of the k rows [T k, h] of each token -> [T, h]."""
     first, *others = places.unbind(1)
     # read after read: a compiled sum over k spreads k over threads, and takes three times as long
@@ -307,7 +306,7 @@ def _sums(rows, places):
     return total.to(rows.dtype)
 
 
-class _ToExperts(torch.autograd.Function):
+class ToExperts(torch.autograd.Function):
     """x [T, h] and weights [T, k] in the order of experts: [T k, h] and [T k]."""
 
     @staticmethod
@@ -318,16 +317,16 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_of_weights):
         (places,) = ctx.saved_tensors
-        return _sums(grad, places), grad_of_weights[places], None, None
+        return sums_of_rows(grad, places), grad_of_weights[places], None, None
 
 
-class _FromExperts(torch.autograd.Function):
+class FromExperts(torch.autograd.Function):
     """Rows [T k, h] in the order of experts -> their sums for each token [T, h]."""
 
     @staticmethod
     def forward(ctx, rows, order, places):
         ctx.save_for_backward(order, places)
-        return _sums(rows, places)
+        return sums_of_rows(rows, places)
 
     @staticmethod
     def backward(ctx, grad):
@@ -336,12 +335,8 @@ class _FromExperts(torch.autograd.Function):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's all-to-all with the permutation above. Takes the router's choices as int64 [T, k]
-    in place of a map, and their weights [T, k]."""
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.tp_size == 1 and self.ep_size == 1
+    """megatron's all-to-all with the permutation of this module. Takes the router's choices as
+    int64 [T, k] in place of a map, and their weights [T, k]."""
 
     def dispatch_preprocess(self, hidden_states, experts, weights):
         """[s, b, h] -> rows in the order of experts [T k, h], and their weights [T k]."""
@@ -350,60 +345,63 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.order = experts.flatten().argsort(stable=True)
         rows = torch.arange(len(self.order), device=experts.device)
         self.places = torch.empty_like(rows).scatter_(0, self.order, rows).view(experts.shape)
-        chosen = torch.zeros(
-            len(experts), self.num_experts, dtype=torch.bool, device=experts.device
-        ).scatter_(1, experts, True)
-        self.tokens_per_expert = chosen.sum(0)
-        if not self._is_alone:
-            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
-                "before_permutation_1", self.preprocess(chosen)
-            )
+        chosen = experts.new_zeros(len(experts), self.num_experts, dtype=torch.bool)
+        self.tokens_per_expert = self.count(chosen.scatter_(1, experts, True))
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
-        return _ToExperts.apply(flat, weights, self.order, self.places)
+        return ToExperts.apply(flat, weights, self.order, self.places)
 
-    def token_dispatch(self, rows, weights):
-        return (rows, weights) if self._is_alone else super().token_dispatch(rows, weights)
-
-    def dispatch_postprocess(self, rows, weights):
-        if not self._is_alone:
-            return super().dispatch_postprocess(rows, weights)
-        return rows, self.tokens_per_expert, weights
-
-    def combine_preprocess(self, rows):
-        return rows if self._is_alone else super().combine_preprocess(rows)
-
-    def token_combine(self, rows):
-        return rows if self._is_alone else super().token_combine(rows)
+    def count(self, chosen):
+        """Tokens of each local expert, of chosen bool [T, E]."""
+        return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows):
         """Rows in the order of experts [T k, h] -> [s, b, h]."""
-        return _FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
+        return FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
+
+
+class LocalDispatcher(Dispatcher):
+    """The same for one expert-parallel rank: nothing is exchanged, nothing waits for the device."""
+
+    def count(self, chosen):
+        return chosen.sum(0)
+
+    def token_dispatch(self, rows, weights):
+        return rows, weights
+
+    def dispatch_postprocess(self, rows, weights):
+        return rows, self.tokens_per_expert, weights
+
+    def combine_preprocess(self, rows):
+        return rows
+
+    def token_combine(self, rows):
+        return rows
 
 
 def _forget_graph(layer: MoELayer, inputs, output) -> None:
-    """Forward hook. megatron's dispatchers keep the weights of the last tokens: with their graph
-    they would keep the nodes that DDP's hooks are on, and these the model, for good."""
-    kept = vars(layer.token_dispatcher)
-    kept |= {name: value.detach() for name, value in kept.items() if torch.is_tensor(value)}
+    """Forward hook: detach the weights of the last tokens, which megatron's dispatchers keep. With
+    their graph they would keep the nodes of DDP's hooks, and these the model, for good."""
+    state = vars(layer.token_dispatcher)
+    state |= {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
 
 
-def use_own_dispatcher(layer: MoELayer) -> None:
-    """Give a layer the dispatcher above, where its configuration asks for no other one."""
+def replace_dispatcher(layer: MoELayer) -> None:
+    """Give a layer the dispatcher of this module, unless its configuration needs another one."""
     config = layer.config
     layer.register_forward_hook(_forget_graph)
     others = config.moe_permute_fusion or config.moe_shared_expert_overlap
     if others or config.moe_token_dispatcher_type != "alltoall":
         return
+    groups = get_default_pg_collection()
+    is_alone = groups.ep.size() == groups.expt_tp.size() == 1
+    dispatcher = LocalDispatcher if is_alone else Dispatcher
     layer.router.gives_choices = True
-    layer.token_dispatcher = Dispatcher(
-        layer.num_local_experts,
-        layer.local_expert_indices,
-        config=config,
-        pg_collection=get_default_pg_collection(),
+    layer.token_dispatcher = dispatcher(
+        layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
     )
 
 
-# -- experts -----------------------------------------------------------------------------------
+# ---- experts
 
 
 @compiled
@@ -412,14 +410,13 @@ def _add(into, gradient):
 
 
 def _accumulate(weight, gradient) -> None:
-    """Hook of a weight: its gradient goes to DDP's buffer, and megatron's hook is told so."""
+    """Hook of a weight: add its gradient to DDP's buffer, and mark it as added for megatron."""
     _add(weight.main_grad, gradient)
     weight.grad_added_to_main_grad = True
 
 
 class Experts(MegatronModule):
-    """SwiGLU experts with their weights side by side: fc1 [n, 2, f, h], gate before up, and fc2 [n,
-    h, f].
+    """SwiGLU experts in stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f].
 
     moe_grouped_gemm: one grouped matrix product for all of them; otherwise one expert after
     another. The numbers are the same.
@@ -432,14 +429,12 @@ class Experts(MegatronModule):
         self.dp_group = pg_collection.expt_dp
         n = num_local_experts
         h = config.hidden_size
-        device = torch.cuda.current_device()
+        on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         f = config.moe_ffn_hidden_size // self.etp_group.size()
         for name, shape in (("fc1", (n, 2, f, h)), ("fc2", (n, h, f))):
-            weight = torch.nn.Parameter(
-                torch.empty(shape, dtype=config.params_dtype, device=device)
-            )
-            # gradients are summed over the ranks that hold the same experts, also where these are
-            # all ranks (ep 1, etp < tp)
+            weight = torch.nn.Parameter(torch.empty(shape, **on_device))
+            # gradients are summed over the ranks with the same experts, even if these are all
+            # ranks (ep 1, etp < tp)
             weight.allreduce = False
             # a whole expert is no duplicate either: without the mark the gradient norm would leave
             # out those of all ranks but the first
@@ -449,8 +444,8 @@ class Experts(MegatronModule):
             self.register_parameter(name, weight)
 
     def accumulate_in_place(self) -> None:
-        """Add the weights' gradients to DDP's float32 ones here: its own addition of another
-        dtype takes twice as long."""
+        """Add the weights' gradients to DDP's float32 ones here: DDP's addition of another dtype
+        takes twice as long."""
         for weight in (self.fc1, self.fc2):
             if weight.requires_grad:
                 weight.register_hook(functools.partial(_accumulate, weight))
@@ -458,10 +453,11 @@ class Experts(MegatronModule):
     def matrices(self):
         """(number in the layer, name of megatron's matrix, view with two dimensions) of each local
         expert's."""
-        first = self.fc1.shape[0] * self.ep_group.rank()
-        for i in range(self.fc1.shape[0]):
-            yield first + i, "linear_fc1", self.fc1[i].flatten(0, 1)
-            yield first + i, "linear_fc2", self.fc2[i]
+        n = len(self.fc1)
+        for i in range(n):
+            number = n * self.ep_group.rank() + i
+            yield number, "linear_fc1", self.fc1[i].flatten(0, 1)
+            yield number, "linear_fc2", self.fc2[i]
 
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
@@ -474,7 +470,7 @@ class Experts(MegatronModule):
 
         def multiply(t, w):
             """Each expert's tokens t times the transpose of its matrix in w [n, out, in]."""
-            # the grouped product wants rows of whole 16 bytes, which the smallest adapters lack
+            # the grouped product needs rows of whole 16 bytes: the smallest adapters have fewer
             if ends is None or any(size * t.element_size() % 16 for size in w.shape[1:]):
                 counts = tokens_per_expert.tolist()
                 return torch.cat(

@@ -295,7 +295,7 @@ def test_gradients_taken_ahead_are_gone_after_the_backward_pass(monkeypatch):
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_gradients_are_scaled_in_float32_and_rounded_once(dtype, of_rows):
     gradient = torch.randn(64, 8).to(dtype)
-    by = 1 + torch.rand(64, 1) / 100 if of_rows else torch.tensor(1.0039)  # between two of bf16
+    by = 1 + torch.rand(64, 1) / 100 if of_rows else torch.tensor([1.0039])  # between two of bf16
     got = loss_tokens._scaled(gradient, by, dtype)
     assert got.dtype == dtype
     assert torch.equal(got, (gradient.float() * by).to(dtype))

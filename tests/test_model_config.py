@@ -26,7 +26,7 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
-from mca_lite.model_layers import rope_frequencies, rotary_tables
+from mca_lite.model_layers import Rope, rope_frequencies, rotary_tables
 from tests.shared import tiny
 
 FAMILIES = {
@@ -198,14 +198,16 @@ def test_rope_is_that_of_the_hf_model(family, scaling, tmp_path):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_rotary_tables_grow_with_the_longest_row(scaling):
+def test_rotary_tables_of_a_row_are_transformers(scaling):
     theirs, device = hf(head_dim=16, rope_parameters=SCALINGS[scaling]), torch.device("cpu")
-    config, rope = from_hf_config(theirs), LlamaRotaryEmbedding(theirs)
-    for length in (5, 1500, 3001):  # the first table has 1,024 places
-        layout = row_layout((0, length), 1, 0, device)
-        found = rotary_tables(config, layout, torch.float32, "full_attention")
-        for ours, wanted in zip(found, rope(torch.zeros(1), layout.positions[None]), strict=True):
-            torch.testing.assert_close(ours[:, 0, 0], wanted[0], rtol=0, atol=1e-6)
+    rope, expected = Rope.of(from_hf_config(theirs)), LlamaRotaryEmbedding(theirs)
+    for borders in ((0, 5), (0, 3001), (0, 7, 1500)):
+        layout = row_layout(borders, 1, 0, device)
+        tables = rotary_tables(rope, layout, torch.float32)
+        assert rotary_tables(rope, layout, torch.float32) is tables
+        wanted = expected(torch.zeros(1), layout.positions[None])
+        for table, of_transformers in zip(tables, wanted, strict=True):
+            torch.testing.assert_close(table[:, 0, 0], of_transformers[0], rtol=0, atol=1e-6)
 
 
 def test_scaled_rope_differs_from_plain_rope():
@@ -315,38 +317,6 @@ def test_mla_config_round_trips_as_its_own_class(tmp_path):
     config = MLAMcaModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=10)
     read = saved(config, tmp_path)
     assert type(read) is MLAMcaModelConfig and read.to_dict() == config.to_dict()
-
-
-# ---- arguments onto an existing config
-
-
-def test_update_with_args_equals_building_with_them():
-    pp2 = dict(
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        gradient_accumulation_steps=2,
-    )
-    layouts = [
-        arguments(),
-        arguments(tensor_model_parallel_size=4, sequence_parallel=True, bf16=True, **pp2),
-        arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3L"),
-        arguments(fp16=True, recompute_granularity="selective"),
-        arguments(additional_configs={"attention_backend": "flash"}),
-        arguments(),
-    ]
-    config = from_hf_config(hf("qwen3"), layouts[0])
-    for args in layouts[1:]:
-        config.update_with_args(args)
-        fresh = from_hf_config(hf("qwen3"), args)
-        for name in (
-            "params_dtype",
-            "autocast_dtype",
-            "overlap_p2p_comm",
-            "microbatch_group_size_per_vp_stage",
-        ):
-            assert getattr(config, name) == getattr(fresh, name), name
-        assert config.attention_backend == fresh.attention_backend
-        assert config.to_dict() == fresh.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -564,7 +534,7 @@ def test_what_was_read_of_a_config_json_is_not_read_again(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("field, value", [("no_rope_freq", [1] * 4), ("softmax_type", "learnable")])
 def test_attention_that_the_local_layers_lack_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}: the local layers have no such thing"):
+    with pytest.raises(ValueError, match=f"{field}: the local layers lack it"):
         McaModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, **{field: value})
 
 

@@ -4,7 +4,7 @@ which operations.
 
 import torch
 
-from mca_lite.model_moe import Experts, _FromExperts, _sums, _ToExperts
+from mca_lite.model_moe import Experts, FromExperts, ToExperts, sums_of_rows
 from tests.shared import tiny_moe, world
 
 WAITS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique")
@@ -18,24 +18,24 @@ def choices(tokens=7, experts=5, k=3):
     return chosen, order, order.argsort().view(tokens, k)
 
 
-def test_rows_go_to_experts_and_back_with_the_gradients_of_plain_sums():
+def test_rows_go_to_experts_and_back_with_the_gradients_of_plainsums_of_rows():
     chosen, order, places = choices()
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
-    rows, of_rows = _ToExperts.apply(x, weights, order, places)
+    rows, of_rows = ToExperts.apply(x, weights, order, places)
     assert chosen.flatten()[order].diff().min() >= 0, "rows stand by expert"
     factors = 1.0 + chosen.flatten()[order, None]  # what an expert does: times its number plus 1
-    out = _FromExperts.apply(rows * factors * of_rows[:, None], order, places)
+    out = FromExperts.apply(rows * factors * of_rows[:, None], order, places)
     torch.testing.assert_close(out, x * ((1.0 + chosen) * weights).sum(1, keepdim=True))
-    assert torch.autograd.gradcheck(lambda *t: _ToExperts.apply(*t, order, places), (x, weights))
+    assert torch.autograd.gradcheck(lambda *t: ToExperts.apply(*t, order, places), (x, weights))
     rows = rows.detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: _FromExperts.apply(t, order, places), (rows,))
+    assert torch.autograd.gradcheck(lambda t: FromExperts.apply(t, order, places), (rows,))
 
 
 def test_the_sum_over_a_tokens_experts_is_rounded_once():
     _, _, places = choices()
     rows = torch.randn(21, 4).bfloat16()
-    assert torch.equal(_sums(rows, places), rows.float()[places].sum(1).bfloat16())
+    assert torch.equal(sums_of_rows(rows, places), rows.float()[places].sum(1).bfloat16())
 
 
 def test_gradients_of_experts_go_to_the_buffer_before_megatrons_hook():
@@ -87,6 +87,6 @@ def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:
 def test_nothing_waits_or_adds_rows_up_on_one_rank(tmp_path):
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     [(dispatcher, names)] = world.run(operations_of_a_layer, 1, path, str(tmp_path / "run"))
-    assert dispatcher == "Dispatcher"
+    assert dispatcher == "LocalDispatcher"
     found = [name for name in names if name.startswith(ADDS) or name in WAITS]
     assert "index" in names and not found

@@ -71,7 +71,7 @@ def test_the_weights_of_experts_are_float32_and_their_product_is_rounded_once():
 
 
 def test_torch_compile_true_warns_where_there_is_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "_asked", None)
+    monkeypatch.setattr(kernels, "_torch_compile", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = TrainingArguments(output_dir=str(tmp_path), torch_compile=True)
     with pytest.warns(UserWarning, match="there is no GPU"):
@@ -83,8 +83,8 @@ def test_torch_compile_switches_what_runs_on_a_gpu(asked, runs_compiled, monkeyp
     class OnGpu:
         is_cuda = True
 
-    monkeypatch.setattr(kernels, "_kernels_work", lambda: True)
-    monkeypatch.setattr(kernels, "_asked", asked)
+    monkeypatch.setattr(kernels, "works", lambda *words: True)
+    monkeypatch.setattr(kernels, "_torch_compile", asked)
     assert kernels.compiles(OnGpu()) is runs_compiled
 
 
@@ -95,14 +95,14 @@ def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypat
     def fails(*args, **kwargs):
         raise RuntimeError("no C compiler\nand a long trace")
 
-    monkeypatch.setattr(kernels, "_asked", None)
+    monkeypatch.setattr(kernels, "_torch_compile", None)
     monkeypatch.setattr(torch, "ones", fails)  # of the kernel that is tried
     monkeypatch.setattr(kernels, "triton", "there")
-    kernels._kernels_work.cache_clear()
+    kernels.works.cache_clear()
     with pytest.warns(UserWarning, match=r"can be compiled here \(no C compiler\)") as said:
         assert not kernels.compiles(OnGpu())
         assert not kernels.compiles(OnGpu())
-    kernels._kernels_work.cache_clear()
+    kernels.works.cache_clear()
     assert len(said) == 1
     monkeypatch.setattr(kernels, "triton", None)
     assert kernels.why_no_kernels() == "Triton cannot be imported"
@@ -114,12 +114,12 @@ def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monke
 
     monkeypatch.setattr(torch, "compile", fails)
     monkeypatch.setattr(kernels, "compiles", lambda x: True)
-    kernels._torch_compile_works.cache_clear()
+    kernels.works.cache_clear()
     both, weights = rows(7, 10), torch.rand(7)
     gate, up = both.chunk(2, -1)
     with pytest.warns(UserWarning, match=r"does not work here \(Python 3.99"):
         got = kernels.weighted_swiglu(both, weights)
-    kernels._torch_compile_works.cache_clear()
+    kernels.works.cache_clear()
     torch.testing.assert_close(got, F.silu(gate) * up * weights[:, None])
 
 

@@ -172,15 +172,15 @@ def test_the_summary_says_which_cudnn_was_found(monkeypatch):
 
 
 def test_cudnns_attention_comes_first_without_a_mask_and_never_with_one():
-    from mca_lite.model_layers import _kernels
+    from mca_lite.model_layers import sdpa_order
 
     on_cuda, mask = types.SimpleNamespace(is_cuda=True), torch.ones(1)
-    with _kernels(on_cuda, None):
+    with sdpa_order(on_cuda, None):
         assert torch.backends.cuda.cudnn_sdp_enabled()
         assert torch._C._get_sdp_priority_order()[0] == int(
             torch.nn.attention.SDPBackend.CUDNN_ATTENTION
         )
-    with _kernels(on_cuda, mask):
+    with sdpa_order(on_cuda, mask):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
 

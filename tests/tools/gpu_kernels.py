@@ -105,7 +105,7 @@ def heads_cases(dtype):
 
         def formula(mixed, bias, q, k, sizes=sizes, tables=tables, flags=flags):
             eps, zero, interleaved = flags
-            query, key, value = kernels._split_heads(mixed, bias, *sizes)
+            query, key, value = kernels.split_heads(mixed, bias, *sizes)
             if q is not None:
                 query, key = normed(query, q, eps, zero), normed(key, k, eps, zero)
             turn = (*(table.double() for table in tables), interleaved)
@@ -142,7 +142,7 @@ def other_cases(dtype):
 
         def probabilities(logits, softcap=softcap, by=by):
             capped = logits.detach().clamp(-4, 4)
-            found = loss_tokens._probabilities_in_one_pass(capped, lse, by, columns, softcap)
+            found = loss_tokens.probabilities_in_one_pass(capped, lse, by, columns, softcap)
             return [found + 0 * logits.sum()]
 
         def formula(logits, softcap=softcap, by=by):
