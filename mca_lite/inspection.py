@@ -588,12 +588,8 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     spec = plan.model.adapters
     if plan.arguments.backend.use_mca:
         tensors = ModelTensors(config, spec)
-        stages = []
-        for stage in range(config.pipeline_model_parallel_size):
-            held, trained, adapters = tensors.of_stage(config, stage)
-            total = held.sum + adapters.sum
-            stages.append((total, trained.sum + adapters.sum, tensors.shapes(config, stage)))
-        return stages
+        stages = range(config.pipeline_model_parallel_size)
+        return [(*tensors.counts(stage), tensors.shapes(stage)) for stage in stages]
     config = copy.deepcopy(config)
     grow(config, plan.model.vocab_size)
     with torch.device("meta"):
