@@ -1,8 +1,8 @@
-"""What a run will need, without weights and without a GPU.
+"""Plan of a run, without weights and without a GPU.
 
 python -m mca_lite plan config.yaml [key=value ...] [options]
     memory of the fullest rank by its parts, steps, warm-up, checkpoints and their size; with
-    --memory whether the run fits, and the layouts of --gpus ranks that do, best first
+    --memory a verdict, and the fitting layouts of --gpus ranks, best first
 
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
@@ -24,7 +24,7 @@ from .files import show_size
 
 # -- time
 
-# bytes that passes of bf16 move for a token and layer: SwiGLU's of a column of the MLP, forward and
+# bytes moved by passes of bf16 for a token and layer: SwiGLU's of a column of the MLP, forward and
 # backward, are counted; those of a channel (norms, rotary embedding, residuals) and of the loss a
 # column of the vocabulary follow from their times on one H200
 _OF_COLUMN = 16
@@ -38,9 +38,9 @@ class Rates(NamedTuple):
     products: float  # FLOP/s of matrix products
     attention: float  # FLOP/s
     passes: float  # bytes/s
-    gaps: float  # time of a step over that of its kernels
+    gaps: float  # time of a step over its kernels' time
     update: float  # parameters/s of the optimizer, float32 moments, with clipping
-    link: float | None = None  # bytes/s that a rank sends in a collective; None: not counted
+    link: float | None = None  # bytes/s sent by a rank in a collective; None: not counted
 
 
 # by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
@@ -64,7 +64,7 @@ class StepTime(NamedTuple):
 
 
 def bubble(args, config) -> float:
-    """The time that a pipeline stage waits, over that in which it computes."""
+    """Waiting time of a pipeline stage over its computing time."""
     chunks = args.gradient_accumulation_steps or 1
     chunks *= config.virtual_pipeline_model_parallel_size or 1
     return (config.pipeline_model_parallel_size - 1) / chunks
@@ -80,8 +80,8 @@ def step_time(
     frozen=False,
     reference=False,
 ) -> StepTime | None:
-    """The parts of a step of args.train_global_batch_size samples; None where the model's sizes are
-    not known.
+    """The parts of a step of args.train_global_batch_size samples; None if the model's sizes are
+    unknown.
 
     memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
     trained. reference: a second model of the same size passes forward.
@@ -95,7 +95,9 @@ def step_time(
     samples = args.train_global_batch_size
     tokens = samples * sum(lengths)
     squares = samples * sum(n**2 for n in lengths)
-    beside = ModelWork(sizes.weights, 0.0, sizes.core) if reference else None
+    beside = None
+    if reference:
+        beside = ModelWork(sizes.weights, 0.0, sizes.core)
     # adapters are less than a percent
     work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
     head = sizes.hidden_size * sizes.vocab_size
@@ -129,7 +131,7 @@ def step_time(
 
 
 def _copies(config, world_size: int) -> float:
-    """Ranks that reduce a gradient."""
+    """Number of ranks in a gradient's reduction."""
     return world_size / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
 
 
@@ -141,7 +143,7 @@ def _within_layers(args, config, sample: int) -> float:
     layers = config.num_layers / r.pp
     tokens = args.micro_batch_size * sample / r.cp
     hidden = tokens * r.h * r.w
-    passes = 3 if config.recompute_granularity == "full" else 2
+    passes = 2 + (config.recompute_granularity == "full")
     # attention and MLP, each pass; inputs are gathered again for their weights' gradients
     reductions = layers * (2 * passes + bool(config.sequence_parallel)) + 2
     of_tensor = 2 * (r.tp - 1) / r.tp * hidden * reductions
@@ -176,7 +178,7 @@ DOES_NOT_FIT = 3
 _GIB = 2**30
 _HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
 _MAX_SHOWN = 8
-_LONG = 8192  # tokens of a row, from which on context parallelism is tried
+_LONG = 8192  # tokens of a row for which context parallelism is tried
 _NONE_FITS = "\nno layout fits: more GPUs, a lower cutoff_len or finetuning_type=lora may"
 _OF_FP8 = (
     "fp8",
@@ -238,8 +240,9 @@ def _planned(words: list[str], options) -> int:
         return 0
     budget = options.memory * _HEADROOM
     need = layout.memory.total / _GIB
-    fits = need <= budget
-    verdict = "fits" if fits else "does not fit"
+    verdict, code = "fits", 0
+    if need > budget:
+        verdict, code = "does not fit", DOES_NOT_FIT
     print(f"\n{verdict}: {need:.2f} GiB, and {budget:.2f} of {options.memory:g} GiB can be used")
     layouts = sorted(_layouts(words, layout, options), key=_Layout.rank)
     gpus = show_count(options.gpus, "GPU")
@@ -248,7 +251,7 @@ def _planned(words: list[str], options) -> int:
         print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {one.keys_beside(layout)}")
     if len(layouts) > _MAX_SHOWN:
         print(f"  ... and {len(layouts) - _MAX_SHOWN} more")
-    return 0 if fits else DOES_NOT_FIT
+    return code
 
 
 def _of_local_layers(words: list[str]) -> tuple[list[str], list[str]]:
@@ -298,10 +301,10 @@ class _Layout:
 
         args = self.args
         width = self.config.params_dtype.itemsize
-        states = 0
+        states = masters = 0
         if not args.save_only_model:
             states = 4 * len(OPTIMIZERS[args.optim].states)
-        masters = 4 if width < 4 and states else 0  # float32
+            masters = 4 * (width < 4)  # float32
         size = self.num_parameters * (width + states + masters)
         if self.model.spec is not None:  # the adapters alone are kept, in float32
             ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -312,9 +315,13 @@ class _Layout:
         """Sort key of layouts: the fastest, then the one with the fewest messages, then the
         smallest."""
         args = self.args
-        again = 4 / 3 if self.config.recompute_granularity == "full" else 1
+        seconds = 1 + bubble(args, self.config)  # relative to others
+        if self.time is not None:
+            seconds = self.time.total
+        elif self.config.recompute_granularity == "full":
+            seconds *= 4 / 3
         return (
-            (1 + bubble(args, self.config)) * again if self.time is None else self.time.total,
+            seconds,
             args.tensor_model_parallel_size
             * args.context_parallel_size
             * args.expert_model_parallel_size,
@@ -372,21 +379,15 @@ def _run_lines(layout: _Layout) -> list[str]:
     steps = args.steps_of_run(of_epoch)
     rows = steps * samples
     length = sum(layout.model.lengths)
-
-    def count_of(event: str) -> int:
-        every = getattr(args, f"{event}_steps")
-        counts = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}
-        strategy = getattr(args, f"{event}_strategy")
-        return counts[strategy] if strategy in counts else steps // every
-
+    counts = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}
     total, of_checkpoint = layout.bytes_on_disk()
     table = {
         "data": data,
         "steps": f"{steps:,} of {samples} samples, {rows:,} in all",
         "tokens": f"at most {rows * length:,}, rows of {length}",
         "warm-up": show_count(plan_schedule(args, steps).warmup, "step"),
-        "evaluations": count_of("eval"),
-        "checkpoints": count_of("save"),
+        "evaluations": counts.get(args.eval_strategy, steps // (args.eval_steps or 1)),
+        "checkpoints": counts.get(args.save_strategy, steps // (args.save_steps or 1)),
         "model on disk": show_size(total),
         "a checkpoint": show_size(of_checkpoint),
     }
@@ -411,7 +412,7 @@ def _data(arguments):
     return load_datasets(arguments.data, stage, tokenizer, arguments.training.order_seed)
 
 
-# keys of a layout, in the order in which they are shown
+# keys of a layout, in the order of the report
 _KEYS = (
     "tensor_model_parallel_size",
     "sequence_parallel",
@@ -431,12 +432,14 @@ def _layouts(words: list[str], base: _Layout, options):
     """Every layout of powers of two that fits and breaks no rule, with the same global batch: as
     fast as it can be, since smaller micro-batches, then recomputation are tried last."""
     powers = [2**i for i in range(options.gpus.bit_length())]
-    experts = powers if base.config.num_moe_experts else [1]
+    experts = [1]
     contexts = [base.args.context_parallel_size]
+    if base.config.num_moe_experts:
+        experts = powers
     if sum(base.model.lengths) >= _LONG:
         contexts = powers
     micro_batches = sorted({base.args.per_device_train_batch_size, 1}, reverse=True)
-    slower = list(itertools.product((False, True), micro_batches))
+    slower = list(itertools.product((None, "full"), micro_batches))
     for tp, pp, cp, ep in itertools.product(powers, powers, contexts, experts):
         if tp > 8 or options.gpus % (tp * pp * cp):
             continue  # tensor parallelism stays on a node
@@ -454,8 +457,8 @@ def _layouts(words: list[str], base: _Layout, options):
             keys |= {"pipeline_model_parallel_layout": None}
         if options.gpus > tp * pp:
             keys["use_distributed_optimizer"] = True
-        for again, micro_batch in slower:
-            keys["recompute_granularity"] = "full" if again else None
+        for granularity, micro_batch in slower:
+            keys["recompute_granularity"] = granularity
             keys["per_device_train_batch_size"] = micro_batch
             with contextlib.suppress(ConfigError):
                 arguments = parse_args([*words, *_words(keys)])

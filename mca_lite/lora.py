@@ -52,10 +52,10 @@ from .weights_files import SafetensorsSource, generator_of, original_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that can have an adapter, anywhere in the model."""
+    """A Hugging Face module that supports an adapter, anywhere in the model."""
 
     hf: str
-    mca: str  # megatron's name of the module that holds it, "" if the family is not in the table
+    mca: str  # megatron's module with it, "" if the family is not in the table
     in_all: bool  # True if lora_target: all means it
 
 
@@ -65,11 +65,11 @@ class Weight(NamedTuple):
     key: Any  # of the host
     modules: tuple[str, ...]  # Hugging Face's, trained together
     is_expert: bool = False
-    is_tied: bool = False  # the embedding of a model whose embedding is its head, or that head
+    is_tied: bool = False  # an embedding or a head that are one matrix
 
 
 class Site(NamedTuple):
-    """A module of this rank that can have an adapter: kind(spec, names, **arguments)."""
+    """A place on this rank for an adapter: kind(spec, names, **arguments)."""
 
     module: torch.nn.Module
     names: Names  # of each projection, its Hugging Face modules on this rank
@@ -88,6 +88,11 @@ def module_of(name: str) -> str:
     return name.rsplit(".", 1)[0]
 
 
+def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
+    """The Hugging Face modules of a row."""
+    return tuple(module_of(name.format(layer)) for name in row.hf)
+
+
 def _is_router(row: Row) -> bool:
     return row.mca.endswith(".mlp.router.weight")
 
@@ -97,21 +102,20 @@ def _candidates(config) -> Iterator[Candidate]:
     for row, layer in in_layer_order(config):
         in_all = row.mca not in VOCABULARY and not _is_router(row)
         mca = module_of(row.mca.format(layer))
-        for name in row.hf if row.is_linear else ():
-            yield Candidate(module_of(name.format(layer)), mca, in_all)
+        for module in modules_of(row, layer) if row.is_linear else ():
+            yield Candidate(module, mca, in_all)
 
 
 def _expert_names(rows: Iterable[Row], layer: int) -> Names:
     """For gate, up and down the module of each expert of a layer."""
     experts = [row for row in rows if row.expert is not None]
-    gate_up = [row.hf for row in experts if row.kind == "gated"]
-    down = [row.hf for row in experts if row.kind != "gated"]
-    by_projection = (*zip(*gate_up, strict=True), *zip(*down, strict=True))
-    return tuple(tuple(module_of(name.format(layer)) for name in names) for names in by_projection)
+    gate_up = [modules_of(row, layer) for row in experts if row.kind == "gated"]
+    down = [modules_of(row, layer) for row in experts if row.kind != "gated"]
+    return (*zip(*gate_up, strict=True), *zip(*down, strict=True))
 
 
 class MegatronHost:
-    """VirtualModels, or the McaModelConfig of models that are not built yet."""
+    """VirtualModels, or the McaModelConfig of models before they are built."""
 
     def __init__(self, model):
         self.config = model
@@ -126,18 +130,18 @@ class MegatronHost:
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def candidates(self) -> list[Candidate]:
-        """All modules that can have an adapter, in the model's order."""
+        """All modules that support an adapter, in the model's order."""
         return list(_candidates(self.config))
 
     def weights(self) -> Iterator[Weight]:
         """All weights, in the model's order."""
         for row, layer in in_layer_order(self.config):
-            modules = tuple(module_of(name.format(layer)) for name in row.hf)
             is_tied = self.is_tied and row.mca in VOCABULARY
+            modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
-        """Refuse adapters that are not built here."""
+        """Refuse unsupported adapters."""
         check_on_megatron(spec, self.config, self.rows, candidates, judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
@@ -156,15 +160,16 @@ class MegatronHost:
         fill(self.models, source, keys)
 
     def base_weight(self, name: str) -> torch.Tensor | None:
-        """A weight of the checkpoint that was loaded, or None. A tied head is the embedding."""
+        """A weight of the loaded checkpoint, or None. A tied head is the embedding."""
         if self._base is None:
             return None
+        stored = self._base.names()
         vocabulary = vocabulary_names(self.config)
-        names = [name]
-        if self.is_tied and name in vocabulary:
-            names += vocabulary
-        stored = [name for name in names if name in self._base.names()]
-        return self._base.read(stored[0]) if stored else None
+        if name not in stored and self.is_tied and name in vocabulary:
+            [name] = vocabulary & stored
+        if name not in stored:
+            return None
+        return self._base.read(name)
 
     @functools.cached_property
     def _base(self) -> SafetensorsSource | None:
@@ -175,7 +180,7 @@ class MegatronHost:
         return parallel.replica_group(is_expert).rank()
 
     def sites(self) -> Iterator[Site]:
-        """The modules of this rank that can have an adapter."""
+        """The places for adapters on this rank."""
         rows = {module_of(row.mca): row for row in self.rows if row.is_linear}
         for chunk in self.chunks:
             for path, module in list(chunk.named_modules()):
@@ -189,7 +194,7 @@ class MegatronHost:
         """The site of a linear, the embedding or the head."""
         config = self.config
         tp = config.tensor_model_parallel_size
-        names = tuple((module_of(name.format(layer)),) for name in row.hf)
+        names = tuple((name,) for name in modules_of(row, layer))
         arguments: dict[str, Any] = dict(
             group=mpu.get_tensor_model_parallel_group(),
             sequence_parallel=config.sequence_parallel,
@@ -202,7 +207,6 @@ class MegatronHost:
             out_size, in_size = module.weight.shape
         if row.mca == VOCABULARY[0]:
             arguments |= dict(rows=out_size, hidden_size=in_size)
-            arguments["scatters"] = module.reduce_scatter_embeddings
             return Site(module, names, LoraEmbedding, arguments)
         arguments["in_size"] = in_size
         arguments["widths"] = [out_size // len(names)] * len(names)
@@ -228,7 +232,7 @@ class MegatronHost:
 
 
 class _Fields(SimpleNamespace):
-    """Fields of McaModelConfig that the rows of a family read, for a transformers model."""
+    """Fields of McaModelConfig for the rows of a family, from a transformers model."""
 
     mtp_num_layers = None
     moe_layer_freq = None
@@ -248,21 +252,24 @@ class TorchHost:
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
         self.is_tied = self.embedding.weight is self.head.weight
+        self.fields: _Fields | None = None
         values = values_of(model.config)
-        kind = model.config.model_type
-        self.fields = _Fields(hf_model_type=kind, **values) if values else None
+        if values:
+            self.fields = _Fields(hf_model_type=model.config.model_type, **values)
 
     def _linears(self) -> dict[str, torch.nn.Module]:
         kinds = (torch.nn.Linear, torch.nn.Embedding)
         return {name: module for name, module in self.modules.items() if isinstance(module, kinds)}
 
     def candidates(self) -> list[Candidate]:
-        """All modules that can have an adapter: those with a linear, then experts and routers."""
-        of_table = {c.hf: c for c in _candidates(self.fields)} if self.fields else {}
+        """All modules that support an adapter: linears, then experts and routers."""
+        of_table = {}
+        if self.fields:
+            of_table = {candidate.hf: candidate for candidate in _candidates(self.fields)}
         linears = []
         for name, module in self._linears().items():
             # of a family in the table "all" means the linears of its rows: not the gate of a shared
-            # expert, which is no linear in megatron-core
+            # expert, no linear in megatron-core
             in_all = isinstance(module, torch.nn.Linear) and module is not self.head
             unknown = Candidate(name, "", in_all and self.fields is None)
             linears.append(of_table.pop(name, unknown))
@@ -276,7 +283,7 @@ class TorchHost:
                 yield Weight(name, (name,), is_tied=is_tied)
 
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
-        """Refuse adapters that are not built here."""
+        """Refuse unsupported adapters."""
         check_on_torch(spec, self._linears(), judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
@@ -314,7 +321,7 @@ class TorchHost:
         return parallel.rank()
 
     def sites(self) -> Iterator[Site]:
-        """The modules that can have an adapter; experts and routers of families in the table."""
+        """The places for adapters; experts and routers of families in the table."""
         for name, module in self._linears().items():
             out_size, in_size = module.weight.shape
             kind = LoraAdapter
@@ -328,16 +335,15 @@ class TorchHost:
                 yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-        """The experts and the router of a layer, which are no linears in transformers."""
+        """The experts and the router of a layer, no linears in transformers."""
         rows = rows_of(self.fields.hf_model_type, self.fields)
         _, hidden_size, columns = block.experts.down_proj.shape
         device = block.experts.down_proj.device
         sizes = dict(hidden_size=hidden_size, columns=columns, device=device)
         yield Site(block.experts, _expert_names(rows, layer), LoraExperts, sizes, "merged")
-        [router] = [row.hf[0] for row in rows if _is_router(row)]
         out_size, in_size = block.gate.weight.shape
         sizes = dict(in_size=in_size, widths=[out_size], device=device)
-        names = ((module_of(router.format(layer)),),)
+        names = tuple(modules_of(row, layer) for row in rows if _is_router(row))
         yield Site(block.gate, names, LoraAdapter, sizes, "merged")
 
 
@@ -345,7 +351,7 @@ class TorchHost:
 
 
 def candidates(model) -> list[Candidate]:
-    """All modules that can have an adapter. model: also a McaModelConfig, before it is built."""
+    """All modules that support an adapter. model: also a McaModelConfig, before it is built."""
     return host_of(model).candidates()
 
 
@@ -357,8 +363,8 @@ def saved_keys(host, spec: LoraSpec) -> set:
 def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     """The spec with the modules of its targets in a model.
 
-    model: also a McaModelConfig, or a model on the meta device. No collectives. Adapters that are
-    not built here are refused: by `judge`, or without one by a ConfigError.
+    model: also a McaModelConfig, or a model on the meta device. No collectives. Unsupported
+    adapters are refused: by `judge`, or without one by a ConfigError.
     """
     host = host_of(model)
     rules = judge or Judge(None)
@@ -373,7 +379,7 @@ def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
 
 
 def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
-    """Freeze a model and put adapters on it -> the model, whose `lora` is the complete spec.
+    """Freeze a model and put adapters on it -> the model, with the complete spec as `lora`.
 
     The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both
     backends. Call it after the weights are loaded and before McaTrainer is made. A spec from plan()
@@ -503,7 +509,7 @@ def base_sample(model) -> dict[str, list[float]]:
     are gone. No collectives.
     """
     spec = spec_of(model)
-    source = original_of(host_of(model).base_model) if spec is not None else None
+    source = spec and original_of(host_of(model).base_model)
     if source is None:
         return {}
     stored = source.names()

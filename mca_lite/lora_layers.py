@@ -10,7 +10,7 @@ experts, n on this rank, f columns of one on this rank, T tokens. Only activatio
 ranks, or the gradient of a matrix if the linear's product includes the adapter. Matrices of a cut
 linear, for megatron's gradient reduction and norm:
 
-    column        A whole, its gradient complete, or that of A x. B cut along its rows.
+    column        A whole, its gradient complete, or the gradient of A x. B cut along its rows.
     column, SP    A whole, its gradient partial over the sequence (marked sequence_parallel). B cut.
     row           A cut along its columns. B whole, complete.
     row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
@@ -38,7 +38,7 @@ from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_att
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
 Names = tuple[tuple[str, ...], ...]
-# cut of a linear -> axes of A and B that the group cuts
+# cut of a linear -> cut axes of A and B
 _CUT_AXES = {None: (None, None), "column": (None, 0), "row": (1, None)}
 
 
@@ -75,9 +75,9 @@ class LoraSpec:
 class Piece(NamedTuple):
     """This rank's part of one matrix of PEFT.
 
-    key: the matrix's name in a file, without PEFT's prefix. part: where it is in `parameter` (a
-    slice of rows, or an expert's number). axis: where `group` cuts the matrix, None: whole. real:
-    the length of the whole matrix along axis, where the parameters are padded.
+    key: the matrix's name in a file, without PEFT's prefix. part: its index in `parameter` (a
+    slice of rows, or an expert's number). axis: the axis cut by `group`, None: whole. real: the
+    length of the whole matrix along axis, if the parameters are padded.
     """
 
     key: str
@@ -132,7 +132,7 @@ def _side_by_side(bs, widths, columns: int, like: torch.Tensor) -> list[torch.Te
 class Adapter(torch.nn.Module):
     """Base of all adapters.
 
-    names: for each projection its Hugging Face modules (one; of experts, that of each local
+    names: for each projection its Hugging Face modules (one; of experts, one for each local
     expert), () for a projection without adapter. group: the ranks that cut the module, None on
     plain torch.
     """
@@ -153,7 +153,7 @@ class Adapter(torch.nn.Module):
         self.sequence_parallel = sequence_parallel and self.tp > 1
         self.enabled = True
         self.axes: dict[str, int | None] = {}  # parameter -> the matrix's axis cut by the group
-        # parameter -> length of the whole matrix along that axis, without padding
+        # parameter -> length of the whole matrix along the cut axis, without padding
         self.real: dict[str, int] = {}
         # (name in a file without PEFT's prefix, parameter, part of it) of each matrix
         self._matrices: list[tuple[str, str, slice | int]] = []
@@ -178,9 +178,9 @@ class Adapter(torch.nn.Module):
             is_expert = self.num_stack_axes > 0
             yield Piece(key, parameter, part, self.axes[name], self.group, real, is_expert)
 
-    def _summed(self, low: torch.Tensor, scatter: bool) -> torch.Tensor:
+    def _summed(self, low: torch.Tensor) -> torch.Tensor:
         """The sum over the group, or this rank's part of the sequence of it. Collective."""
-        if scatter:
+        if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
 
@@ -202,11 +202,11 @@ class Adapter(torch.nn.Module):
 
 
 class LoraAdapter(Adapter):
-    """The adapters of one linear, which may hold several projections.
+    """The adapters of one linear with one projection or several.
 
     widths: outputs of each projection on this rank. cut: "column", "row" or None. groups: query
     groups of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
-    layer that is padded.
+    layer with padding.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class LoraAdapter(Adapter):
         if self.tp == 1 or self.cut is None:
             return low
         if self.cut == "row":
-            return self._summed(low, scatter=self.sequence_parallel)
+            return self._summed(low)
         if self.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.group
@@ -308,12 +308,11 @@ class LoraAdapter(Adapter):
 class LoraEmbedding(Adapter):
     """The adapter of an embedding: scale * B A[:, token]. As in PEFT A [r, V / tp] starts at zero.
 
-    rows: V / tp, padding included. scatters: the embedding gives each rank a part of the sequence.
+    rows: V / tp, padding included.
     """
 
-    def __init__(self, spec, names, rows, hidden_size, vocab_size, scatters=False, **shared):
+    def __init__(self, spec, names, rows, hidden_size, vocab_size, **shared):
         super().__init__(spec, names, **shared)
-        self.scatters = scatters
         self.real["lora_embedding_A"] = vocab_size
         self._add("lora_embedding_A", (spec.rank, rows), 1)
         self._add("lora_embedding_B", (hidden_size, spec.rank), None, partial=True)
@@ -322,7 +321,7 @@ class LoraEmbedding(Adapter):
             self._matrices.append((f"{module}.{matrix}", matrix, slice(None)))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] if the embedding scatters."""
+        """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism."""
         table = self.lora_embedding_A.t()
         if self.tp == 1:
             low = F.embedding(tokens, table)
@@ -331,9 +330,9 @@ class LoraEmbedding(Adapter):
             elsewhere = (local < 0) | (local >= table.shape[0])
             low = F.embedding(local.masked_fill(elsewhere, 0), table)
             low = low.masked_fill(elsewhere[..., None], 0.0)
-            if self.scatters:
+            if self.sequence_parallel:
                 low = low.transpose(0, 1).contiguous()
-            low = self._summed(low, scatter=self.scatters)
+            low = self._summed(low)
         return F.linear(low * self.spec.scale, self.lora_embedding_B)
 
 
@@ -367,9 +366,8 @@ class LoraExperts(Adapter):
     def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
         super()._add(name, shape, axis, partial)
         parameter = getattr(self, name)
-        parameter.allreduce = False  # reduced over the ranks that hold the same experts
-        # a whole expert is no duplicate of another rank's; a matrix that all ranks of the group
-        # hold is
+        parameter.allreduce = False  # reduced over the ranks with the same experts
+        # a whole expert is no duplicate of another rank's; a matrix of all ranks of the group is
         parameter.tensor_model_parallel = axis is not None or self.tp == 1
         parameter.partition_dim = 1 + (axis or 0)
 
@@ -425,7 +423,7 @@ class LoraExperts(Adapter):
 def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> None:
     """Put an adapter on a module.
 
-    way: "beside" a linear or an embedding, whose output gets the adapter's added, by a hook or in
+    way: "beside" a linear or an embedding: the output of the adapter is added, by a hook or in
     megatron's product; "inside": the module uses it itself (model_moe.py's router and experts);
     "merged": the forward pass of transformers' experts and routers reads adapter.merged(module), by
     name, in place of their parameters. That takes their memory once more, and allows no dropout.
@@ -482,7 +480,7 @@ def _add_in_product(module, adapter: Adapter) -> None:
 def _suit_transformer_engine(module, adapter) -> None:
     """Fit a linear of Transformer Engine to its adapter: in bf16 on one rank of tensor parallelism
     AdaptedProduct takes the place of its product."""
-    # it checks once that the dtype of all of its parameters, the adapter's too, is its input's
+    # it checks the dtype of all of its parameters once, the adapter's too, against its input's
     module.activation_dtype = module.weight.dtype
     adapter.in_half = bool(module.config.fp8)  # float32 products take longer than 8-bit ones
     if adapter.tp > 1 or adapter.in_half:
@@ -532,8 +530,8 @@ def _add_output(module, args, output):
 
 
 def with_room(weight, columns: int, rooms: dict) -> torch.Tensor:
-    """A buffer [..., out, in + columns]: `weight`, whose data moves into it, and beside it columns
-    to which B is written. rooms: the buffers of an adapter, by the shape of their weight."""
+    """A buffer [..., out, in + columns]: the data of `weight`, moved into it, and beside it columns
+    for B. rooms: the buffers of an adapter, by the shape of their weight."""
     room = rooms.get(weight.shape)
     inputs = weight.shape[-1]
     if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
@@ -550,18 +548,18 @@ def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T, which is
+    """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T,
     rounded once.
 
-    Added to a product that is rounded already, an update smaller than half of its last digit would
+    Added to a rounded product, an update smaller than half of its last digit would
     be lost. A product's own addition (addmm) does not help: cuBLAS rounds to bf16 before it adds.
     """
 
     @staticmethod
     def forward(ctx, x, weight, room, a, b, scale, group=None):
-        """room: what with_room gives for `weight`; its columns for B are written. group:
-        the ranks of which each has a part of the sequence in x, and here gets the whole product;
-        A's gradient is that of its own part then. Collective over it, both ways."""
+        """room: the buffer of with_room for `weight`; its columns for B are written. group: ranks
+        with a part of the sequence each in x, and the whole product here; A's gradient is of this
+        rank's part then. Collective over it, both ways."""
         a = a.to(x.dtype)
         b = b.to(x.dtype)
         whole = x
@@ -597,8 +595,8 @@ def _to_part(partial: torch.Tensor, group) -> torch.Tensor:
 
 
 class AdaptedExperts(torch.autograd.Function):
-    """Of each expert x W^T + low B^T of a frozen W as one product [x, low] [W, B]^T, which is
-    rounded once."""
+    """Of each expert x W^T + low B^T of a frozen W as one product [x, low] [W, B]^T, rounded
+    once."""
 
     @staticmethod
     def forward(ctx, x, low, weight, b, room, multiply):

@@ -80,7 +80,7 @@ class RankTensor(NamedTuple):
 
 
 class ModelTensors:
-    """The tensors that ranks hold in the layout of a config.
+    """The tensors of each rank in the layout of a config.
 
     spec: LoraSpec with its modules, None if all weights are trained. source: shapes by Hugging Face
     name, the same for every layout of a model. stages: the tensors of a rank of each pipeline
@@ -105,7 +105,7 @@ class ModelTensors:
             placed.append((row, layer, stage))
         for of_row in placed:
             self._add_weight(*of_row)
-        self.adapted = set(spec.modules) if spec is not None else set()
+        self.adapted = set(spec.modules if spec is not None else ())
         for row, layer, stage in placed:
             if row.is_linear:
                 self._add_adapters(row, layer, stage)
@@ -122,9 +122,8 @@ class ModelTensors:
         if row.mca in VOCABULARY:
             shape[0] = config.padded_vocab_size
         self.total += math.prod(shape)
-        is_trained = self.spec is None or any(
-            is_saved(lora.module_of(name), self.spec) for name in names
-        )
+        modules = lora.modules_of(row, layer)
+        is_trained = self.spec is None or any(is_saved(name, self.spec) for name in modules)
         if row.axis is not None:
             shape[row.axis] //= degree(row, config)
         self._add(row, row.mca, layer, shape, is_trained, stage)
@@ -231,7 +230,7 @@ class RankSizes(NamedTuple):
     w: int  # bytes of an activation
     h: int
     tp: int
-    sp: int  # ranks that share the tokens between linears
+    sp: int  # ranks sharing the tokens between linears
     pp: int
     cp: int
     ep: int
@@ -427,7 +426,7 @@ def rank_memory(
 
 
 class ModelOfRun:
-    """The part of a plan that all layouts of a run share: shapes of its model, adapters, lengths of
+    """The part of a plan common to all layouts of a run: shapes of its model, adapters, lengths of
     a sample's documents, the folder of a reference model. arguments: RunArguments."""
 
     def __init__(self, arguments):

@@ -182,7 +182,7 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     if row.axis == 1:
         [(name, (_, columns))] = shapes.items()
         size = columns // tp
-        return source.read(name, columns=slice(rank * size, (rank + 1) * size))
+        return source.read(name, (slice(None), slice(rank * size, (rank + 1) * size)))
     total = sum(shape[0] for shape in shapes.values())
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
@@ -196,7 +196,7 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
         start = part.first + first * size
         stored = shapes[part.name][0]
         rows = slice(min(start, stored), min(start + count * size, stored))
-        piece = source.read(part.name, rows=rows)
+        piece = source.read(part.name, (rows,))
         padding = count * size - len(piece)  # of the vocabulary
         if padding:
             piece = torch.cat([piece, piece.new_zeros(padding, *piece.shape[1:])])
@@ -217,7 +217,7 @@ def vocabulary_names(config) -> set[str]:
     return {name for row in rows if row.mca in VOCABULARY for name in row.hf}
 
 
-def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
+def split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, tensor) of the parts of a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
     groups = _num_groups(row, config)
@@ -282,7 +282,7 @@ def _written_here(
             full = torch.empty(size, dtype=dtype, device=parallel.device())
             parallel.exchange({}, {holder: full})
         if here == writer:
-            for name, tensor in _split(row, layer, full, config):
+            for name, tensor in split(row, layer, full, config):
                 yield name, tensor.to("cpu", copy=True)
 
 

@@ -236,12 +236,8 @@ def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.T
 # -- sources of tensors
 
 
-def cut(tensor, rows: slice | None, columns: slice | None) -> torch.Tensor:
-    """The rows or the columns of a tensor, or of a file's slice of one; without either all of
-    it."""
-    if columns is not None:
-        return tensor[:, columns]
-    return tensor[rows or slice(None)]
+Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
+_ALL: Part = (slice(None),)
 
 
 class SafetensorsSource:
@@ -277,18 +273,15 @@ class SafetensorsSource:
     def _shape(self, stored: str) -> tuple[int, ...]:
         return tuple(self._slice(stored).get_shape())
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
-        """The tensor, or the part of it in these rows or columns; other bytes are not read."""
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
+        """The tensor, or a part of it; other bytes are not read."""
         stored, index = self._part_of[name]
         if not index:
-            return cut(self._slice(stored), rows, columns)
+            return self._slice(stored)[part]
         expert, of_expert = index
-        if rows is not None:
-            of_expert = slice(of_expert.start + rows.start, of_expert.start + rows.stop)
-        part = self._slice(stored)[expert : expert + 1, of_expert, columns or slice(None)]
-        return part[0]
+        start, stop, _ = part[0].indices(of_expert.stop - of_expert.start)
+        rows = slice(of_expert.start + start, of_expert.start + stop)
+        return self._slice(stored)[(slice(expert, expert + 1), rows, *part[1:])][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored, index = self._part_of[name]
@@ -320,15 +313,9 @@ def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{index}: expected the name of a file for {name}, got {file!r:.80}")
-    gone = sorted(name for name in set(file_of.values()) if not (folder / name).is_file())
-    if gone:
-        raise ValueError(
-            f"{folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
-            f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
-        )
     opened = {name: open_safetensors(folder / name) for name in sorted(set(file_of.values()))}
-    held = {name: set(file.keys()) for name, file in opened.items()}
-    lost = sorted(name for name, file in file_of.items() if name not in held[file])
+    stored = {(file, name) for file, handle in opened.items() for name in handle.keys()}
+    lost = sorted(name for name, file in file_of.items() if (file, name) not in stored)
     if lost:
         raise ValueError(
             f"{folder / file_of[lost[0]]} lacks {lost[0]}, which {SAFE_WEIGHTS_INDEX_NAME} says it "
@@ -417,9 +404,7 @@ class InitSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """A part of the tensor, float32; the whole tensor is drawn."""
         shape = self._shapes[name]
         if len(shape) > 1:
@@ -429,7 +414,7 @@ class InitSource:
             full = torch.zeros(shape)
         else:
             full = self._norm(shape)
-        return cut(full, rows, columns)
+        return full[part]
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -470,21 +455,19 @@ class GrownSource:
             shape = (self._vocab_size, *shape[1:])
         return shape
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         if name not in self._vocabulary:
-            return self._source.read(name, rows=rows, columns=columns)
-        assert columns is None, f"{name}: tensor parallelism cuts the rows of the vocabulary"
-        start, stop, _ = (rows or slice(None)).indices(self._vocab_size)
+            return self._source.read(name, part)
+        assert len(part) == 1, f"{name}: tensor parallelism cuts the rows of the vocabulary"
+        start, stop, _ = part[0].indices(self._vocab_size)
         old = self._source.shape(name)[0]
-        value = self._source.read(name, rows=slice(min(start, old), min(stop, old)))
+        value = self._source.read(name, (slice(min(start, old), min(stop, old)),))
         new = max(stop - max(start, old), 0)
         if new == 0:
             return value
         if name not in self._means:
             source = self._source
-            self._means[name] = mean_row(lambda of: source.read(name, rows=of), old, value.dtype)
+            self._means[name] = mean_row(lambda of: source.read(name, (of,)), old, value.dtype)
         return torch.cat([value, self._means[name].expand(new, -1)])
 
 
