@@ -106,7 +106,7 @@ def at_least(least: int, kind: type = int) -> Callable[[str], float]:
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = kind(text)
-            if value >= least:
+            if least <= value < float("inf"):
                 return value
         numbers = "a whole number" if kind is int else "a number"
         raise argparse.ArgumentTypeError(f"expected {numbers} of at least {least}, got {text!r}")

@@ -6,8 +6,8 @@ python -m mca_lite convert SRC DST [options]
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
-    The tokenizer's files and generation_config.json are copied, of a checkpoint from the model that
-    it was trained from where it has none; code (*.py) is not
+    The tokenizer's files and generation_config.json are copied, of a checkpoint without them from
+    the model that it was trained from; code (*.py) is not
 """
 
 import os
@@ -31,24 +31,19 @@ from .files import (
     write_file,
 )
 
-# what belongs to a model beside its weights and config.json
+# files of a model beside its weights and config.json
 _SIDE_FILES = (*TOKENIZER_FILES, HF_GENERATION_CONFIG_NAME)
 
 
 def main(words: list[str]) -> int:
     """Convert as the words say -> exit code."""
     parser = parser_of("convert", __doc__)
-    parser.add_argument("src", metavar="SRC", help="what is converted")
-    parser.add_argument("dst", metavar="DST", help="a folder that is not there yet, or empty")
-    parser.add_argument(
-        "--merge", metavar="ADAPTER", help="put the adapter of this folder into the weights of SRC"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="load both and compare their logits in float32"
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)"
-    )
+    add = parser.add_argument
+    add("src", metavar="SRC", help="a model or a checkpoint")
+    add("dst", metavar="DST", help="a new or empty folder")
+    add("--merge", metavar="ADAPTER", help="put the adapter of this folder into SRC's weights")
+    add("--verify", action="store_true", help="load both and compare their logits in float32")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)")
     options = parser.parse_args(words)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
     return finish(_convert, options)
@@ -58,33 +53,36 @@ def _convert(options) -> None:
     dst = Path(options.dst)
     size = options.max_shard_size
     if options.merge is None:
-        print(printable(convert(options.src, dst, size)))
+        report = convert(options.src, dst, size)
     else:
-        print(printable(merge(options.src, Path(options.merge), dst, size)))
+        report = merge(options.src, Path(options.merge), dst, size)
+    print(printable(report))
     if options.verify:
         print(verify(options.src, options.dst, options.merge))
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write `src` in the other format into `dst` -> lines that say what was done.
+    """Write `src` in the other format into `dst` -> lines of a report.
 
-    ValueError where dst holds something, or src is neither or is damaged."""
+    ValueError if dst is not empty, or src is in neither format or damaged."""
     _refuse_full(dst)
     folder = resolve_folder(src)
     from . import ckpt, ckpt_folder, weights_convert
     from .ckpt_megatron import MegatronSnapshot
 
-    if (Path(src) / ckpt_folder.MANIFEST_NAME).is_file():
-        record = ckpt_folder.read_manifest(Path(src))
-        if refused := ckpt_folder.refusal(Path(src), record, "megatron", record["model"]):
-            raise ValueError(refused)
-        _refuse_damage(Path(src))
-        models = _load(Path(src))
+    if (folder / ckpt_folder.MANIFEST_NAME).is_file():
+        record = ckpt_folder.read_manifest(folder)
+        refusal = ckpt_folder.refusal(folder, record, "megatron", record["model"])
+        if refusal:
+            raise ValueError(refusal)
+        _refuse_damage(folder)
+        models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
-        lines = _copy_side_files([Path(src), Path(models.config.name_or_path or src)], dst)
+        lines = _copy_side_files([folder, Path(models.config.name_or_path or src)], dst)
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format{lines}"
-    if other := why_mcore_adapters(folder):
-        refuse("SRC", src, *other)
+    refusal = why_mcore_adapters(folder)
+    if refusal:
+        refuse("SRC", src, *refusal)
     models = _load(folder)
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
@@ -94,22 +92,21 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> lines that
-    say what was done.
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> lines of a
+    report.
 
-    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError where
-    dst holds something, src is no such model, or the adapter is damaged or of another model."""
+    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError if dst
+    is not empty, src is no such model, or the adapter is damaged or of another model."""
     _refuse_full(dst)
     resolve_folder(src)
     from . import ckpt_folder, lora_files, weights_files
     from .model_config import load_hf_config
-    from .weights_files import SafetensorsSource
 
     if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
         _refuse_damage(adapter)
-    base = SafetensorsSource(src)
+    base = weights_files.SafetensorsSource(src)
     config = read_json(base.folder / HF_CONFIG_NAME)
-    # from transformers: a config.json without the key means what the family does by default
+    # from transformers, for the family's default if config.json lacks the key
     tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
     shapes = {name: base.shape(name) for name in base.names()}
     change, vocab_size = lora_files.file_merger(adapter, base.folder, shapes, tied)
@@ -123,19 +120,19 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
     """Load both, run the same tokens through them in float32 -> a line with the largest difference
-    of a logit. With an adapter: of src with it beside its weights, and of dst.
+    of a logit. With an adapter: src with the adapter beside its weights, and dst.
 
-    ValueError where it is more than rounding."""
+    ValueError if it is more than rounding."""
     import torch
 
     if adapter is not None:
         return _verify_merged(src, dst, adapter)
-    one, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
-    models = _load(Path(one), torch.float32).eval()
-    hf = _hf_model(other)
+    checkpoint, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
+    models = _load(Path(checkpoint), torch.float32).eval()
     tokens = _tokens(models.config.vocab_size)
     with torch.no_grad():
-        return _compare(models.gather_logits(models(tokens)), hf(tokens).logits, src, dst, 1e-4)
+        logits = models.gather_logits(models(tokens))
+        return _compare(logits, _hf_model(other)(tokens).logits, src, dst, 1e-4)
 
 
 def _verify_merged(src: str, dst: str, adapter: str) -> str:
@@ -145,23 +142,22 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
 
     model = _hf_model(src)
     merged = _hf_model(dst)
-    vocab_size = merged.config.get_text_config().vocab_size
-    if vocab_size > model.config.get_text_config().vocab_size:  # the adapter brings the new rows
+    vocab_size, old = (m.get_input_embeddings().weight.shape[0] for m in (merged, model))
+    if vocab_size > old:  # the adapter brings the new rows
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     source = lora_files.AdapterSource(adapter)
     with torch.no_grad():
         for name in source.whole_weights():
             model.get_parameter(name).copy_(source.read(name))
-    model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
-    tokens = _tokens(vocab_size)
-    # the merged weights are rounded to their dtype, each by up to half of its eps
-    eps = torch.finfo(_dtype_of(Path(dst))).eps
-    with torch.no_grad():
-        return _compare(model(tokens).logits, merged(tokens).logits, src, dst, max(1e-4, 10 * eps))
+        model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
+        tokens = _tokens(vocab_size)
+        # the merged weights are rounded to their dtype, each by up to half of its eps
+        tolerance = max(1e-4, 10 * torch.finfo(_dtype_of(Path(dst))).eps)
+        return _compare(model(tokens).logits, merged(tokens).logits, src, dst, tolerance)
 
 
 def _hf_model(folder: str):
-    from .model import load_torch_model  # knows types that transformers does not
+    from .model import load_torch_model  # supports types that transformers lacks
 
     return load_torch_model(folder).eval()
 
@@ -172,9 +168,9 @@ def _tokens(vocab_size: int):
     return torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def _compare(ours, theirs, src: str, dst: str, tolerance: float) -> str:
-    difference = float((ours - theirs).abs().max())
-    largest = float(theirs.abs().max())
+def _compare(one, other, src: str, dst: str, tolerance: float) -> str:
+    difference = float((one - other).abs().max())
+    largest = float(other.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
         raise ValueError(
             f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not "
@@ -202,15 +198,17 @@ def _load(folder: Path, dtype=None):
 
 
 def _dtype_of(folder: Path):
-    """The torch.dtype that a folder's config names: float32, bfloat16 or float16."""
+    """The torch.dtype in a folder's config: float32, bfloat16 or float16."""
     import torch
 
+    name = "float32"
     if (folder / MCA_CONFIG_NAME).is_file() and not is_of_mcore_adapter(folder):
         values = read_json(folder / MCA_CONFIG_NAME)
-        name = "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
+        half = {"bf16": "bfloat16", "fp16": "float16"}
+        name = next((dtype for key, dtype in half.items() if values.get(key)), name)
     elif (folder / HF_CONFIG_NAME).is_file():
         values = read_json(folder / HF_CONFIG_NAME)
-        name = values.get("dtype") or values.get("torch_dtype") or "float32"
+        name = values.get("dtype") or values.get("torch_dtype") or name
     else:
         reason = f"it has no {HF_CONFIG_NAME}, and is no checkpoint"
         refuse("SRC", str(folder), reason, "a folder in Hugging Face's format, or a checkpoint's")
@@ -224,26 +222,27 @@ def _dtype_of(folder: Path):
 def _refuse_damage(folder: Path) -> None:
     from . import ckpt_folder
 
-    if damage := ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder)):
+    damage = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
+    if damage:
         raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
 
 
 def _copy_side_files(sources: list[Path], dst: Path) -> str:
-    """Copy the files of these names, of each name the first -> lines that say from which folder,
-    and which files were left there."""
-    lines = []
+    """Copy a model's further files, of each name the first -> lines of a report: a folder, and the
+    files that were copied or left."""
+    lines = ""
     for folder in dict.fromkeys(sources):
         there = [folder / name for name in _SIDE_FILES if os.path.lexists(folder / name)]
-        own = [path for path in there if lies_in(path, folder)]
-        new = [path for path in own if not (dst / path.name).exists()]
+        leaving = [path for path in there if not lies_in(path, folder)]
+        new = [path for path in there if path not in leaving and not (dst / path.name).exists()]
         for path in new:
             write_file(dst / path.name, path.read_bytes())
-        said = {
+        report = {
             "copied": new,
-            "left, since links leave the folder": [path for path in there if path not in own],
+            "left, since links leave the folder": leaving,
             "left: code is never copied": sorted(folder.glob("*.py")),
         }
-        for what, paths in said.items():
+        for words, paths in report.items():
             if paths:
-                lines.append(f"{folder}: {', '.join(path.name for path in paths)} {what}")
-    return "".join(f"\n{line}" for line in lines)
+                lines += f"\n{folder}: {', '.join(path.name for path in paths)} {words}"
+    return lines

@@ -1,13 +1,14 @@
-"""What a run will need, without weights and without a GPU.
+"""Plan of a run, without weights and without a GPU.
 
 python -m mca_lite plan config.yaml [key=value ...] [options]
     memory of the fullest rank by its parts, steps, warm-up, checkpoints and their size; with
-    --memory whether the run fits, and the layouts of --gpus ranks that do, best first
+    --memory a verdict, and the fitting layouts of --gpus ranks, best first
 
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -17,13 +18,13 @@ from typing import NamedTuple
 from . import world
 from .args import parse_args
 from .args_values import show_count
-from .cli import finish, parser_of
+from .cli import at_least, finish, parser_of
 from .errors import ConfigError, refuse
 from .files import show_size
 
 # -- time
 
-# bytes that passes of bf16 move for a token and layer: SwiGLU's of a column of the MLP, forward and
+# bytes moved by passes of bf16 for a token and layer: SwiGLU's of a column of the MLP, forward and
 # backward, are counted; those of a channel (norms, rotary embedding, residuals) and of the loss a
 # column of the vocabulary follow from their times on one H200
 _OF_COLUMN = 16
@@ -37,9 +38,9 @@ class Rates(NamedTuple):
     products: float  # FLOP/s of matrix products
     attention: float  # FLOP/s
     passes: float  # bytes/s
-    gaps: float  # time of a step over that of its kernels
+    gaps: float  # time of a step over its kernels' time
     update: float  # parameters/s of the optimizer, float32 moments, with clipping
-    link: float | None = None  # bytes/s that a rank sends in a collective; None: not counted
+    link: float | None = None  # bytes/s sent by a rank in a collective; None: not counted
 
 
 # by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
@@ -63,7 +64,7 @@ class StepTime(NamedTuple):
 
 
 def bubble(args, config) -> float:
-    """The time that a pipeline stage waits, over that in which it computes."""
+    """Waiting time of a pipeline stage over its computing time."""
     chunks = args.gradient_accumulation_steps or 1
     chunks *= config.virtual_pipeline_model_parallel_size or 1
     return (config.pipeline_model_parallel_size - 1) / chunks
@@ -79,8 +80,8 @@ def step_time(
     frozen=False,
     reference=False,
 ) -> StepTime | None:
-    """The parts of a step of args.train_global_batch_size samples; None where the model's sizes are
-    not known.
+    """The parts of a step of args.train_global_batch_size samples; None if the model's sizes are
+    unknown.
 
     memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
     trained. reference: a second model of the same size passes forward.
@@ -90,25 +91,29 @@ def step_time(
     sizes = model_sizes(config)
     if sizes is None:
         return None
-    again = config.recompute_granularity == "full"
+    recomputes = config.recompute_granularity == "full"
     samples = args.train_global_batch_size
     tokens = samples * sum(lengths)
     squares = samples * sum(n**2 for n in lengths)
-    beside = ModelWork(sizes.weights, 0.0, sizes.core) if reference else None
+    beside = None
+    if reference:
+        beside = ModelWork(sizes.weights, 0.0, sizes.core)
     # adapters are less than a percent
     work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
-    passed = 1 + (again + reference) / 3  # forward and backward, and forward passes beside
     head = sizes.hidden_size * sizes.vocab_size
-    products = work.flops(tokens, 0) + 2 * again * (sizes.weights - head) * tokens
-    attention = work.flops(0, squares) + 2 * again * sizes.core * squares
+    products = work.flops(tokens, 0) + 2 * recomputes * (sizes.weights - head) * tokens
+    attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
     channels = sizes.hidden_size
     if not config.sequence_parallel:  # each rank of a tensor parallel group passes over all
         channels *= config.tensor_model_parallel_size
-    moved = sizes.num_layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
-    moved = (moved + _OF_VOCABULARY * sizes.vocab_size) * config.params_dtype.itemsize / 2 * passed
-    compute = products / rates.products + attention / rates.attention
-    compute = (compute + tokens * moved / rates.passes) * rates.gaps / world_size
+    per_token = sizes.num_layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
+    per_token += _OF_VOCABULARY * sizes.vocab_size
+    per_token *= config.params_dtype.itemsize / 2
+    passes = 1 + (recomputes + reference) / 3  # over forward and backward
+    kernels = products / rates.products + attention / rates.attention
+    kernels += tokens * per_token * passes / rates.passes
+    compute = kernels * rates.gaps / world_size
     within = waits = 0.0
     if rates.link is not None and world_size > 1:
         within = _within_layers(args, config, sum(lengths)) / rates.link
@@ -126,53 +131,45 @@ def step_time(
 
 
 def _copies(config, world_size: int) -> float:
-    """Ranks that reduce a gradient."""
+    """Number of ranks in a gradient's reduction."""
     return world_size / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
 
 
 def _within_layers(args, config, sample: int) -> float:
-    """Bytes that a rank sends in a step for tensor, context, expert and pipeline parallelism."""
-    w = config.params_dtype.itemsize
-    h = config.hidden_size
-    tp = config.tensor_model_parallel_size
-    pp = config.pipeline_model_parallel_size
-    cp = config.context_parallel_size
-    ep = config.expert_model_parallel_size
-    sp = tp if config.sequence_parallel else 1
-    micro_batches = args.gradient_accumulation_steps or 1
-    layers = config.num_layers / pp
-    tokens = args.micro_batch_size * sample / cp
-    passes = 3 if config.recompute_granularity == "full" else 2
+    """Bytes sent by a rank in a step for tensor, context, expert and pipeline parallelism."""
+    from .plan_memory import RankSizes
+
+    r = RankSizes.of(config)
+    layers = config.num_layers / r.pp
+    tokens = args.micro_batch_size * sample / r.cp
+    hidden = tokens * r.h * r.w
+    passes = 2 + (config.recompute_granularity == "full")
     # attention and MLP, each pass; inputs are gathered again for their weights' gradients
-    reductions = 2 * passes + (1 if config.sequence_parallel else 0)
-    sent = 2 * (tp - 1) / tp * tokens * h * w * (layers * reductions + 2)
-    groups = config.num_query_groups or config.num_attention_heads
-    keys = 2 * max(groups / tp, 1) * config.kv_channels * w
-    sent += (cp - 1) * tokens * keys * layers * passes
-    if config.num_moe_experts:
-        there_and_back = 2 * passes * tokens / sp * config.moe_router_topk * h * w
-        sent += there_and_back * (ep - 1) / ep * layers
-    if pp > 1:
-        chunks = config.virtual_pipeline_model_parallel_size or 1
-        sent += 2 * chunks * tokens / sp * h * w
-    return sent * micro_batches
+    reductions = layers * (2 * passes + bool(config.sequence_parallel)) + 2
+    of_tensor = 2 * (r.tp - 1) / r.tp * hidden * reductions
+    of_context = (r.cp - 1) * tokens * r.keys * layers * passes
+    there_and_back = 2 * passes * hidden / r.sp * config.moe_router_topk
+    of_experts = there_and_back * (r.ep - 1) / r.ep * layers
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    of_pipeline = 2 * chunks * hidden / r.sp * (r.pp > 1)
+    micro_batches = args.gradient_accumulation_steps or 1
+    return (of_tensor + of_context + of_experts + of_pipeline) * micro_batches
 
 
 def _of_step(args, config, memory, world_size: int, compute: float, link: float) -> float:
-    """Seconds that a step waits for gradients and parameters."""
+    """Seconds of a step spent waiting for gradients and parameters."""
     copies = _copies(config, world_size)
     share = (copies - 1) / copies
-    of_batch = compute / (args.gradient_accumulation_steps or 1)
     reduce = 2 * share * memory.gradients / link
     gather = 0.0
     if args.use_distributed_optimizer:  # a half of the all-reduce, then updated parameters
-        reduce = reduce / 2
+        reduce /= 2
         gather = share * memory.trained * config.params_dtype.itemsize / link
-    if args.overlap_grad_reduce:
-        reduce = max(0.0, reduce - of_batch * 2 / 3)
-    if args.overlap_param_gather:
-        gather = max(0.0, gather - of_batch / 3)
-    return reduce + gather
+    # gradients overlap with the last backward pass, parameters with the first forward pass
+    of_batch = compute / (args.gradient_accumulation_steps or 1)
+    reduce -= of_batch * 2 / 3 * args.overlap_grad_reduce
+    gather -= of_batch / 3 * args.overlap_param_gather
+    return max(0.0, reduce) + max(0.0, gather)
 
 
 # -- the command
@@ -181,7 +178,7 @@ DOES_NOT_FIT = 3
 _GIB = 2**30
 _HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
 _MAX_SHOWN = 8
-_LONG = 8192  # tokens of a row, from which on context parallelism is tried
+_LONG = 8192  # tokens of a row for which context parallelism is tried
 _NONE_FITS = "\nno layout fits: more GPUs, a lower cutoff_len or finetuning_type=lora may"
 _OF_FP8 = (
     "fp8",
@@ -190,26 +187,28 @@ _OF_FP8 = (
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
 )
+_OF_TRANSFORMER_ENGINE = (
+    "note: planned as local layers in bf16; Transformer Engine's of 1.5B held as much on one H200, "
+    "and 3 % less with FP8, whose copies of weights take less than its inputs save"
+)
 _LOCAL = ("transformer_impl=local", *(f"{key}=null" for key in _OF_FP8))
 
 
 def main(words: list[str]) -> int:
     """Plan as the words say -> exit code."""
     parser = parser_of("plan", __doc__)
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks of the run (1)")
-    parser.add_argument("--memory", type=float, metavar="G", help="GiB of each GPU")
+    number = at_least(0.001, float)
+    parser.add_argument("--gpus", type=at_least(1), default=1, metavar="N", help="ranks (1)")
+    parser.add_argument("--memory", type=number, metavar="G", help="GiB of each GPU")
     parser.add_argument("--gpu", choices=RATES, help="for the time of a step")
     parser.add_argument(
-        "--link", type=float, metavar="B", help="GB/s between GPUs, as doctor says: for messages"
+        "--link", type=number, metavar="B", help="GB/s between GPUs, as doctor says: for messages"
     )
     options, words = parser.parse_known_args(words)
     return finish(_plan, words, options)
 
 
 def _plan(words: list[str], options) -> int:
-    numbers = (options.gpus, options.memory, options.link)
-    if not all(number is None or 0 < number < math.inf for number in numbers):
-        raise ValueError("--gpus, --memory and --link: expected numbers above 0")
     with world.planned_world(options.gpus):
         return _planned(words, options)
 
@@ -221,29 +220,30 @@ def _planned(words: list[str], options) -> int:
         refuse("use_mca", False, "layouts are megatron-core's", "use_mca: true")
     from .plan_memory import ModelOfRun
 
-    model = ModelOfRun(arguments)
-    layout = _Layout(arguments, model, options)
+    layout = _Layout(arguments, ModelOfRun(arguments), options)
     for line in (*_memory_lines(layout), *note, *_run_lines(layout)):
         print(line)
     if options.memory is None:
         return 0
     budget = options.memory * _HEADROOM
     need = layout.memory.total / _GIB
-    verdict = "fits" if need <= budget else "does not fit"
+    verdict, code = "fits", 0
+    if need > budget:
+        verdict, code = "does not fit", DOES_NOT_FIT
     print(f"\n{verdict}: {need:.2f} GiB, and {budget:.2f} of {options.memory:g} GiB can be used")
-    found = sorted(_layouts(words, layout, options), key=_Layout.rank)
-    gpus = "1 GPU" if options.gpus == 1 else f"{options.gpus} GPUs"
-    print(f"\nlayouts of {gpus} that fit, best first, and their keys:" if found else _NONE_FITS)
-    for one in found[:_MAX_SHOWN]:
+    layouts = sorted(_layouts(words, layout, options), key=_Layout.rank)
+    gpus = show_count(options.gpus, "GPU")
+    print(f"\nlayouts of {gpus} that fit, best first, and their keys:" if layouts else _NONE_FITS)
+    for one in layouts[:_MAX_SHOWN]:
         print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {one.keys_beside(layout)}")
-    if len(found) > _MAX_SHOWN:
-        print(f"  ... and {len(found) - _MAX_SHOWN} more")
-    return 0 if need <= budget else DOES_NOT_FIT
+    if len(layouts) > _MAX_SHOWN:
+        print(f"  ... and {len(layouts) - _MAX_SHOWN} more")
+    return code
 
 
 def _of_local_layers(words: list[str]) -> tuple[list[str], list[str]]:
-    """(words, a note) of a run on Transformer Engine, which need not be here to plan it: it is
-    planned as local layers in bf16, whose memory was measured to be about the same."""
+    """(words, a note) of a run on Transformer Engine, planned without it as local layers in bf16:
+    their memory was measured to be about the same."""
     try:
         keys = parse_args(words).training
         if keys.fp8 is None and keys.transformer_impl != "transformer_engine":
@@ -251,15 +251,11 @@ def _of_local_layers(words: list[str]) -> tuple[list[str], list[str]]:
     except ConfigError as error:
         if not {"fp8", "transformer_impl"} & {problem.key for problem in error.problems}:
             raise
-    note = (
-        "note: planned as local layers in bf16; Transformer Engine's of 1.5B held as much on one "
-    )
-    note += "H200, and 3 % less with FP8, whose copies of weights take less than its inputs save"
-    return [*words, *_LOCAL], [note]
+    return [*words, *_LOCAL], [_OF_TRANSFORMER_ENGINE]
 
 
 class _Layout:
-    """A run in one layout: what its fullest rank holds, and how long a step takes."""
+    """A run in one layout: memory of its fullest rank, and time of a step."""
 
     def __init__(self, arguments, model, options):
         self.arguments = arguments
@@ -270,7 +266,6 @@ class _Layout:
         self.stage, self.memory = model.fullest_rank(
             self.args, self.config, options.gpus, on_gpu=True
         )
-        self.global_batch_size = self.args.train_global_batch_size
         self.time = None
         if options.gpu is not None:
             rates = RATES[options.gpu]
@@ -278,16 +273,42 @@ class _Layout:
                 rates = rates._replace(link=options.link * 1e9)
             self.time = step_time(
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
-                frozen=model.tensors.spec is not None,
+                frozen=model.spec is not None,
                 reference=model.reference is not None,
             )
 
-    def rank(self) -> tuple:
-        """Sorts layouts: the fastest, then the one with the fewest messages, then the smallest."""
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, without adapters."""
+        return self.model.tensors(self.config).total
+
+    def bytes_on_disk(self) -> tuple[int, int]:
+        """Bytes of the weights, and of a checkpoint."""
+        from .tables import OPTIMIZERS
+
         args = self.args
-        again = 4 / 3 if self.config.recompute_granularity == "full" else 1
+        width = self.config.params_dtype.itemsize
+        states = masters = 0
+        if not args.save_only_model:
+            states = 4 * len(OPTIMIZERS[args.optim].states)
+            masters = 4 * (width < 4)  # float32
+        size = self.num_parameters * (width + states + masters)
+        if self.model.spec is not None:  # the adapters alone are kept, in float32
+            ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+            size = self.memory.trained * ranks * (4 + states)
+        return self.num_parameters * width, size
+
+    def rank(self) -> tuple:
+        """Sort key of layouts: the fastest, then the one with the fewest messages, then the
+        smallest."""
+        args = self.args
+        seconds = 1 + bubble(args, self.config)  # relative to others
+        if self.time is not None:
+            seconds = self.time.total
+        elif self.config.recompute_granularity == "full":
+            seconds *= 4 / 3
         return (
-            (1 + bubble(args, self.config)) * again if self.time is None else self.time.total,
+            seconds,
             args.tensor_model_parallel_size
             * args.context_parallel_size
             * args.expert_model_parallel_size,
@@ -296,9 +317,9 @@ class _Layout:
         )
 
     def keys_beside(self, other: "_Layout") -> str:
-        """The words that make this layout of another."""
-        own = {key: getattr(self.args, key) for key in _KEYS}
-        changed = {k: value for k, value in own.items() if value != getattr(other.args, k)}
+        """The words that turn another layout into this one."""
+        values = {key: getattr(self.args, key) for key in _KEYS}
+        changed = {k: value for k, value in values.items() if value != getattr(other.args, k)}
         return " ".join(_words(changed)) or "as it is"
 
     def time_words(self) -> str:
@@ -306,75 +327,60 @@ class _Layout:
             return ""
         from .log import peak_flops
 
-        peak = peak_flops(self.options.gpu) * self.options.gpus
-        return (
-            f"  {self.time.total:6.2f} s a step, MFU {self.time.flops / peak / self.time.total:.0%}"
-        )
+        seconds = self.time.total
+        mfu = self.time.flops / seconds / (peak_flops(self.options.gpu) * self.options.gpus)
+        return f"  {seconds:6.2f} s a step, MFU {mfu:.0%}"
 
 
 def _memory_lines(layout: _Layout) -> list[str]:
     from .plan_memory import PARTS
 
     memory = layout.memory
-    args = layout.args
-    total = layout.model.tensors.total(layout.config)
     where = ""
-    if args.pipeline_model_parallel_size > 1:
+    if layout.args.pipeline_model_parallel_size > 1:
         where = f" (pipeline stage {layout.stage})"
     lines = [
-        f"model          {total:,} parameters",
+        f"model          {layout.num_parameters:,} parameters",
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
     ]
-    lines += [f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in PARTS]
-    lines.append(f"  {'total':12} {show_size(memory.total):>12}")
+    lines += [f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")]
     if hasattr(layout.config, "kv_lora_rank"):
         lines.append("note: of multi-latent attention only a CPU's activations were measured")
     return lines
 
 
 def _run_lines(layout: _Layout) -> list[str]:
-    """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps says how many."""
+    """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps is given."""
     from .args_rules_training import plan_schedule
-    from .tables import OPTIMIZERS
 
     args = layout.args
-    arguments = layout.arguments
-    lines = []
-    of_epoch = 0
-    if not arguments.data.dataset:
+    if not layout.arguments.data.dataset:
         return ["steps          0: there is no dataset to train on"]
+    samples = args.train_global_batch_size
+    data = "not read, since max_steps is given"
+    of_epoch = 0
     if args.max_steps <= 0:
-        data = _data(arguments)
-        of_epoch = math.ceil(len(data.train) / layout.global_batch_size)
-        lines.append(
-            f"data           {len(data.train):,} samples, {data.train.num_tokens:,} tokens"
-        )
-    else:
-        lines.append("data           not read, since max_steps is given")
+        train = _data(layout.arguments).train
+        of_epoch = math.ceil(len(train) / samples)
+        data = f"{len(train):,} samples, {train.num_tokens:,} tokens"
     steps = args.steps_of_run(of_epoch)
-    rows = steps * layout.global_batch_size
-    lines.append(f"steps          {steps:,} of {layout.global_batch_size} samples, {rows:,} in all")
-    most = rows * sum(layout.model.lengths)
-    lines.append(f"tokens         at most {most:,}, rows of {sum(layout.model.lengths)}")
-    lines.append(f"warm-up        {show_count(plan_schedule(args, steps).warmup, 'step')}")
-    for what in ("eval", "save"):
-        strategy = getattr(args, f"{what}_strategy")
-        every = getattr(args, f"{what}_steps")
-        count = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(strategy)
-        if count is None:
-            count = steps // every
-        lines.append(f"{'evaluations' if what == 'eval' else 'checkpoints':15}{count}")
-    total = layout.model.tensors.total(layout.config)
-    width = layout.config.params_dtype.itemsize
-    lines.append(f"model on disk  {show_size(total * width)}")
-    states = 0 if args.save_only_model else 4 * len(OPTIMIZERS[args.optim].states)
-    size = total * (width + states + (4 if width < 4 and states else 0))  # float32 masters
-    if layout.model.tensors.spec is not None:  # the adapters alone are kept, in float32
-        ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-        size = layout.memory.trained * ranks * (4 + states)
-    lines.append(f"a checkpoint   {show_size(size)}")
-    if layout.time is not None:
-        time = layout.time
+    rows = steps * samples
+    length = sum(layout.model.lengths)
+    counts = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}
+    total, of_checkpoint = layout.bytes_on_disk()
+    table = {
+        "data": data,
+        "steps": f"{steps:,} of {samples} samples, {rows:,} in all",
+        "tokens": f"at most {rows * length:,}, rows of {length}",
+        "warm-up": show_count(plan_schedule(args, steps).warmup, "step"),
+        "evaluations": counts.get(args.eval_strategy, steps // (args.eval_steps or 1)),
+        "checkpoints": counts.get(args.save_strategy, steps // (args.save_steps or 1)),
+        "model on disk": show_size(total),
+        "a checkpoint": show_size(of_checkpoint),
+    }
+    lines = [f"{name:15}{words}" for name, words in table.items()]
+    time = layout.time
+    if time is not None:
         messages = "messages between GPUs not counted: --link"
         if layout.options.link is not None:
             messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
@@ -388,33 +394,40 @@ def _data(arguments):
     from .run import load_tokenizer
 
     keys = arguments.model
-    stage = arguments.finetuning.stage
     tokenizer = load_tokenizer(keys.model_name_or_path, keys.trust_remote_code)
+    stage = arguments.finetuning.stage
     return load_datasets(arguments.data, stage, tokenizer, arguments.training.order_seed)
 
 
-# keys of a layout, in the order in which they are shown
+# keys of a layout, in the order of the report
 _KEYS = (
-    *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
-    *("context_parallel_size", "expert_model_parallel_size", "use_distributed_optimizer"),
-    *("recompute_granularity", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "use_distributed_optimizer",
+    "recompute_granularity",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
 )
 
 
 def _layouts(words: list[str], base: _Layout, options):
-    """Every layout of powers of two that the rules accept and that fits, with the same global
-    batch: as fast as it can be, since smaller micro-batches, then recomputation are tried last."""
+    """Every layout of powers of two that fits and breaks no rule, with the same global batch: as
+    fast as it can be, since smaller micro-batches, then recomputation are tried last."""
     powers = [2**i for i in range(options.gpus.bit_length())]
-    experts = powers
-    long = powers
-    if not base.config.num_moe_experts:
-        experts = [1]
-    if sum(base.model.lengths) < _LONG:
-        long = [base.args.context_parallel_size]
+    experts = [1]
+    contexts = [base.args.context_parallel_size]
+    if base.config.num_moe_experts:
+        experts = powers
+    if sum(base.model.lengths) >= _LONG:
+        contexts = powers
     micro_batches = sorted({base.args.per_device_train_batch_size, 1}, reverse=True)
-    slower = list(itertools.product((False, True), micro_batches))
-    for tp, pp, cp, ep in itertools.product(powers, powers, long, experts):
+    slower = list(itertools.product((None, "full"), micro_batches))
+    for tp, pp, cp, ep in itertools.product(powers, powers, contexts, experts):
         if tp > 8 or options.gpus % (tp * pp * cp):
             continue  # tensor parallelism stays on a node
         keys = {
@@ -423,7 +436,7 @@ def _layouts(words: list[str], base: _Layout, options):
             "pipeline_model_parallel_size": pp,
             "context_parallel_size": cp,
             "expert_model_parallel_size": ep,
-            "global_batch_size": base.global_batch_size,
+            "global_batch_size": base.args.train_global_batch_size,
             "gradient_accumulation_steps": None,
         }
         if pp != base.args.pipeline_model_parallel_size:
@@ -431,8 +444,8 @@ def _layouts(words: list[str], base: _Layout, options):
             keys |= {"pipeline_model_parallel_layout": None}
         if options.gpus > tp * pp:
             keys["use_distributed_optimizer"] = True
-        for again, micro_batch in slower:
-            keys["recompute_granularity"] = "full" if again else None
+        for granularity, micro_batch in slower:
+            keys["recompute_granularity"] = granularity
             keys["per_device_train_batch_size"] = micro_batch
             with contextlib.suppress(ConfigError):
                 arguments = parse_args([*words, *_words(keys)])

@@ -493,13 +493,9 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     config = plan.model.config
     spec = plan.model.adapters
     if plan.arguments.backend.use_mca:
-        of_model = ModelTensors(config, spec)
-        stages = []
-        for stage in range(config.pipeline_model_parallel_size):
-            held, trained, adapters = of_model.of_stage(config, stage)
-            total = held.sum + adapters.sum
-            stages.append((total, trained.sum + adapters.sum, of_model.shapes(config, stage)))
-        return stages
+        tensors = ModelTensors(config, spec)
+        stages = range(config.pipeline_model_parallel_size)
+        return [(*tensors.counts(stage), tensors.shapes(stage)) for stage in stages]
     config = copy.deepcopy(config)
     grow(config, plan.model.vocab_size)
     with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""LoRA on a model: which modules get adapters, how they start, what a checkpoint holds of them.
+"""LoRA on a model: modules with adapters, their first values, their part of a checkpoint.
 
-`model` is VirtualModels or a transformers model everywhere below; lora.py says what differs
-between them.
+`model` is VirtualModels or a transformers model everywhere below; a host (host_of) hides the
+difference.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from .args_rules import (
 from .errors import Judge
 from .families import Row, rows_of, values_of
 from .lora_layers import (
-    PROJECTIONS,
     Adapter,
     LoraAdapter,
     LoraEmbedding,
@@ -34,8 +33,6 @@ from .lora_layers import (
     Names,
     Piece,
     attach,
-    attach_beside,
-    attach_merged,
 )
 from .mcore import ShardedTensor, mpu
 from .model_config import McaModelConfig
@@ -51,38 +48,38 @@ from .weights_convert import (
 )
 from .weights_files import SafetensorsSource, generator_of, original_of
 
-# -- where a model can have adapters
+# -- sites of adapters
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that can have an adapter, anywhere in the model."""
+    """A Hugging Face module that supports an adapter, anywhere in the model."""
 
     hf: str
-    mca: str  # megatron's name of the module that holds it, "" if the family is not in the table
-    in_all: bool  # whether lora_target: all means it
+    mca: str  # megatron's module with it, "" if the family is not in the table
+    in_all: bool  # True if lora_target: all means it
 
 
 class Weight(NamedTuple):
-    """A tensor of the model, or the tensors of a module: what modules_to_save may mean."""
+    """A tensor of the model, or the tensors of a module: a candidate for modules_to_save."""
 
-    key: Any  # the host's own
-    modules: tuple[str, ...]  # Hugging Face's, which are trained together
+    key: Any  # of the host
+    modules: tuple[str, ...]  # Hugging Face's, trained together
     is_expert: bool = False
-    is_tied: bool = False  # the embedding of a model whose embedding is its head, or that head
+    is_tied: bool = False  # an embedding or a head that are one matrix
 
 
 class Site(NamedTuple):
-    """A module of this rank that can have an adapter: kind(spec, names, **arguments)."""
+    """A place on this rank for an adapter: kind(spec, names, **arguments)."""
 
     module: torch.nn.Module
-    names: Names  # of each projection, the Hugging Face modules that it consists of here
+    names: Names  # of each projection, its Hugging Face modules on this rank
     kind: type[Adapter]
     arguments: dict[str, Any]
-    attach: Callable[[torch.nn.Module, Adapter], None] = attach_beside
+    way: str = "beside"  # of lora_layers.attach
 
 
 def host_of(model) -> "MegatronHost | TorchHost":
-    """The host that stands for a model: VirtualModels, McaModelConfig or a transformers model."""
+    """The host of VirtualModels, of a McaModelConfig or of a transformers model."""
     return TorchHost(model) if isinstance(model, torch.nn.Module) else MegatronHost(model)
 
 
@@ -91,58 +88,61 @@ def module_of(name: str) -> str:
     return name.rsplit(".", 1)[0]
 
 
+def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
+    """The Hugging Face modules of a row."""
+    return tuple(module_of(name.format(layer)) for name in row.hf)
+
+
 def _is_router(row: Row) -> bool:
     return row.mca.endswith(".mlp.router.weight")
 
 
 def _candidates(config) -> Iterator[Candidate]:
-    """Of a model of the table. config: as weights_convert.in_layer_order takes it."""
+    """Candidates of a model in the table. config: as for weights_convert.in_layer_order."""
     for row, layer in in_layer_order(config):
-        if row.is_linear:
-            in_all = row.mca not in VOCABULARY and not _is_router(row)
-            for name in row.hf:
-                yield Candidate(
-                    module_of(name.format(layer)), module_of(row.mca.format(layer)), in_all
-                )
+        in_all = row.mca not in VOCABULARY and not _is_router(row)
+        mca = module_of(row.mca.format(layer))
+        for module in modules_of(row, layer) if row.is_linear else ():
+            yield Candidate(module, mca, in_all)
 
 
 def _expert_names(rows: Iterable[Row], layer: int) -> Names:
-    """Of gate, up and down, the module of each expert of a layer."""
-    found: dict[str, list[str]] = {projection: [] for projection in PROJECTIONS}
-    for row in rows:
-        if row.expert is not None:
-            projections = ("gate", "up") if row.kind == "gated" else ("down",)
-            for projection, name in zip(projections, row.hf, strict=True):
-                found[projection].append(module_of(name.format(layer)))
-    return tuple(map(tuple, found.values()))
+    """For gate, up and down the module of each expert of a layer."""
+    experts = [row for row in rows if row.expert is not None]
+    gate_up = [modules_of(row, layer) for row in experts if row.kind == "gated"]
+    down = [modules_of(row, layer) for row in experts if row.kind != "gated"]
+    return (*zip(*gate_up, strict=True), *zip(*down, strict=True))
 
 
 class MegatronHost:
-    """VirtualModels, or the McaModelConfig of models that are not built yet."""
+    """VirtualModels, or the McaModelConfig of models before they are built."""
 
     def __init__(self, model):
-        is_config = isinstance(model, McaModelConfig)
-        self.config = model if is_config else model.config
-        self.models = None if is_config else model
-        self.chunks = [] if is_config else list(model)
+        self.config = model
+        self.models = None
+        self.chunks = []
+        if not isinstance(model, McaModelConfig):
+            self.config = model.config
+            self.models = model
+            self.chunks = list(model)
         self.base_model = self.config.name_or_path
         self.is_tied = self.config.tie_embeddings_and_output_weights
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def candidates(self) -> list[Candidate]:
-        """All modules that can have an adapter, in the model's order."""
+        """All modules that support an adapter, in the model's order."""
         return list(_candidates(self.config))
 
     def weights(self) -> Iterator[Weight]:
         """All weights, in the model's order."""
         for row, layer in in_layer_order(self.config):
-            modules = tuple(module_of(name.format(layer)) for name in row.hf)
             is_tied = self.is_tied and row.mca in VOCABULARY
+            modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
-    def check(self, spec: LoraSpec, found: list[Candidate], judge: Judge) -> None:
-        """The rules of adapters that are not built here."""
-        check_on_megatron(spec, self.config, self.rows, found, judge)
+    def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
+        """Refuse unsupported adapters."""
+        check_on_megatron(spec, self.config, self.rows, candidates, judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Leave only the weights with these keys trainable. dtype: has no effect here."""
@@ -160,24 +160,27 @@ class MegatronHost:
         fill(self.models, source, keys)
 
     def base_weight(self, name: str) -> torch.Tensor | None:
-        """A weight of the checkpoint that was loaded, or None. A tied head is the embedding."""
+        """A weight of the loaded checkpoint, or None. A tied head is the embedding."""
         if self._base is None:
             return None
-        names = self._base.names()
-        if name not in names and self.is_tied and name in vocabulary_names(self.config):
-            name = next(iter(vocabulary_names(self.config) & names), name)
-        return self._base.read(name) if name in names else None
+        stored = self._base.names()
+        vocabulary = vocabulary_names(self.config)
+        if name not in stored and self.is_tied and name in vocabulary:
+            [name] = vocabulary & stored
+        if name not in stored:
+            return None
+        return self._base.read(name)
 
     @functools.cached_property
     def _base(self) -> SafetensorsSource | None:
         return original_of(self.config.name_or_path)
 
     def replica(self, is_expert: bool) -> int:
-        """Which copy of its weights this rank holds, 0 for the first."""
+        """Number of this rank's copy of its weights, 0 for the first."""
         return parallel.replica_group(is_expert).rank()
 
     def sites(self) -> Iterator[Site]:
-        """The modules of this rank that can have an adapter."""
+        """The places for adapters on this rank."""
         rows = {module_of(row.mca): row for row in self.rows if row.is_linear}
         for chunk in self.chunks:
             for path, module in list(chunk.named_modules()):
@@ -188,45 +191,48 @@ class MegatronHost:
                     yield self._linear(module, rows[name], layer)
 
     def _linear(self, module, row: Row, layer: int | None) -> Site:
-        """The site of a linear, the embedding or the head, which has no weight where it is tied."""
+        """The site of a linear, the embedding or the head."""
         config = self.config
-        tp = self.config.tensor_model_parallel_size
-        names = tuple((module_of(name.format(layer)),) for name in row.hf)
-        group = mpu.get_tensor_model_parallel_group()
-        is_parallel = config.sequence_parallel
-        shared = dict(group=group, sequence_parallel=is_parallel, device=parallel.device())
-        if row.mca in VOCABULARY:
-            shared["vocab_size"] = config.vocab_size
-        if row.mca == VOCABULARY[0]:
-            shared |= dict(rows=module.weight.shape[0], hidden_size=config.hidden_size)
-            shared["scatters"] = module.reduce_scatter_embeddings
-            return Site(module, names, LoraEmbedding, shared)
-        out_size = config.padded_vocab_size // tp
-        in_size = config.hidden_size
-        if row.mca != VOCABULARY[1]:
+        tp = config.tensor_model_parallel_size
+        names = tuple((name,) for name in modules_of(row, layer))
+        arguments: dict[str, Any] = dict(
+            group=mpu.get_tensor_model_parallel_group(),
+            sequence_parallel=config.sequence_parallel,
+            device=parallel.device(),
+        )
+        out_size, in_size = config.padded_vocab_size // tp, config.hidden_size
+        if row.mca in VOCABULARY:  # a tied head has no weight
+            arguments["vocab_size"] = config.vocab_size
+        else:
             out_size, in_size = module.weight.shape
-        widths = [out_size // len(names)] * len(names)
-        groups = None
+        if row.mca == VOCABULARY[0]:
+            arguments |= dict(rows=out_size, hidden_size=in_size)
+            return Site(module, names, LoraEmbedding, arguments)
+        arguments["in_size"] = in_size
+        arguments["widths"] = [out_size // len(names)] * len(names)
+        arguments["cut"] = {None: None, 0: "column", 1: "row"}[row.axis]
         if row.kind == "qkv":
-            groups = config.num_query_groups // tp
-            widths = [groups * size for size in qkv_sizes(config)]
-        cut = {None: None, 0: "column", 1: "row"}[row.axis]
-        sizes = dict(in_size=in_size, widths=widths, cut=cut, groups=groups)
-        how = attach if _is_router(row) else attach_beside
-        return Site(module, names, LoraAdapter, {**sizes, **shared}, how)
+            arguments["groups"] = config.num_query_groups // tp
+            arguments["widths"] = [arguments["groups"] * size for size in qkv_sizes(config)]
+        way = "inside" if _is_router(row) else "beside"
+        return Site(module, names, LoraAdapter, arguments, way)
 
     def _experts(self, module: Experts, layer: int) -> Site:
-        n = module.fc1.shape[0]
-        (_, hidden_size, columns) = module.fc2.shape
+        n, hidden_size, columns = module.fc2.shape
         first = n * module.ep_group.rank()
         names = tuple(modules[first : first + n] for modules in _expert_names(self.rows, layer))
-        sizes = dict(hidden_size=hidden_size, columns=columns, device=parallel.device())
-        groups = dict(ep=module.ep_group, group=module.etp_group)
-        return Site(module, names, LoraExperts, {**sizes, **groups}, attach)
+        arguments = dict(
+            hidden_size=hidden_size,
+            columns=columns,
+            device=parallel.device(),
+            ep=module.ep_group,
+            group=module.etp_group,
+        )
+        return Site(module, names, LoraExperts, arguments, "inside")
 
 
 class _Fields(SimpleNamespace):
-    """The fields of McaModelConfig that the rows of a family ask for, for a transformers model."""
+    """Fields of McaModelConfig for the rows of a family, from a transformers model."""
 
     mtp_num_layers = None
     moe_layer_freq = None
@@ -246,35 +252,38 @@ class TorchHost:
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
         self.is_tied = self.embedding.weight is self.head.weight
+        self.fields: _Fields | None = None
         values = values_of(model.config)
-        kind = model.config.model_type
-        self.fields = _Fields(hf_model_type=kind, **values) if values else None
+        if values:
+            self.fields = _Fields(hf_model_type=model.config.model_type, **values)
 
     def _linears(self) -> dict[str, torch.nn.Module]:
         kinds = (torch.nn.Linear, torch.nn.Embedding)
         return {name: module for name, module in self.modules.items() if isinstance(module, kinds)}
 
     def candidates(self) -> list[Candidate]:
-        """All modules that can have an adapter: those with a linear, then experts and routers."""
-        of_table = {c.hf: c for c in _candidates(self.fields)} if self.fields else {}
-        found = []
+        """All modules that support an adapter: linears, then experts and routers."""
+        of_table = {}
+        if self.fields:
+            of_table = {candidate.hf: candidate for candidate in _candidates(self.fields)}
+        linears = []
         for name, module in self._linears().items():
-            # of a family in the table "all" means what its rows say: not the gate of a shared
-            # expert, which megatron-core does not hold as a linear
+            # of a family in the table "all" means the linears of its rows: not the gate of a shared
+            # expert, no linear in megatron-core
             in_all = isinstance(module, torch.nn.Linear) and module is not self.head
             unknown = Candidate(name, "", in_all and self.fields is None)
-            found.append(of_table.pop(name, unknown))
-        return found + list(of_table.values())
+            linears.append(of_table.pop(name, unknown))
+        return linears + list(of_table.values())
 
     def weights(self) -> Iterator[Weight]:
-        """The modules with parameters of their own, in the model's order."""
-        tied = (self.embedding, self.head) if self.is_tied else ()
+        """The modules with direct parameters, in the model's order."""
         for name, module in self.modules.items():
-            if not isinstance(module, Adapter) and any(True for _ in module.parameters(False)):
-                yield Weight(name, (name,), is_tied=module in tied)
+            if not isinstance(module, Adapter) and list(module.parameters(recurse=False)):
+                is_tied = self.is_tied and module in (self.embedding, self.head)
+                yield Weight(name, (name,), is_tied=is_tied)
 
-    def check(self, spec: LoraSpec, found: list[Candidate], judge: Judge) -> None:
-        """The rules of adapters that are not built here."""
+    def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
+        """Refuse unsupported adapters."""
         check_on_torch(spec, self._linears(), judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
@@ -308,84 +317,74 @@ class TorchHost:
         return dict(self.model.named_parameters(remove_duplicate=False)).get(name)
 
     def replica(self, is_expert: bool) -> int:
-        """Which copy of the weights this rank holds, 0 for the first."""
+        """Number of this rank's copy of the weights, 0 for the first."""
         return parallel.rank()
 
     def sites(self) -> Iterator[Site]:
-        """The modules that can have an adapter; experts and routers of families in the table."""
+        """The places for adapters; experts and routers of families in the table."""
         for name, module in self._linears().items():
             out_size, in_size = module.weight.shape
             kind = LoraAdapter
-            sizes = dict(in_size=in_size, widths=[out_size])
+            sizes: dict[str, Any] = dict(in_size=in_size, widths=[out_size])
             if isinstance(module, torch.nn.Embedding):
                 kind = LoraEmbedding
                 sizes = dict(rows=out_size, hidden_size=in_size, vocab_size=out_size)
-            sizes["device"] = module.weight.device
-            yield Site(module, ((name,),), kind, sizes)
+            yield Site(module, ((name,),), kind, {**sizes, "device": module.weight.device})
         for layer in range(self.fields.num_layers if self.fields else 0):
             if self.fields.is_moe_layer(layer):
                 yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-        """The experts and the router of a layer, which are no linears in transformers."""
+        """The experts and the router of a layer, no linears in transformers."""
         rows = rows_of(self.fields.hf_model_type, self.fields)
-        down = block.experts.down_proj
-        names = _expert_names(rows, layer)
-        (_, hidden_size, columns) = down.shape
-        sizes = dict(hidden_size=hidden_size, columns=columns, device=down.device)
-        yield Site(block.experts, names, LoraExperts, sizes, attach_merged)
-        [router] = [row.hf[0] for row in rows if _is_router(row)]
+        _, hidden_size, columns = block.experts.down_proj.shape
+        device = block.experts.down_proj.device
+        sizes = dict(hidden_size=hidden_size, columns=columns, device=device)
+        yield Site(block.experts, _expert_names(rows, layer), LoraExperts, sizes, "merged")
         out_size, in_size = block.gate.weight.shape
-        sizes = dict(in_size=in_size, widths=[out_size], device=down.device)
-        yield Site(
-            block.gate, ((module_of(router.format(layer)),),), LoraAdapter, sizes, attach_merged
-        )
+        sizes = dict(in_size=in_size, widths=[out_size], device=device)
+        names = tuple(modules_of(row, layer) for row in rows if _is_router(row))
+        yield Site(block.gate, names, LoraAdapter, sizes, "merged")
 
 
-# -- adapters on a model
-
-# -- which modules ---------------------------------------------------------------------------------
+# -- choosing and placing
 
 
 def candidates(model) -> list[Candidate]:
-    """All modules that can have an adapter. model: also a McaModelConfig, before it is built."""
+    """All modules that support an adapter. model: also a McaModelConfig, before it is built."""
     return host_of(model).candidates()
 
 
 def saved_keys(host, spec: LoraSpec) -> set:
-    """The keys of the weights that modules_to_save means. host: lora_sites.host_of(model)."""
+    """The keys of the weights in modules_to_save. host: host_of(model)."""
     return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 
 def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
-    """The spec with the modules that its targets mean in a model.
+    """The spec with the modules of its targets in a model.
 
-    model: also a McaModelConfig, or a model on the meta device. No collectives. What this model
-    cannot have here is refused: told to `judge`, or without one raised as ConfigError.
+    model: also a McaModelConfig, or a model on the meta device. No collectives. Unsupported
+    adapters are refused: by `judge`, or without one by a ConfigError.
     """
     host = host_of(model)
-    own = judge or Judge(None)
-    found = host.candidates()
-    modules = resolve_targets(spec.targets, found, own)
-    spec = replace(spec, modules=modules)
-    host.check(spec, found, own)
-    check_single_experts(spec, found, own)
-    check_saved(spec, host.weights(), own)
+    rules = judge or Judge(None)
+    modules = host.candidates()
+    spec = replace(spec, modules=resolve_targets(spec.targets, modules, rules))
+    host.check(spec, modules, rules)
+    check_single_experts(spec, modules, rules)
+    check_saved(spec, host.weights(), rules)
     if judge is None:
-        own.close()
+        rules.close()
     return spec
 
 
-# -- placing ---------------------------------------------------------------------------------------
-
-
 def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
-    """Freeze a model and put adapters on it -> the model, whose `lora` is the complete spec.
+    """Freeze a model and put adapters on it -> the model, with the complete spec as `lora`.
 
     The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both
-    backends. Call it after the weights are loaded and before McaTrainer is made. A spec that plan()
-    gave is not planned again. dtype: of a transformers model's frozen weights. No collectives.
-    ConfigError as plan() says, ValueError if the model has adapters already.
+    backends. Call it after the weights are loaded and before McaTrainer is made. A spec from plan()
+    is not planned again. dtype: of a transformers model's frozen weights. No collectives.
+    ConfigError as in plan(), ValueError if the model has adapters already.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")
@@ -398,7 +397,7 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     for site in host.sites():
         names = tuple(of_one if chosen.issuperset(of_one) else () for of_one in site.names)
         if any(names):
-            site.attach(site.module, site.kind(spec, names, **site.arguments))
+            attach(site.module, site.kind(spec, names, **site.arguments), site.way)
     model.lora = spec
     fill_adapters(model, init_source(seed))
     return model
@@ -419,12 +418,14 @@ def init_source(seed: int) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
         generator = generator_of(seed, key)
         if key.endswith("lora_A.weight"):
             return full.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
-        return full.normal_(generator=generator) if key.endswith("lora_embedding_B") else full
+        if key.endswith("lora_embedding_B"):
+            full.normal_(generator=generator)
+        return full
 
     return draw
 
 
-# -- what a model has ------------------------------------------------------------------------------
+# -- adapters of a model
 
 
 def spec_of(model) -> LoraSpec | None:
@@ -463,11 +464,11 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
     return adapter.low(hidden), adapter.lora_B_0
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
+# -- checkpoints
 
 
 def sharded_state(chunk) -> dict[str, Any]:
-    """megatron's ShardedTensors of what trains in a chunk: adapters and modules_to_save.
+    """megatron's ShardedTensors of the trained tensors of a chunk: adapters and modules_to_save.
 
     Adapters are stored under the names of the whole model, and load in any layout.
     """
@@ -483,54 +484,38 @@ def sharded_state(chunk) -> dict[str, Any]:
         is_experts = isinstance(adapter, LoraExperts)
         replica = parallel.replica_group(is_experts).rank()
         for name, parameter in adapter.named_parameters():
-            # (axis, this rank's place along it, number of places)
-            cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if is_experts else []
+            cuts = []  # (axis, this rank's place along it, number of places)
+            if is_experts:
+                cuts.append((0, adapter.ep.rank(), adapter.ep.size()))
             axis = adapter.axes[name]
+            copy = adapter.group.rank()
             if axis is not None:
-                cuts.append((adapter.num_stack_axes + axis, adapter.rank, adapter.tp))
+                cuts.append((adapter.num_stack_axes + axis, adapter.group.rank(), adapter.tp))
+                copy = 0
             state[f"{path}.{name}"] = ShardedTensor.from_rank_offsets(
                 f"{module}.{name}",
                 parameter,
                 *cuts,
-                replica_id=(0, adapter.rank if axis is None else 0, replica),
+                replica_id=(0, copy, replica),
                 allow_shape_mismatch=name in adapter.real,
             )
     return state
 
 
-def base_sample(model) -> dict[str, list]:
-    """{HF weight: [dtype, some of its numbers]} of the weights under the first and last adapter.
+def base_sample(model) -> dict[str, list[float]]:
+    """{HF weight: some of its numbers} in the files of the base, under the first and last adapter.
 
-    A checkpoint of adapters keeps it, to know its base. The same in every layout, on global rank 0;
-    {} elsewhere and without adapters. Collectives: those of weights_convert.iter_hf_tensors.
+    A checkpoint of adapters keeps it, to know its base. {} without adapters, or if the base's files
+    are gone. No collectives.
     """
     spec = spec_of(model)
-    if spec is None:
+    source = spec and original_of(host_of(model).base_model)
+    if source is None:
         return {}
-    host = host_of(model)
-    keys = {}
-    for weight in host.weights():
-        for module in weight.modules:
-            keys.setdefault(module, weight.key)  # a bias comes after its matrix
-    # transformers has no single experts
-    held = [module for module in spec.modules if module in keys]
-    ends = held[:1] + held[-1:]
-    names = {f"{module}.weight" for module in ends}
+    stored = source.names()
+    names = [name for name in (f"{module}.weight" for module in spec.modules) if name in stored]
     sample = {}
-    for name, weight in host.read({keys[module] for module in ends}):
-        if name in names:
-            step = max(weight.numel() // 64, 1)
-            sample[name] = [str(weight.dtype), weight.flatten()[::step].float().tolist()]
-    return dict(sorted(sample.items()))
-
-
-def is_same_base(ours: dict[str, list], theirs: dict[str, list]) -> bool:
-    """Whether two samples are of one base: bit for bit, or within the rounding of another dtype."""
-    for name in ours.keys() & theirs.keys():
-        (dtype, values), (other, others) = ours[name], theirs[name]
-        share = 0.0 if dtype == other else 2**-7
-        one = torch.tensor(values)
-        two = torch.tensor(others)
-        if not torch.allclose(one, two, rtol=share, atol=share * 1e-3):
-            return False
-    return True
+    for name in {*names[:1], *names[-1:]}:
+        weight = source.read(name).flatten()
+        sample[name] = weight[:: max(weight.numel() // 64, 1)].tolist()
+    return sample

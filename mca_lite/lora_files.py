@@ -1,14 +1,13 @@
 """Adapters in PEFT's files, in and out, and merged into the weights of their base.
 
-Every module has two matrices of its own under its Hugging Face name, whatever megatron fuses and
-whatever the layout: base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r],
+Every module has two matrices under its Hugging Face name, in every layout and also if megatron
+fuses it with others: base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r],
 for an embedding .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Modules in modules_to_save
 are stored in full.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,12 +29,12 @@ from .lora_layers import LoraSpec
 from .weights_files import SafetensorsSource, file_tensors, open_safetensors
 
 PREFIX = "base_model.model."
-# how the names of a module's two matrices end, each with the other's
+# ends of the names of a module's two matrices, each with its partner
 _PARTNERS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 _PARTNERS |= {b: a for a, b in _PARTNERS.items()}
 _VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 
-# -- in --------------------------------------------------------------------------------------------
+# -- in
 
 
 class AdapterSource(SafetensorsSource):
@@ -46,7 +45,7 @@ class AdapterSource(SafetensorsSource):
         if not path.is_file():
             raise ValueError(
                 f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
-                "that PEFT or this package wrote"
+                "written by PEFT or this package"
             )
         self.folder = Path(folder)
         file = open_safetensors(path)
@@ -65,14 +64,13 @@ class AdapterSource(SafetensorsSource):
         return {name for name in self.names() if not name.endswith(tuple(_PARTNERS))}
 
     def check_pairs(self) -> None:
-        """ValueError where a module has one matrix of two."""
-        for name in sorted(self.names()):
-            for suffix, partner in _PARTNERS.items():
-                if name.endswith(suffix):
-                    self.shape(name.removesuffix(suffix) + partner)
+        """ValueError if a module has one matrix of two."""
+        for name in sorted(self.names() - self.whole_weights()):
+            [suffix] = (suffix for suffix in _PARTNERS if name.endswith(suffix))
+            self.shape(name.removesuffix(suffix) + _PARTNERS[suffix])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. ValueError where the adapter lacks it."""
+        """The shape of a tensor. ValueError if the adapter lacks it."""
         if name not in self._part_of:
             raise ValueError(
                 f"{self.folder} lacks {PREFIX}{name}: it is damaged, or not of this model"
@@ -80,12 +78,12 @@ class AdapterSource(SafetensorsSource):
         return super().shape(name)
 
     def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A whole matrix, which must have the shape that the model gives it."""
+        """A whole matrix of this shape. ValueError as in check()."""
         self.check(key, shape)
         return self.read(key)
 
     def check(self, key: str, shape: tuple[int, ...]) -> None:
-        """ValueError where the adapter lacks a matrix, or has one of another shape."""
+        """ValueError if the adapter lacks a matrix, or has one of another shape."""
         if self.shape(key) != shape:
             raise ValueError(
                 f"{self.folder}: {key} has shape {self.shape(key)}, and this model needs {shape}: "
@@ -94,9 +92,11 @@ class AdapterSource(SafetensorsSource):
             )
 
 
-def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, AdapterSource]:
-    """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for what is
-    not built here, ValueError for a damaged file."""
+def read_adapter(
+    folder: str | os.PathLike, dropout: float | None = None
+) -> tuple[LoraSpec, AdapterSource]:
+    """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for features
+    that are not built here, ValueError for a damaged file. dropout: in place of the adapter's."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
         reason = f"it holds no {ADAPTER_CONFIG_NAME}"
@@ -107,10 +107,12 @@ def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, AdapterSource]:
     judge.close()
     source = AdapterSource(folder)
     source.check_pairs()
+    if dropout is None:
+        dropout = values.get("lora_dropout") or 0.0
     spec = LoraSpec(
         rank=values["r"],
         alpha=values["lora_alpha"],
-        dropout=values.get("lora_dropout") or 0.0,
+        dropout=dropout,
         targets=tuple(source.modules()),
         use_rslora=bool(values.get("use_rslora")),
         modules_to_save=tuple(values.get("modules_to_save") or ()),
@@ -119,12 +121,10 @@ def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, AdapterSource]:
 
 
 def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
-    """The spec of FinetuningArguments, and the tensors of adapter_name_or_path; lora_dropout, if
-    given, is that of a loaded adapter too."""
+    """The spec of FinetuningArguments, and the tensors of adapter_name_or_path. A lora_dropout
+    replaces the dropout of a loaded adapter."""
     if keys.adapter_name_or_path:
-        spec, source = read_adapter(keys.adapter_name_or_path)
-        dropout = spec.dropout if keys.lora_dropout is None else keys.lora_dropout
-        return replace(spec, dropout=dropout), source
+        return read_adapter(keys.adapter_name_or_path, keys.lora_dropout)
     spec = LoraSpec(
         rank=keys.lora_rank,
         alpha=keys.lora_alpha,
@@ -139,12 +139,10 @@ def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
 def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None):
     """Put the adapter of a folder on a model of either backend, to train it further -> the model.
 
-    dropout: another one than the adapter's. All ranks must call it. ValueError, on every rank, for
-    an adapter of another model.
+    dropout: in place of the adapter's. All ranks must call it. ValueError, on every rank, for an
+    adapter of another model.
     """
-    spec, source = read_adapter(folder)
-    if dropout is not None:
-        spec = replace(spec, dropout=dropout)
+    spec, source = read_adapter(folder, dropout)
     judge = Judge(None)
     check_other_model(folder, spec, lora.candidates(model), judge)
     judge.close()
@@ -152,8 +150,8 @@ def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None)
 
 
 def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.float32):
-    """load_adapter() of an adapter that was read, and found to be of this model -> the model.
-    dtype: of a transformers model's frozen weights."""
+    """load_adapter() of an adapter that was read and checked -> the model. dtype: of a transformers
+    model's frozen weights."""
     _refuse_other_weights(model, spec, source)
     lora.inject(model, spec, dtype=dtype)
     problem = None
@@ -163,32 +161,32 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.floa
         host.fill(lora.saved_keys(host, spec), source)
     except ValueError as error:
         problem = str(error)
-    if first := next(filter(None, parallel.gather(problem)), None):
-        raise ValueError(first)
+    problems = list(filter(None, parallel.gather(problem)))
+    if problems:
+        raise ValueError(problems[0])
     return model
 
 
 def _refuse_other_weights(model, spec: LoraSpec, source: AdapterSource) -> None:
     """ValueError for whole weights in the file that are neither in modules_to_save nor the model's.
 
-    PEFT writes embedding and head there once the vocabulary was resized; our export would lose
+    PEFT writes embedding and head there once the vocabulary was resized; an export here would lose
     them.
     """
     host = host_of(model)
     for name in sorted(source.whole_weights()):
         if is_saved(module_of(name), spec):
             continue
-        own = host.base_weight(name)
-        theirs = source.read(name).float()
-        if own is None or not torch.equal(own.detach().cpu().float(), theirs):
+        base = host.base_weight(name)
+        if base is None or not torch.equal(base.detach().cpu().float(), source.read(name).float()):
             raise ValueError(
-                f"{source.folder} brings a {name} of its own, which is not among its "
-                "modules_to_save and not the model's: it would be lost in training; put the "
+                f"{source.folder} brings its own {name}, which is neither among its "
+                "modules_to_save nor the model's: it would be lost in training; put the "
                 "adapter into its base first, python -m mca_lite convert BASE DST --merge"
             )
 
 
-# -- out -------------------------------------------------------------------------------------------
+# -- out
 
 
 def gather_adapters(model) -> dict[str, torch.Tensor]:
@@ -201,14 +199,14 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
     wholes = {}
     for piece in lora.pieces_of(model):
         whole = piece.whole()
-        in_group = piece.group.rank() if piece.group is not None else 0
-        if in_group + host.replica(piece.is_expert) == 0:  # the first rank that holds a part of it
+        is_first = piece.group is None or piece.group.rank() == 0
+        if is_first and host.replica(piece.is_expert) == 0:
             wholes[piece.key] = whole.to("cpu", copy=True).contiguous()
     return {key: next(iter(of.values())) for key, of in parallel.send_to_main(wholes)}
 
 
 def trained_tensors(model) -> dict[str, torch.Tensor]:
-    """gather_adapters() with the weights that modules_to_save means. All ranks must call it."""
+    """gather_adapters() with the weights of modules_to_save. All ranks must call it."""
     tensors = gather_adapters(model)
     host = host_of(model)
     if keys := lora.saved_keys(host, lora.spec_of(model)):
@@ -235,20 +233,24 @@ def save_adapter(model, folder: str | os.PathLike) -> list[str]:
 def target_modules(model) -> list[str]:
     """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
     modules = lora.spec_of(model).modules
-    out = []
-    found = [candidate.hf for candidate in lora.candidates(model)]
+    by_last_name: dict[str, list[str]] = {}
+    for name in (candidate.hf for candidate in lora.candidates(model)):
+        by_last_name.setdefault(name.rsplit(".", 1)[-1], []).append(name)
+    targets = []
     for last in dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules):
-        same = [name for name in found if name.rsplit(".", 1)[-1] == last]
-        out += [last] if set(same) <= set(modules) else [name for name in same if name in modules]
-    return out
+        adapted = [name for name in by_last_name[last] if name in modules]
+        targets += [last] if adapted == by_last_name[last] else adapted
+    return targets
 
 
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
-    """adapter_config.json: what PEFT needs for plain LoRA; it has defaults for other keys."""
-    is_whole = float(spec.alpha).is_integer()
+    """adapter_config.json with PEFT's keys of plain LoRA; it has defaults for other keys."""
+    alpha = spec.alpha
+    if float(alpha).is_integer():
+        alpha = int(alpha)
     return {
         "base_model_name_or_path": spec.base_model,
-        "lora_alpha": int(spec.alpha) if is_whole else spec.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": spec.dropout,
         "modules_to_save": list(spec.modules_to_save) or None,
         "peft_type": "LORA",
@@ -260,7 +262,7 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
 
 
 def check_checkpoint(model, folder: str | os.PathLike) -> None:
-    """ValueError if a checkpoint, which holds a PEFT adapter, and the model differ in adapters."""
+    """ValueError if the PEFT adapter of a checkpoint and the model's adapters differ."""
     spec = lora.spec_of(model)
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if (spec is not None) != path.is_file():
@@ -280,15 +282,15 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
             )
 
 
-# -- merged ----------------------------------------------------------------------------------------
+# -- merged
 
 
 def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """What merges a model's adapters into its base: a function (HF name, CPU tensor W) -> W + scale
-    * B A, computed in float32, in W's dtype.
+    """A function (HF name, CPU tensor W of the base) -> W + scale * B A of the model's adapters,
+    computed in float32, in W's dtype.
 
-    The model's own weights stay as they are. All ranks must call merger(); the function works on
-    global rank 0.
+    The model's weights do not change. All ranks must call merger(); the function works on global
+    rank 0.
     """
     spec = lora.spec_of(model)
     judge = Judge(None)
@@ -331,7 +333,7 @@ def merge_into(model, folder: str | os.PathLike) -> None:
 
 
 def file_merger(folder: str | os.PathLike, base: str | os.PathLike, shapes: dict, tied: bool):
-    """What merges an adapter's files into its base: (function(name, CPU tensor of the base) ->
+    """The merge of an adapter's files into its base: (function(name, CPU tensor of the base) ->
     merged tensor, the merged model's vocabulary size).
 
     Modules in modules_to_save replace the base's. The size is None for a base without embedding.
@@ -345,11 +347,9 @@ def file_merger(folder: str | os.PathLike, base: str | os.PathLike, shapes: dict
             f"{ONE_SIDED.format(one_sided[0])}; merge that adapter with PEFT, which cuts the tie"
         )
     whole = source.whole_weights()
-    embedding, head = (
-        next((n for n in whole if n.endswith(end)), None) for end in _VOCABULARY_WEIGHTS
-    )
-    if tied and embedding and head and torch.equal(source.read(embedding), source.read(head)):
-        whole.remove(head)  # written twice, and one matrix in the base
+    both = [name for end in _VOCABULARY_WEIGHTS for name in whole if name.endswith(end)]
+    if tied and len(both) == 2 and torch.equal(*map(source.read, both)):
+        whole.remove(both[1])  # the head: written twice, and one matrix in the base
     needed = whole | {f"{module}.weight" for module in source.modules()}
     if missing := sorted(needed - shapes.keys()):
         raise ValueError(
@@ -358,11 +358,13 @@ def file_merger(folder: str | os.PathLike, base: str | os.PathLike, shapes: dict
         )
     for name in sorted(needed):  # all of them, before anything is written
         _check_shapes(name, source, spec.rank, shapes[name])
-    held = source.names()
-    merge = _merge_with(lambda key: source.read(key) if key in held else None, spec.scale)
+    stored = source.names()
+    merge = _merge_with(lambda key: source.read(key) if key in stored else None, spec.scale)
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
-        return source.read(name).to(weight.dtype) if name in whole else merge(name, weight)
+        if name in whole:
+            return source.read(name).to(weight.dtype)
+        return merge(name, weight)
 
     return change, _merged_vocabulary(source, shapes)
 
@@ -389,10 +391,9 @@ def _check_shapes(name: str, source: AdapterSource, rank: int, shape: tuple[int,
         source.check(name, (rows, *shape[1:]))
         return
     module = name.removesuffix(".weight")
-    (out_size, in_size) = shape
+    out_size, in_size = shape
+    wanted = {"lora_A.weight": (rank, in_size), "lora_B.weight": (out_size, rank)}
     if f"{module}.lora_embedding_A" in source.names():
-        source.check(f"{module}.lora_embedding_A", (rank, out_size))
-        source.check(f"{module}.lora_embedding_B", (in_size, rank))
-        return
-    source.check(f"{module}.lora_A.weight", (rank, in_size))
-    source.check(f"{module}.lora_B.weight", (out_size, rank))
+        wanted = {"lora_embedding_A": (rank, out_size), "lora_embedding_B": (in_size, rank)}
+    for matrix, of_matrix in wanted.items():
+        source.check(f"{module}.{matrix}", of_matrix)

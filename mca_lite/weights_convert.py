@@ -1,15 +1,15 @@
-"""Loads Hugging Face weights into megatron's parameters and exports them, at any parallel layout.
+"""Load Hugging Face weights into megatron's parameters and export them, at any parallel layout.
 
 Both directions follow the rows of the model's family (families.py). fill() reads for each
-parameter of this rank the slices of the Hugging Face tensors that its row names, and only those
-bytes. export_hf() walks the rows in layer order: the ranks that hold the parts of a tensor join
-them, and one rank writes it.
+parameter of this rank the slices of the Hugging Face tensors in its row, and only those bytes.
+export_hf() walks the rows in layer order: the ranks with the parts of a tensor join them, and one
+rank writes it.
 """
 
 import itertools
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +35,13 @@ from .weights_files import (
 # Their rows are tokens: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-
-# -- in --------------------------------------------------------------------------------------------
+# -- in
 
 
 def fill(models, source, only: Container[tuple[str, int | None]] | None = None) -> None:
     """Fill the parameters of this rank from `source` (see weights_files.py).
 
-    models: VirtualModels. only: the (megatron name, layer) that are filled; None: all, and the
+    models: VirtualModels. only: (megatron name, layer) of those to fill; None: all, and the
     source must hold the model's tensors and no others. No collectives. ValueError, on every rank,
     for a source of another model; ValueError for a tensor of another shape, or a parameter without
     a row.
@@ -64,7 +63,6 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
                 )
             row = rows[name]
             _check_shapes(row, layer, parameter, source, config)
-            # of a tensor that nothing cuts each rank has the whole
             rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
             value = read_part(row, layer, source, config, rank)
             assert value.shape == parameter.shape, f"{row}: {value.shape} for {parameter.shape}"
@@ -72,13 +70,12 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
 
 
 def check_names(config, names: set[str]) -> None:
-    """Refuse a source that lacks a tensor of the whole model, or holds one that the model does not
-    use.
+    """Refuse a source without a tensor of the whole model, or with one that the model does not use.
 
     Every rank looks at all stages: all of them stop, and none waits for another in a collective.
     """
     wanted = {hf.format(layer): row for row, layer in in_layer_order(config) for hf in row.hf}
-    needed = {hf.format(layer): row for row, layer in _exported(config) for hf in row.hf}
+    needed = (hf.format(layer) for row, layer in _exported(config) for hf in row.hf)
     missing = [name for name in needed if name not in names]
     if missing:
         hint = ""
@@ -92,11 +89,9 @@ def check_names(config, names: set[str]) -> None:
             f"{', '.join(missing[:3])}: save or download it again, or set in config.json what it "
             f"holds{hint}"
         )
-    others = names - wanted.keys()
-    for row in wanted.values():
-        if row.mca in VOCABULARY:
-            others -= set(copies_of(row, config))
-    unknown = sorted(n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers))
+    copies = {name for row in wanted.values() for name in copies_of(row, config)}
+    others = sorted(names - wanted.keys() - copies)
+    unknown = [n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers)]
     if unknown:
         raise ValueError(
             f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with "
@@ -106,16 +101,19 @@ def check_names(config, names: set[str]) -> None:
 
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:
-    """ValueError if the row's HF tensors are not those of which this rank's parameter is a part."""
+    """ValueError if this rank's parameter is not a part of the row's HF tensors."""
     total, *rest = _whole_shape(row, parameter.shape, config)
+    hint = ""
     if row.mca in VOCABULARY:
         total = config.vocab_size
+        hint = f" (vocab_size {total})"
     rows: Counter[str] = Counter()
     for part in _parts_of(row, layer, total, config):
         rows[part.name] += part.rows
-    for name in rows:
-        if (got := source.shape(name)) != (wanted := (rows[name], *rest)):
-            hint = f" (vocab_size {config.vocab_size})" if row.mca in VOCABULARY else ""
+    for name, of_name in rows.items():
+        got = source.shape(name)
+        wanted = (of_name, *rest)
+        if got != wanted:
             raise ValueError(
                 f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill "
                 f"{row.mca.format(layer)} {tuple(parameter.shape)} as {row.kind}: the weights do "
@@ -124,7 +122,7 @@ def _check_shapes(row: Row, layer, parameter, source, config) -> None:
 
 
 def degree(row: Row, config) -> int:
-    """The number of ranks over which the tensor is cut."""
+    """Number of ranks that cut the tensor."""
     if row.axis is None:
         return 1
     if row.expert is None:
@@ -133,7 +131,7 @@ def degree(row: Row, config) -> int:
 
 
 def _whole_shape(row: Row, shape: Sequence[int], config) -> list[int]:
-    """The shape of the megatron tensor of which a rank's part has this one."""
+    """The shape of a whole megatron tensor, from that of a rank's part."""
     whole = list(shape)
     if row.axis is not None:
         whole[row.axis] *= degree(row, config)
@@ -147,8 +145,8 @@ def qkv_sizes(config) -> tuple[int, int, int]:
 
 
 class _Part(NamedTuple):
-    """A run of rows of a Hugging Face tensor that is a part of a megatron tensor: all of it, or of
-    a fused one the gate, say."""
+    """Rows of a Hugging Face tensor, as a part of a megatron tensor: all of them, or of a fused one
+    the gate, say."""
 
     name: str
     first: int
@@ -156,10 +154,10 @@ class _Part(NamedTuple):
 
 
 def _parts_of(row: Row, layer: int | None, total: int, config) -> list[_Part]:
-    """What a megatron tensor of `total` rows is made of."""
+    """The parts of a megatron tensor of `total` rows."""
     sizes = [total]
     if row.kind == "gated":
-        sizes = [total // 2, total // 2]
+        sizes = [total // 2] * 2
     elif row.kind == "qkv":
         sizes = [config.num_query_groups * size for size in qkv_sizes(config)]
     names = [hf.format(layer) for hf in row.hf]
@@ -178,49 +176,49 @@ def _num_groups(row: Row, config) -> int:
 
 def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
-    of rows that this rank touches."""
+    of rows with a row of this rank."""
     shapes = {name: source.shape(name) for name in (hf.format(layer) for hf in row.hf)}
     tp = degree(row, config)
-
-    def share(size: int) -> slice:
-        return slice(rank * size // tp, (rank + 1) * size // tp)
-
     if row.axis == 1:
-        [(name, shape)] = shapes.items()
-        return source.read(name, columns=share(shape[1]))
+        [(name, (_, columns))] = shapes.items()
+        size = columns // tp
+        return source.read(name, (slice(None), slice(rank * size, (rank + 1) * size)))
     total = sum(shape[0] for shape in shapes.values())
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
-    mine = share(total)
-    groups = _num_groups(row, config)
-    in_group = total // groups
-    first = mine.start // in_group
-    last = -(-mine.stop // in_group)
+    share = total // tp
+    in_group = total // _num_groups(row, config)
+    first = rank * share // in_group
+    count = -(-(rank + 1) * share // in_group) - first  # groups with a row of this rank
     pieces = []
     for part in _parts_of(row, layer, total, config):
+        size = part.rows * in_group // total
+        start = part.first + first * size
         stored = shapes[part.name][0]
-        size = part.rows // groups
-        start, stop = (min(part.first + group * size, stored) for group in (first, last))
-        piece = source.read(part.name, rows=slice(start, stop))
-        missing = (last - first) * size - piece.shape[0]  # rows that only pad the vocabulary
-        if missing:
-            piece = torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])])
-        pieces.append(piece.unflatten(0, (last - first, size)))
-    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-    return joined.flatten(0, 1)[mine.start - first * in_group : mine.stop - first * in_group]
+        rows = slice(min(start, stored), min(start + count * size, stored))
+        piece = source.read(part.name, (rows,))
+        padding = count * size - len(piece)  # of the vocabulary
+        if padding:
+            piece = torch.cat([piece, piece.new_zeros(padding, *piece.shape[1:])])
+        pieces.append(piece.unflatten(0, (count, size)))
+    joined = pieces[0]
+    if len(pieces) > 1:
+        joined = torch.cat(pieces, dim=1)
+    start = rank * share - first * in_group
+    return joined.flatten(0, 1)[start : start + share]
 
 
-# -- out -------------------------------------------------------------------------------------------
+# -- out
 
 
 def vocabulary_names(config) -> set[str]:
-    """The Hugging Face names of the matrices whose rows are tokens."""
+    """The Hugging Face names of the matrices with a row for each token."""
     rows = rows_of(config.hf_model_type, config)
     return {name for row in rows if row.mca in VOCABULARY for name in row.hf}
 
 
-def _split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, tensor) of the parts that a whole megatron tensor consists of."""
+def split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, tensor) of the parts of a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
     groups = _num_groups(row, config)
     sizes = [part.rows // groups for part in _parts_of(row, layer, full.shape[0], config)]
@@ -240,29 +238,30 @@ def iter_hf_tensors(
     """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other
     ranks.
 
-    All ranks must iterate to the end. only: the (megatron name, layer) that are wanted. A tied head
+    All ranks must iterate to the end. only: (megatron name, layer) of those to export. A tied head
     does not come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel
     groups, sends to rank 0.
     """
-    mine = own_parameters(models)
-    return _written_here(models.config, mine, _locate(mine), {}, only)
+    parameters = own_parameters(models)
+    return _written_here(models.config, parameters, _locate(parameters), {}, only)
 
 
 class _Location(NamedTuple):
-    """Where the parts of a megatron tensor are."""
+    """The place of a megatron tensor's parts."""
 
-    holders: tuple[int, ...]  # global ranks: each is the first of a group that has all parts of it
+    holders: tuple[int, ...]  # global ranks: each is the first of a group with all parts of it
     shape: tuple[int, ...]  # of a part
     dtype: torch.dtype
 
 
 def _written_here(
-    config, mine: dict, located: dict, writers: dict, only=None
+    config, parameters: dict, located: dict, writers: dict, only=None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, CPU tensor) of what this rank writes. All ranks must iterate to the end.
+    """(HF name, CPU tensor) of the tensors that this rank writes. All ranks must iterate to the
+    end.
 
     writers: {(megatron name, layer): global rank that writes it}; global rank 0 writes the others.
-    Collectives: gathers over the group that a tensor is cut over; sends where no holder writes.
+    Collectives: gathers over the group that cuts a tensor; sends if its writer is no holder.
     """
     here = parallel.rank()
     for row, layer in _exported(config):
@@ -275,29 +274,27 @@ def _written_here(
         group = parallel.cut_group(row.expert is not None)
         full = None
         if holder in dist.get_process_group_ranks(group):
-            full = parallel.whole(mine[key].detach(), row.axis, group)
-            if here == holder != writer:
-                parallel.exchange({writer: full.contiguous()}, {})
-        if here != writer:
-            continue
-        if here != holder:
+            full = parallel.whole(parameters[key].detach(), row.axis, group)
+        if here == holder != writer:
+            parallel.exchange({writer: full.contiguous()}, {})
+        elif here == writer != holder:
             size = _whole_shape(row, shape, config)
             full = torch.empty(size, dtype=dtype, device=parallel.device())
             parallel.exchange({}, {holder: full})
-        for name, tensor in _split(row, layer, full, config):
-            yield name, tensor.to("cpu", copy=True)
+        if here == writer:
+            for name, tensor in split(row, layer, full, config):
+                yield name, tensor.to("cpu", copy=True)
 
 
 def _writers(config, located: dict, max_shard_size) -> dict:
-    """{(megatron name, layer): the holder that writes it}: each holder writes a run of what it
-    holds, in layer order. {} where the model fits one file, or no other rank could write."""
+    """{(megatron name, layer): the holder that writes it}: each holder writes a run of its tensors,
+    in layer order. {} if the model fits one file, or no other rank could write."""
     size = 0
-    shares = dict[tuple, list]()
+    shares = defaultdict(list)
     for row, layer in _exported(config):
-        key = (row.mca, layer)
-        holders, shape, dtype = located[key]
+        holders, shape, dtype = located[row.mca, layer]
         size += math.prod(_whole_shape(row, shape, config)) * dtype.itemsize
-        shares.setdefault((holders, row.expert is not None), []).append(key)
+        shares[holders, row.expert is not None].append((row.mca, layer))
     has_others = parallel.world_size() > config.tensor_model_parallel_size
     if not has_others or size <= parse_size(max_shard_size):
         return {}
@@ -315,30 +312,29 @@ def own_parameters(models) -> dict:
 
 
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
-    """What an export holds, in layer order: everything but a tied head."""
+    """The rows of an export, in layer order: all but a tied head."""
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
-        if not (tied and row.mca == "output_layer.weight"):
+        if not (tied and row.mca == VOCABULARY[1]):
             yield row, layer
 
 
-def _locate(mine: dict) -> dict:
+def _locate(parameters: dict) -> dict:
     """{(megatron name, layer): _Location} of the whole model, on every rank. Collective over all
     ranks.
 
     A tied embedding lies on two pipeline stages: the first one counts as its holder.
     """
-    told = []
-    located: dict[tuple[str, int | None], _Location] = {}
-    for key, parameter in mine.items():
+    here = {}
+    for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
         replicas = parallel.replica_group(of_expert)
         if parallel.cut_group(of_expert).rank() == replicas.rank() == 0:
             holders = tuple(dist.get_process_group_ranks(replicas))
-            told.append((key, _Location(holders, tuple(parameter.shape), parameter.dtype)))
-    for theirs in parallel.gather(told):
-        for key, location in theirs:
-            located.setdefault(key, location)
+            here[key] = _Location(holders, tuple(parameter.shape), parameter.dtype)
+    located: dict[tuple[str, int | None], _Location] = {}
+    for of_rank in parallel.gather(here):
+        located = of_rank | located
     return located
 
 
@@ -347,17 +343,18 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     the head.
 
     config: McaModelConfig, or anything with hf_model_type, num_layers, mtp_num_layers,
-    is_moe_layer() and the fields that rows ask for.
+    is_moe_layer() and the fields read by rows.
     """
     rows = rows_of(config.hf_model_type, config)
-    layered = [row for row in rows if "{}" in row.mca]
-    first = rows.index(layered[0])
+    is_layered = ["{}" in row.mca for row in rows]
+    first = is_layered.index(True)
     yield from ((row, None) for row in rows[:first])
     for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
-        ahead = layer >= config.num_layers
+        predicts = layer >= config.num_layers
         is_moe = config.is_moe_layer(layer)
-        here = (row for row in layered if row.mca.startswith(PREDICTION_LAYERS) == ahead)
-        yield from ((row, layer) for row in here if row.is_in(is_moe))
+        for row in itertools.compress(rows, is_layered):
+            if row.mca.startswith(PREDICTION_LAYERS) == predicts and row.is_in(is_moe):
+                yield row, layer
     yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
 
 
@@ -371,18 +368,20 @@ def export_hf(
     """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global
     rank 0 ([] elsewhere).
 
-    Global rank 0 writes what fits one file; of a larger model every pipeline stage and
-    data-parallel rank writes a share, into a folder that all of them share. change: applied to each
-    (HF name, tensor); global rank 0 writes alone then. Tensors of the source that the model does
-    not read are copied; beside: generation_config.json and the source's code too. Host memory of a
+    Global rank 0 writes a model of one file; of a larger one every pipeline stage and data-parallel
+    rank writes a share, into a folder shared by all of them. change: applied to each (HF name,
+    tensor); global rank 0 writes alone then. Tensors of the source that the model does not read are
+    copied; beside: generation_config.json and the source's code too. Host memory of a
     writer: one shard. All ranks must call it. Collectives: those of iter_hf_tensors. OSError, on
     every rank, if any rank cannot write.
     """
     config = models.config
-    mine = own_parameters(models)
-    located = _locate(mine)
-    writers = _writers(config, located, max_shard_size) if change is None else {}
-    tensors = _written_here(config, mine, located, writers)
+    parameters = own_parameters(models)
+    located = _locate(parameters)
+    writers = {}
+    if change is None:
+        writers = _writers(config, located, max_shard_size)
+    tensors = _written_here(config, parameters, located, writers)
     facts = (config.hf_config, config.name_or_path, config.params_dtype, config.mtp_num_layers)
     return write_model(tensors, save_directory, max_shard_size, *facts, change, beside)
 
@@ -398,8 +397,8 @@ def write_model(
     change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write the (HF name, CPU tensor) of all ranks, each its own, as export_hf() does -> the file
-    names, on global rank 0.
+    """Write the (HF name, CPU tensor) of each rank as export_hf() does -> the file names, on global
+    rank 0.
 
     source: the model that this one was. num_trained: of its layers for multi-token prediction.
     Collective over all ranks. OSError, on every rank, if any rank cannot write.
@@ -417,7 +416,7 @@ def write_model(
         shards = write_shards(written, folder, max_shard_size, tag=str(parallel.rank()))
     except Exception as error:  # safetensors has its own
         problem = describe_error(error)
-        for _ in tensors:  # other ranks of this rank's groups still gather and send
+        for _ in tensors:  # for collectives of other ranks in this rank's groups
             pass
     answers = parallel.gather((shards, problem))
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
@@ -426,19 +425,25 @@ def write_model(
         raise OSError(f"{folder} could not be written: {'; '.join(failed)}")
 
     def finish() -> list[str]:
-        names = name_shards(folder, [shard for theirs, _ in answers for shard in theirs])
+        names = name_shards(folder, [shard for of_rank, _ in answers for shard in of_rank])
         names += write_hf_config(hf_config, source, folder, dtype)
-        return names + (copy_beside(source, folder) if beside else [])
+        if beside:
+            names += copy_beside(source, folder)
+        return names
 
     names = parallel.on_main(finish, OSError)
     return names if parallel.is_main() else []
 
 
 def copies_of(row: Row, config) -> list[str]:
-    """Further names of the embedding or output layer, which some checkpoints repeat in each layer
-    for multi-token prediction: those in the model's original, or all that there may be."""
+    """Further names of the embedding or output layer, repeated by some checkpoints in each layer
+    for multi-token prediction: those in the model's original, or all that may be there."""
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
-    layers = range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
+    if row.mca not in names or not config.mtp_num_layers:
+        return []
+    layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
     copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
-    original = original_of(config.name_or_path) if copies else None
-    return copies if original is None else sorted(original.names() & set(copies))
+    original = original_of(config.name_or_path)
+    if original is None:
+        return copies
+    return sorted(original.names() & set(copies))

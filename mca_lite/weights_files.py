@@ -1,7 +1,7 @@
 """Files of Hugging Face models: sharded safetensors with their index, config.json, the names of
-experts.
+experts; and other sources of tensors: drawn from a seed, with rows for new tokens.
 
-transformers 5 holds the experts of a layer as one tensor of three dimensions; save_pretrained
+transformers 5 has the experts of a layer in one tensor of three dimensions; save_pretrained
 writes a tensor for each projection of each expert, under names that differ between families.
 """
 
@@ -38,7 +38,7 @@ from .files import (
 
 
 class Shard(NamedTuple):
-    """A weight file that is written and has no lasting name yet."""
+    """A written weight file, without its final name yet."""
 
     temporary: str
     tensors: list[str]
@@ -46,8 +46,8 @@ class Shard(NamedTuple):
 
 
 def open_safetensors(path: Path):
-    """A safetensors file, open for reading by tensors. ValueError with its name where it is damaged
-    or cut: its header and its size must fit."""
+    """A safetensors file, open for reading by tensors. ValueError with its name if it is damaged or
+    cut: its header and its size must fit."""
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
@@ -63,28 +63,28 @@ def write_shards(
     name_shards.
 
     A shard is written as soon as the next tensor would not fit: host memory is one shard. tag:
-    tells writers of one folder apart. Where it fails, none of its files is left.
+    distinguishes writers of one folder. On an error all of its files are removed.
     """
     limit = parse_size(max_shard_size)
-    size = 0
     shards: list[Shard] = []
     shard: dict[str, torch.Tensor] = {}
+    size = 0
 
     def flush():
-        name = f".shard-{tag}-{len(shards)}.safetensors.tmp"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        shards.append(Shard(name, list(shard), size))
+        if shard:
+            name = f".shard-{tag}-{len(shards)}.safetensors.tmp"
+            save_file(shard, folder / name, metadata={"format": "pt"})
+            shards.append(Shard(name, list(shard), size))
+            shard.clear()
 
     try:
         for name, tensor in tensors:
-            if shard and size + tensor.nbytes > limit:
+            if size + tensor.nbytes > limit:
                 flush()
-                shard = {}
                 size = 0
             shard[name] = tensor
             size += tensor.nbytes
-        if shard:
-            flush()
+        flush()
     except BaseException:
         remove_shards(folder, tag)
         raise
@@ -92,7 +92,7 @@ def write_shards(
 
 
 def remove_shards(folder: Path, tag: str = "*") -> None:
-    """Remove weight files without a lasting name: those of a writer, or of all."""
+    """Remove weight files without a final name: those of a writer, or of all."""
     for path in folder.glob(f".shard-{tag}-*.safetensors.tmp"):
         path.unlink(missing_ok=True)
 
@@ -101,7 +101,7 @@ def name_shards(folder: Path, shards: list[Shard]) -> list[str]:
     """Give written shards their final names, and write an index if there are several -> the file
     names.
 
-    Weight files of an earlier export are removed, also what is left of one that was killed.
+    Weight files of an earlier export are removed, also those of one that was killed.
     """
     fixed = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]
     for path in [*folder.glob("model-*-of-*.safetensors"), *fixed]:
@@ -135,30 +135,33 @@ def write_hf_config(
 ) -> list[str]:
     """Write config.json -> the file names.
 
-    It is the source's own if there is one, of a model; only the dtype, the vocabulary size and the
+    It is a copy of the source's, if there is one of a model; the dtype, the vocabulary size and the
     number of layers for multi-token prediction come from hf_config.
     """
-    raw = Path(source or "") / HF_CONFIG_NAME
-    values = read_json(raw) if source and raw.is_file() else {}
-    if "model_type" not in values:
-        values = dict(hf_config)
-    theirs, ours = (v.get("text_config") or v for v in (values, hf_config))
-    if "vocab_size" in ours:
-        theirs["vocab_size"] = ours["vocab_size"]
-    ahead = "num_nextn_predict_layers"
-    # transformers reads 1 where config.json has no such key
-    if (ours.get(ahead) or 0) > (theirs.get(ahead, 1) or 0):
-        theirs[ahead] = ours[ahead]
-    values.pop("torch_dtype", None)
+    values = dict(hf_config)
+    original = Path(source or "") / HF_CONFIG_NAME
+    if source and original.is_file():
+        stored = read_json(original)
+        if "model_type" in stored:
+            values = stored
+    text = values.get("text_config") or values
+    trained = hf_config.get("text_config") or hf_config
+    if "vocab_size" in trained:
+        text["vocab_size"] = trained["vocab_size"]
+    key = "num_nextn_predict_layers"
+    # transformers reads 1 if config.json has no such key
+    if (trained.get(key) or 0) > (text.get(key, 1) or 0):
+        text[key] = trained[key]
+    for key in ("torch_dtype", "_name_or_path"):
+        values.pop(key, None)
     values["dtype"] = str(dtype).removeprefix("torch.")
-    values.pop("_name_or_path", None)
     write_json(folder / HF_CONFIG_NAME, values, sort_keys=True, default=str)
     return [HF_CONFIG_NAME]
 
 
 def copy_beside(source: str | None, folder: Path) -> list[str]:
-    """Copy generation_config.json and the code of a model's folder -> the file names. A link that
-    leaves the source is passed over."""
+    """Copy generation_config.json and the code of a model's folder -> the file names. Links out of
+    the source are skipped."""
     origin = Path(source or folder)
     written = []
     for path in (origin / HF_GENERATION_CONFIG_NAME, *sorted(origin.glob("*.py"))):
@@ -168,8 +171,7 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
     return written
 
 
-# -- the names of experts --------------------------------------------------------------------------
-
+# -- the names of experts
 
 _OF_LAYER = "model.layers.{}."
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transformers' modules
@@ -177,13 +179,12 @@ _IN_BLOCK = re.compile(r"(.*\.layers\.\d+\.)mlp\.(.*)")
 
 
 def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple]]:
-    """(name in a file, index into the tensor) of each tensor that the files hold for a module's
-    tensor.
+    """(name in a file, index into the tensor) of each part of a module's tensor in the files.
 
     name, shape: of the module's tensor. Experts have several parts, each with an index of its
-    expert and rows; any other tensor has one, with the index (). A model type that is not in the
-    table of families keeps the names of its modules. ValueError for fused experts of a family in
-    the table whose rows do not say how its files name them.
+    expert and rows; any other tensor has one, with the index (). A model type outside the table of
+    families keeps the names of its modules. ValueError for fused experts of a family in the table
+    without rows of experts.
     """
     if model_type not in FAMILIES:
         return [(name, ())]
@@ -212,20 +213,20 @@ def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
-    """Whether a checkpoint holds the experts of a layer in one tensor, as transformers does."""
+    """True if a checkpoint has the experts of a layer in one tensor, as transformers does."""
     return any(_FUSED.fullmatch(name) for name in names)
 
 
 def named_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) that a model saves: parameters, tied once or twice, and persistent buffers."""
+    """(name, tensor) of a model's files: parameters, tied once or twice, and persistent buffers."""
     yield from model.named_parameters(remove_duplicate=not tied_twice)
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor, tuple]]:
-    """(name in a file, tensor of the model, index of the file's part of it) of what a transformers
-    model saves without its adapters."""
+    """(name in a file, tensor of the model, index of the file's part of it) of a transformers model
+    without its adapters."""
     for name, tensor in named_tensors(model, tied_twice):
         if ".lora." not in name:
             for file_name, index in file_parts(model.config.model_type, name, tuple(tensor.shape)):
@@ -235,12 +236,8 @@ def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.T
 # -- sources of tensors
 
 
-def cut(tensor, rows: slice | None, columns: slice | None) -> torch.Tensor:
-    """The rows or the columns of a tensor, or of a file's slice of one; without either all of
-    it."""
-    if columns is not None:
-        return tensor[:, columns]
-    return tensor[rows if rows is not None else slice(None)]
+Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
+_ALL: Part = (slice(None),)
 
 
 class SafetensorsSource:
@@ -276,29 +273,29 @@ class SafetensorsSource:
     def _shape(self, stored: str) -> tuple[int, ...]:
         return tuple(self._slice(stored).get_shape())
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
-        """The tensor, or the part of it in these rows or columns; other bytes are not read."""
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
+        """The tensor, or a part of it; other bytes are not read."""
         stored, index = self._part_of[name]
         if not index:
-            return cut(self._slice(stored), rows, columns)
-        expert, own = index
-        rows = slice(own.start + rows.start, own.start + rows.stop) if rows is not None else own
-        columns = columns if columns is not None else slice(None)
-        return self._slice(stored)[expert : expert + 1, rows, columns][0]
+            return self._slice(stored)[part]
+        expert, of_expert = index
+        start, stop, _ = part[0].indices(of_expert.stop - of_expert.start)
+        rows = slice(of_expert.start + start, of_expert.start + stop)
+        return self._slice(stored)[(slice(expert, expert + 1), rows, *part[1:])][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored, index = self._part_of[name]
         shape = self._shape(stored)
-        return (index[1].stop - index[1].start, *shape[2:]) if index else shape
+        if not index:
+            return shape
+        return (index[1].stop - index[1].start, *shape[2:])
 
 
 def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """({tensor: file}, {file: handle}) of a folder, every file opened.
 
-    ValueError, with the file's name, where the folder holds no safetensors, or where its index or
-    one of them is damaged or lacks something.
+    ValueError, with the file's name, if the folder has no safetensors, or if its index or one of
+    them is damaged or incomplete.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
@@ -316,15 +313,9 @@ def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{index}: expected the name of a file for {name}, got {file!r:.80}")
-    gone = sorted(name for name in set(file_of.values()) if not (folder / name).is_file())
-    if gone:
-        raise ValueError(
-            f"{folder}: {SAFE_WEIGHTS_INDEX_NAME} names {', '.join(gone)}, and the folder lacks "
-            f"{'it' if len(gone) == 1 else 'them'}: copy or download the model again"
-        )
     opened = {name: open_safetensors(folder / name) for name in sorted(set(file_of.values()))}
-    held = {name: set(file.keys()) for name, file in opened.items()}
-    lost = sorted(name for name, file in file_of.items() if name not in held[file])
+    stored = {(file, name) for file, handle in opened.items() for name in handle.keys()}
+    lost = sorted(name for name, file in file_of.items() if (file, name) not in stored)
     if lost:
         raise ValueError(
             f"{folder / file_of[lost[0]]} lacks {lost[0]}, which {SAFE_WEIGHTS_INDEX_NAME} says it "
@@ -334,15 +325,15 @@ def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def shapes_of(hf_config: dict) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """(transformers' config, {name in its files: shape}) of the model that a config.json describes.
-    ValueError where transformers makes none of it."""
+    """(transformers' config, {name in its files: shape}) of the model of a config.json. ValueError
+    if transformers cannot make it."""
     import transformers
 
     try:
         hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(hf)
-    except Exception as error:  # whatever a made up config leads to in transformers
+    except Exception as error:  # of any kind, for an invented config
         words = f"transformers makes no model of this config.json: {describe_error(error)}"
         raise ValueError(words) from error
     # a source has both names of a tied head
@@ -351,23 +342,23 @@ def shapes_of(hf_config: dict) -> tuple[Any, dict[str, tuple[int, ...]]]:
 
 
 def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
-    """ValueError where a tensor of the source has another shape than config.json asks for. Reads
-    the headers of the files alone."""
-    names = source.names()
+    """ValueError if a tensor of the source has another shape than in the model of config.json.
+    Reads the headers of the files alone."""
     shapes = shapes_of(hf_config)[1]
-    for name in sorted(names & shapes.keys()):
-        if (got := source.shape(name)) != shapes[name]:
+    for name in sorted(source.names() & shapes.keys()):
+        got = source.shape(name)
+        if got != shapes[name]:
             raise ValueError(
                 f"{source.folder}: {name} has shape {got}, and config.json asks for "
                 f"{shapes[name]}: the weights do not belong to this config.json"
             )
 
 
-def check_loaded(origin: str, found: dict) -> None:
-    """ValueError for weights that transformers would replace by random ones. found: what
-    from_pretrained says of its files."""
-    wrong = [f"lacks {name}" for name in sorted(found["missing_keys"])]
-    for name, got, wanted in sorted(found["mismatched_keys"]):
+def check_loaded(origin: str, loading_info: dict) -> None:
+    """ValueError for weights that transformers would replace by random ones. loading_info: of
+    from_pretrained."""
+    wrong = [f"lacks {name}" for name in sorted(loading_info["missing_keys"])]
+    for name, got, wanted in sorted(loading_info["mismatched_keys"]):
         wrong.append(f"has {name} of shape {tuple(got)} instead of {tuple(wanted)}")
     if wrong:
         more = f", and {len(wrong) - 3} more" * (len(wrong) > 3)
@@ -378,8 +369,7 @@ def check_loaded(origin: str, found: dict) -> None:
 
 
 class InitSource:
-    """Freshly drawn tensors, each from a seed that its name in Hugging Face's files gives: the same
-    in any layout.
+    """Tensors drawn from a seed and their names in Hugging Face's files: the same in any layout.
 
     Matrices are normal with the config's initializer_range, norms 1 (0 if the model adds 1 to
     them), biases 0.
@@ -398,13 +388,15 @@ class InitSource:
     def _add_prediction_layer(self, layer: int, last_layer: str, hidden_size: int) -> None:
         """A layer for multi-token prediction: the tensors of the last decoder layer, three norms
         and a projection."""
-        own = f"model.layers.{layer}."
-        copied = [name for name in self._shapes if name.startswith(last_layer)]
-        for name in copied:
-            self._shapes[own + name.removeprefix(last_layer)] = self._shapes[name]
+        prefix = f"model.layers.{layer}."
+        self._shapes |= {
+            prefix + name.removeprefix(last_layer): shape
+            for name, shape in self._shapes.items()
+            if name.startswith(last_layer)
+        }
         for norm in ("enorm", "hnorm", "shared_head.norm"):
-            self._shapes[f"{own}{norm}.weight"] = (hidden_size,)
-        self._shapes[f"{own}eh_proj.weight"] = (hidden_size, 2 * hidden_size)
+            self._shapes[f"{prefix}{norm}.weight"] = (hidden_size,)
+        self._shapes[f"{prefix}eh_proj.weight"] = (hidden_size, 2 * hidden_size)
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -412,31 +404,30 @@ class InitSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
-        """float32; the whole tensor is drawn, whatever part of it is asked for."""
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
+        """A part of the tensor, float32; the whole tensor is drawn."""
         shape = self._shapes[name]
-        if len(shape) == 1:
-            full = torch.zeros(shape) if name.endswith("bias") else self._norm(shape)
-        else:
+        if len(shape) > 1:
             full = torch.empty(shape, device="cpu")
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
-        return cut(full, rows, columns)
+        elif name.endswith("bias"):
+            full = torch.zeros(shape)
+        else:
+            full = self._norm(shape)
+        return full[part]
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A CPU generator whose state depends on the seed and the name of a tensor, and on nothing
-    else."""
+    """A CPU generator with a state from the seed and the name of a tensor alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-# -- new tokens ------------------------------------------------------------------------------------
+# -- new tokens
 
-# A new row of embedding and head begins as the mean of the rows that the model has, in that matrix,
-# summed in float64 in the order of the file: the same in every layout and on both backends,
-# whatever else is drawn at random.
+# A new row of embedding and head starts as the mean of the matrix's rows, summed in float64 in the
+# order of the file: the same in every layout and on both backends, independent of other random
+# numbers.
 MEAN_ROWS = 4096  # of the matrix are in memory at a time
 
 
@@ -447,7 +438,7 @@ def mean_row(read: Callable[[slice], torch.Tensor], rows: int, dtype: torch.dtyp
 
 
 class GrownSource:
-    """A source whose matrices of the vocabulary have `vocab_size` rows."""
+    """A source with `vocab_size` rows in its matrices of the vocabulary, `names`."""
 
     def __init__(self, source, names: set[str], vocab_size: int):
         self._source = source
@@ -460,46 +451,45 @@ class GrownSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._source.shape(name)
-        return (self._vocab_size, *shape[1:]) if name in self._vocabulary else shape
+        if name in self._vocabulary:
+            shape = (self._vocab_size, *shape[1:])
+        return shape
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         if name not in self._vocabulary:
-            return self._source.read(name, rows=rows, columns=columns)
-        assert columns is None, f"{name}: tensor parallelism cuts the rows of the vocabulary"
-        start, stop, _ = (rows or slice(None)).indices(self._vocab_size)
+            return self._source.read(name, part)
+        assert len(part) == 1, f"{name}: tensor parallelism cuts the rows of the vocabulary"
+        start, stop, _ = part[0].indices(self._vocab_size)
         old = self._source.shape(name)[0]
-        value = self._source.read(name, rows=slice(min(start, old), min(stop, old)))
+        value = self._source.read(name, (slice(min(start, old), min(stop, old)),))
         new = max(stop - max(start, old), 0)
         if new == 0:
             return value
-        return torch.cat([value, self._mean(name, old, value.dtype).expand(new, -1)])
-
-    def _mean(self, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._means:
             source = self._source
-            self._means[name] = mean_row(lambda part: source.read(name, rows=part), rows, dtype)
-        return self._means[name]
+            self._means[name] = mean_row(lambda of: source.read(name, (of,)), old, value.dtype)
+        return torch.cat([value, self._means[name].expand(new, -1)])
 
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
     """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
-    old = model.get_input_embeddings().weight.shape[0]
-    both = (model.get_input_embeddings(), model.get_output_embeddings())
-    means = [mean_row(module.weight.detach().__getitem__, old, dtype) for module in both]
+
+    def matrices() -> list[torch.Tensor]:
+        both = (model.get_input_embeddings(), model.get_output_embeddings())
+        return [module.weight.detach() for module in both]
+
+    old = len(matrices()[0])
+    means = [mean_row(matrix.__getitem__, old, dtype) for matrix in matrices()]
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    both = (model.get_input_embeddings(), model.get_output_embeddings())  # new modules
-    with torch.no_grad():
-        for module, mean in zip(both, means, strict=True):
-            module.weight[old:] = mean.to(module.weight)
+    for matrix, mean in zip(matrices(), means, strict=True):
+        matrix[old:] = mean.to(matrix)
 
 
-# -- what no model reads ---------------------------------------------------------------------------
+# -- tensors that no model reads
 
 
 def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
-    """Whether no model here reads a tensor of a checkpoint: fill() skips it, and an export copies
+    """True if no model here reads a tensor of a checkpoint: fill() skips it, and an export copies
     it.
 
     Layers for multi-token prediction come after the decoder's; the first num_trained of them are
@@ -516,27 +506,28 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
 
 
 def original_of(source: str | None) -> SafetensorsSource | None:
-    """The safetensors of the model that another one was made from: a folder's, or those of the
-    hub's snapshot in the cache. None if they are gone."""
+    """The safetensors of a model's origin: of a folder, or of the hub's snapshot in the cache. None
+    if they are gone."""
     if not source:
         return None
     if not Path(source).is_dir():
         from huggingface_hub import snapshot_download
 
-        # its errors are of many kinds, and all say that it is not there
+        # errors of many kinds, all for a missing snapshot
         with contextlib.suppress(Exception):
             source = snapshot_download(source, local_files_only=True)
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    is_there = any((Path(source) / name).is_file() for name in names)
-    return SafetensorsSource(source) if is_there else None
+    if not any((Path(source) / name).is_file() for name in names):
+        return None
+    return SafetensorsSource(source)
 
 
 def carried_tensors(
     source: str | None, hf_config: dict, num_trained: int | None = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the source's tensors that is_unused says no model reads.
+    """(name, tensor) of the source's tensors that no model reads (is_unused).
 
-    Nothing if the source is gone; a warning then, if config.json says that there should be some.
+    Nothing if the source is gone; a warning then, if config.json names layers with such tensors.
     """
     tensors = original_of(source)
     if tensors is None:

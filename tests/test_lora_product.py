@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.lora_layers import LoraAdapter, LoraExperts, LoraSpec, attach_beside
+from mca_lite.lora_layers import LoraAdapter, LoraExperts, LoraSpec, attach
 from tests.shared import tiny, world
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
@@ -61,7 +61,7 @@ def test_an_update_below_the_last_digit_of_the_output_is_there_on_average():
     adapter = LoraAdapter(LoraSpec(rank=1, alpha=1), (("q",),), 256, (384,))
     x = torch.randn(512, 256).bfloat16()
     base = linear(x).float()
-    attach_beside(linear, adapter)
+    attach(linear, adapter)
     adapter.lora_A.normal_()
     adapter.lora_B_0.fill_(2.0**-16)
     small = (adapter(x).sign() * (linear(x).float() - base)).mean()
@@ -80,7 +80,7 @@ def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
     adapter, _ = adapter_of(NAMES["one"], None, spec)
     x = torch.randn(4, 12).to(dtype)
     base = linear(x)
-    attach_beside(linear, adapter)
+    attach(linear, adapter)
     if why == "switched off":
         adapter.enabled = False
         assert torch.equal(linear(x), base)
@@ -98,7 +98,7 @@ def test_a_weight_that_is_replaced_after_a_product_is_the_one_of_the_next():
         Linear(12, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in "ab"
     )
     for linear in (one, other):
-        attach_beside(linear, adapter_of(NAMES["one"], None)[0])
+        attach(linear, adapter_of(NAMES["one"], None)[0])
     x = torch.randn(5, 12).bfloat16()
     one(x)  # moves the weight into the memory that has room for B beside it
     one.weight.data = other.weight.data.clone()

@@ -485,8 +485,9 @@ def test_weights_from_scratch_have_the_distribution_that_the_config_asks_for():
     assert not any(torch.equal(source.read(name), other.read(name)) for name in matrices)
     for name in source.names() - set(matrices):
         assert (source.read(name) == (0.0 if name.endswith(".bias") else 1.0)).all(), name
-    assert torch.equal(source.read(EMBEDDING, rows=slice(3, 9)), source.read(EMBEDDING)[3:9])
-    assert torch.equal(source.read(EMBEDDING, columns=slice(3, 9)), source.read(EMBEDDING)[:, 3:9])
+    rows, columns = (slice(3, 9),), (slice(None), slice(3, 9))
+    assert torch.equal(source.read(EMBEDDING, rows), source.read(EMBEDDING)[3:9])
+    assert torch.equal(source.read(EMBEDDING, columns), source.read(EMBEDDING)[:, 3:9])
 
 
 # -- query groups ----------------------------------------------------------------------------------
@@ -512,8 +513,8 @@ def test_parts_of_qkv_join_to_the_whole_with_fewer_groups_than_ranks(tp, width):
         def shape(self, name):
             return tuple(self.tensors[name].shape)
 
-        def read(self, name, rows):
-            return self.tensors[name][rows]
+        def read(self, name, part):
+            return self.tensors[name][part]
 
     row = Row("linear_qkv", ("q", "k", "v"), "qkv")
     parts = [weights_convert.read_part(row, None, Source(), config, rank) for rank in range(tp)]
@@ -540,22 +541,21 @@ def test_the_parts_that_ranks_read_join_and_split_into_the_tensors_of_the_files(
     from types import SimpleNamespace
 
     from mca_lite.families import Row
-    from mca_lite.weights_convert import _split, read_part
+    from mca_lite.weights_convert import read_part, split
 
     config = SimpleNamespace(
         num_attention_heads=8, num_query_groups=4, kv_channels=2, tensor_model_parallel_size=tp
     )
     held = {str(i): torch.randn(n, 12) for i, n in enumerate(rows)}
     source = SimpleNamespace(
-        shape=lambda name: tuple(held[name].shape),
-        read=lambda name, rows=slice(None), columns=slice(None): held[name][rows, columns],
+        shape=lambda name: tuple(held[name].shape), read=lambda name, part: held[name][part]
     )
     row = Row("module.weight", tuple(held), kind, fused=fused)
     ranks = range(1 if row.axis is None else tp)  # of what is not cut each rank has the whole
     parts = [read_part(row, None, source, config, rank) for rank in ranks]
     assert len({part.shape for part in parts}) == 1
     whole = torch.cat(parts, row.axis or 0)
-    found = dict(_split(row, None, whole, config))
+    found = dict(split(row, None, whole, config))
     assert found.keys() == held.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
 
