@@ -59,34 +59,34 @@ _LAYERS = "decoder.layers.{}."
 _HF_LAYERS = "model.layers.{}."
 
 
-def _row(ours: str, theirs: str, kind: str, of: str = "weight", **more) -> Row:
+def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
     """A row of a decoder layer: megatron's module, and Hugging Face's modules by spaces."""
-    hf = tuple(f"{_HF_LAYERS}{name}.{of}" for name in theirs.split())
-    return Row(f"{_LAYERS}{ours}.{of}", hf, kind, **more)
+    hf = tuple(f"{_HF_LAYERS}{name}.{of}" for name in modules.split())
+    return Row(f"{_LAYERS}{mca}.{of}", hf, kind, **more)
 
 
 def attention(bias=False, norm=False, norm_kind="copy", fused=False):
     """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
     norm over all heads."""
-    ours = "self_attention."
+    mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
     if fused:
         qkv = f"{hf}qkv_proj"
-    yield _row(ours + "linear_qkv", qkv, "qkv", fused=fused)
+    yield _row(mca + "linear_qkv", qkv, "qkv", fused=fused)
     if bias:
-        yield _row(ours + "linear_qkv", qkv, "qkv", of="bias", when=bias)
+        yield _row(mca + "linear_qkv", qkv, "qkv", of="bias", when=bias)
     if norm:
-        yield _row(ours + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
-        yield _row(ours + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
-    yield _row(ours + "linear_proj", hf + "o_proj", "row")
+        yield _row(mca + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
+        yield _row(mca + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
+    yield _row(mca + "linear_proj", hf + "o_proj", "row")
 
 
 def latent_attention():
     """Rows of multi-latent attention; queries have one matrix, or two with a norm between them."""
 
-    def row(ours, theirs, kind, **more):
-        return _row(f"self_attention.{ours}", f"self_attn.{theirs}", kind, **more)
+    def row(mca, modules, kind, **more):
+        return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)
 
     yield row("linear_q_proj", "q_proj", "column", when="not q_lora_rank")
     yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, when="q_lora_rank")
@@ -98,11 +98,11 @@ def latent_attention():
     yield row("linear_proj", "o_proj", "row")
 
 
-def mlp_rows(hf="mlp.", ours="mlp.", fused=False, **more):
+def mlp_rows(hf="mlp.", mca="mlp.", fused=False, **more):
     """Rows of an MLP. more: fields of Row, such as its layers."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
-    yield _row(ours + "linear_fc1", gate_up, "gated", fused=fused, **more)
-    yield _row(ours + "linear_fc2", hf + "down_proj", "row", **more)
+    yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    yield _row(mca + "linear_fc2", hf + "down_proj", "row", **more)
 
 
 def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
@@ -111,20 +111,20 @@ def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
     bias = (f"{_HF_LAYERS}{hf}gate.e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
     yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
-    ours = "mlp.experts.[]."
+    mca = "mlp.experts.[]."
     hf = hf + "experts.[]."
-    yield _row(ours + "linear_fc1", f"{hf}{gate} {hf}{up}", "gated", layers="moe")
-    yield _row(ours + "linear_fc2", hf + down, "row", layers="moe")
+    yield _row(mca + "linear_fc1", f"{hf}{gate} {hf}{up}", "gated", layers="moe")
+    yield _row(mca + "linear_fc2", hf + down, "row", layers="moe")
 
 
 def shared_expert_rows(name, gate=None):
     """Rows of shared experts. gate: Hugging Face's module for the weight of their output."""
-    ours = "mlp.shared_experts."
+    mca = "mlp.shared_experts."
     more = dict(layers="moe", when="moe_shared_expert_intermediate_size")
-    yield from mlp_rows(f"mlp.{name}.", ours, **more)
+    yield from mlp_rows(f"mlp.{name}.", mca, **more)
     if gate:
         hf = (f"{_HF_LAYERS}mlp.{gate}.weight",)
-        yield Row(f"{_LAYERS}{ours}gate_weight", hf, "copy", **more)
+        yield Row(f"{_LAYERS}{mca}gate_weight", hf, "copy", **more)
 
 
 # HF's names of a layer's norms: before attention, of its output, before the MLP, of its output
@@ -168,15 +168,15 @@ PREDICTION_LAYERS = "mtp.layers.{}."
 
 def prediction_rows(decoder_rows):
     """Rows of multi-token prediction layers: a decoder layer each, with norms and projection."""
-    ours = PREDICTION_LAYERS
+    mca = PREDICTION_LAYERS
     hf = _HF_LAYERS
-    yield Row(ours + "enorm.weight", (hf + "enorm.weight",), "copy")
-    yield Row(ours + "hnorm.weight", (hf + "hnorm.weight",), "copy")
-    yield Row(ours + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
+    yield Row(mca + "enorm.weight", (hf + "enorm.weight",), "copy")
+    yield Row(mca + "hnorm.weight", (hf + "hnorm.weight",), "copy")
+    yield Row(mca + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
     for row in decoder_rows:
         if row.mca.startswith(_LAYERS):
-            yield replace(row, mca=row.mca.replace(_LAYERS, ours + "transformer_layer."))
-    yield Row(ours + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
+            yield replace(row, mca=row.mca.replace(_LAYERS, mca + "transformer_layer."))
+    yield Row(mca + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
 
 
 def dense_rows(norms=PRE_NORMS, **of_attention):
@@ -286,10 +286,10 @@ class Family:
     def values(self, hf) -> dict[str, Any]:
         """The McaModelConfig fields from a transformers config object."""
         values = _CONSTANTS | self.constants
-        for theirs, ours in (DENSE_CONFIG | self.config).items():
-            value = getattr(hf, theirs, None)
+        for key, name in (DENSE_CONFIG | self.config).items():
+            value = getattr(hf, key, None)
             if value is not None:
-                values[ours] = value
+                values[name] = value
         values.update(self.derived(hf))
         if not values.get("num_moe_experts"):
             # megatron refuses fields about experts for a dense model
@@ -335,7 +335,7 @@ class Family:
         judge.close()
 
 
-# -- what several families share
+# -- shared by several families
 
 _GEMMA = {"activation_func": _GELU, "layernorm_zero_centered_gamma": True, "post_norms": True}
 _GEMMA_REFUSALS = (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL)

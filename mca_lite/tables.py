@@ -298,6 +298,10 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 
+def _describe_nothing(keys: Any) -> str:
+    return ""
+
+
 @dataclass(kw_only=True)
 class Objective:
     """One row of OBJECTIVES.
@@ -317,7 +321,7 @@ class Objective:
     keys: tuple[str, ...] = ()
     check_keys: Callable[[Any, Judge], None] | None = None
     check_run: Callable[[Any, Judge], None] | None = None
-    describe: Callable[[Any], str] = lambda keys: ""
+    describe: Callable[[Any], str] = _describe_nothing
     help: str = ""
 
     def __post_init__(self) -> None:
