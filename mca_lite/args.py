@@ -208,7 +208,7 @@ class TrainingArguments(ArgumentGroup):
 
     The constructor takes output_dir and keywords, and raises ConfigError (a ValueError) that lists
     all problems. Under torchrun the layout must divide the world. `gradient_accumulation_steps`,
-    `per_device_eval_batch_size`, `eval_steps`, `recompute_method` and `recompute_num_layers` hold
+    `per_device_eval_batch_size`, `eval_steps`, `recompute_method` and `recompute_num_layers` are
     the values in effect afterwards; `resume_from_checkpoint` is None, "auto" or a path.
     """
 
@@ -580,7 +580,7 @@ class RunArguments:
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
-        """The five groups, in the order in which they are written to a file."""
+        """The five groups, in the order of a saved file."""
         return self.model, self.finetuning, self.data, self.training, self.backend
 
     def to_dict(self) -> dict[str, Any]:
@@ -641,16 +641,16 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         print(format_help())
         raise SystemExit(0)
     given, problems = read_words(argv)
-    own, ignored = own_keys(given, problems)
+    keys, ignored = known_keys(given, problems)
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
         raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
-    backend = UseMcaArguments.read(own, judge)
+    backend = UseMcaArguments.read(keys, judge)
     judge.arguments = run = RunArguments(
-        ModelArguments.read(own, judge),
-        DataArguments.read(own, judge),
-        FinetuningArguments.read(own, judge),
-        TrainingArguments.read(own, judge, backend.use_mca),
+        ModelArguments.read(keys, judge),
+        DataArguments.read(keys, judge),
+        FinetuningArguments.read(keys, judge),
+        TrainingArguments.read(keys, judge, backend.use_mca),
         backend,
     )
     model = run.model
@@ -663,7 +663,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         check_world(run.training, judge)
     run.data.resolve(judge)
     run.finetuning.resolve(judge)
-    run.warnings = [*ignored, *check_run(run, own, judge)]
+    run.warnings = [*ignored, *check_run(run, keys, judge)]
     if run.model_config:
         # a degree may fit neither the number of processes nor the model: both problems are shown
         judge.bad.discard("tensor_model_parallel_size")
@@ -743,28 +743,28 @@ def _word_value(text: str) -> str | None:
     return text
 
 
-def own_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """(this package's keys by their names, notes about keys without effect); adds Problems."""
-    own = {}
+def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
+    """(values by the names of FIELDS, notes about keys without effect); adds Problems."""
+    keys: dict[str, Any] = {}
     ignored = []
     for name, value in values.items():
         key = ALIASES.get(name, name)
         reason = lookup(IGNORED_KEYS, name)
-        if key in own:
+        if key in keys:
             same = f"{key} is given too, and means the same"
             problems.append(Problem(name, value, same, f"only {key}"))
         elif key in FIELDS:
-            own[key] = value
+            keys[key] = value
         elif name in SWITCHES:
             continue  # the key of a switch may come later
         elif reason:
             ignored.append(f"{name} ({reason})")
         elif refused := _refuse_key(name, value):
             problems.append(refused)
-    notes = _turn_switches(values, own, problems)
+    notes = _turn_switches(values, keys, problems)
     if ignored:
         notes.append("these keys have no effect: " + ", ".join(ignored))
-    return own, notes
+    return keys, notes
 
 
 def _refuse_key(name: str, value: Any) -> Problem | None:
@@ -773,15 +773,15 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
         refused = unsupported(name, value)
         return Problem(name, value, *refused) if refused else None
     if isinstance(value, dict):
-        flat = f"its keys without {name}: above them, each in a line of its own"
+        flat = f"its keys without {name}: one level up, each on a separate line"
         return Problem(name, None, _IN_GROUPS, flat)
     near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
     [remedy] = near or ["one of the keys that --help lists"]
     return Problem(name, value, "no such key", HINTS.get(name, remedy))
 
 
-def _turn_switches(values: dict[str, Any], own: dict[str, Any], problems: list) -> list[str]:
-    """Set the unset keys of SWITCHES that are on -> a note about each."""
+def _turn_switches(values: dict[str, Any], keys: dict[str, Any], problems: list) -> list[str]:
+    """Set the keys of switches, unless they have a value -> a note about each."""
     notes = []
     for name in filter(values.__contains__, SWITCHES):
         key, setting = SWITCHES[name]
@@ -790,8 +790,8 @@ def _turn_switches(values: dict[str, Any], own: dict[str, Any], problems: list) 
         except ValueError as error:
             problems.append(Problem(name, values[name], str(error), f"{key}: {setting}"))
             continue
-        if is_on and own.get(key) is None:
-            own[key] = setting
+        if is_on and keys.get(key) is None:
+            keys[key] = setting
             notes.append(f"{name} is {key}: {setting} here")
     return notes
 

@@ -1,11 +1,14 @@
-"""Aliases, unsupported keys and ignored keys; keys that have an effect are fields in args.py."""
+"""Tables of keys without an effect: aliases, unsupported and ignored keys, hints.
+
+Keys with an effect are fields in args.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any, NamedTuple
 
-# Other people's names for our keys.
+# Names of other trainers -> keys of this package.
 ALIASES = {
     "interleave_probs": "mix_weights",
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
@@ -17,15 +20,14 @@ ALIASES = {
     "optimizer": "optim",
 }
 
-# Switches of other trainers -> the key that each one sets where it is true, and its value.
+# Switches of other trainers -> the key set by each one, and its value.
 SWITCHES = dict.fromkeys(
     ("gradient_checkpointing", "activation_checkpointing"), ("recompute_granularity", "full")
 )
 
-# Keys that are known and not in this version: (what they would need, the nearest way; "" for the
-# key left out) -> the keys. A key takes None, and the value behind its =, which is its default
-# elsewhere; without one it takes false, 0 and nothing. A name that ends in * stands for all keys
-# that begin so. A version that learns a key takes it out.
+# Known keys without support: (the missing feature, the nearest way; "" for the key left out) -> the
+# keys. None is accepted, and the value after =, the default elsewhere; without one false, 0 and
+# nothing. A * at the end stands for every ending.
 _REFUSED_BY_REASON = {
     ("a reference with adapters of its own or quantised weights", ""): "ref_model_*",
     ("the loss of a binary classifier", ""): "pref_bco_weight",
@@ -123,30 +125,25 @@ _REFUSED_BY_REASON = {
     ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
     ("debugging aids of transformers", ""): "debug",
 }
-# Keys of files that train nothing: what training needs is not asked of these.
+# Keys of files without training: keys required for training are not required beside these.
 NOT_OF_TRAINING = ("export_dir",)
 
 
 class Refused(NamedTuple):
-    """Why a key is not taken, what to write instead, and its default where that is not "off"."""
+    """Why a key is refused, what to write instead, and its default unless that is "off"."""
 
     reason: str
     remedy: str
-    default: str | None
+    default: str
 
 
-def _refused_keys() -> dict[str, Refused]:
-    rows = {}
-    for (reason, remedy), keys in _REFUSED_BY_REASON.items():
-        for word in keys.split():
-            key, equals, default = word.partition("=")
-            rows[key] = Refused(reason, remedy, default if equals else None)
-    return rows
+UNSUPPORTED = {
+    word.partition("=")[0]: Refused(reason, remedy, word.partition("=")[2])
+    for (reason, remedy), keys in _REFUSED_BY_REASON.items()
+    for word in keys.split()
+}
 
-
-UNSUPPORTED = _refused_keys()
-
-# Keys of LLaMA-Factory and Hugging Face that have no meaning here, and why.
+# Keys of LLaMA-Factory and Hugging Face without a meaning here, by reason.
 _IGNORED_BY_REASON = {
     "the model's config.json decides it": "multi_latent_attention",
     "the chat template decides it": "tool_format",
@@ -225,7 +222,7 @@ _IGNORED_BY_REASON = {
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
 
-# Values of other trainers that a key does not take: why, and what to write.
+# Unsupported values of other trainers: key -> value -> (reason, what to write).
 FOREIGN_VALUES = {
     "stage": {
         "rm": (
@@ -258,86 +255,61 @@ _OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
 _OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
 _OF_THE_DATASET = "dataset_dir: <a folder>, whose dataset_info.json has "
 
-# What to say about keys that are no keys here although they read like some.
-HINTS = {
-    "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size: "
-    "<layers / (pipeline size x this)>",
-    "micro_batch_size": "per_device_train_batch_size",
-    "train_iters": "max_steps",
-    "lr": "learning_rate",
-    "use_ref_model": "ref_model",
-    # TRL's
-    "beta": "pref_beta",
-    "loss_type": "pref_loss",
-    "label_smoothing": "dpo_label_smoothing",
-    "precompute_ref_log_probs": "ref_model: cached",
-    "completion_only_loss": "train_on_prompt: false, which is the default",
-    "assistant_only_loss": "train_on_prompt: false, which is the default",
-    "dataset_name": "dataset",
-    "use_peft": "finetuning_type: lora",
-    "lora_r": "lora_rank",
-    "lora_target_modules": "lora_target",
-    "lora_modules_to_save": "modules_to_save",
-    "rpo_alpha": "pref_ftx",
-    "max_prompt_length": "cutoff_len",
-    "max_completion_length": "cutoff_len",
-    "dataset_num_proc": "preprocessing_num_workers",
-    "chat_template_path": "chat_template",
-    "dataset_text_field": _OF_THE_DATASET + "columns",
-    "packing_strategy": "packing",
-    "padding_free": "packing",
-    "use_packed_sequences": "packing",
-    "dataset_config": _OF_THE_DATASET + "subset",
-    "dataset_train_split": _OF_THE_DATASET + "split",
-    "dataset_test_split": "eval_dataset: <a name>, with split in dataset_info.json",
-    "dataset_streaming": "streaming: true",
-    "shuffle_dataset": "disable_shuffling: false, which is the default",
-    "lora_target_parameters": "lora_target",
-    "eval_packing": "packing",
-    "eos_token": _OF_THE_TOKENIZER,
-    "pad_token": _OF_THE_TOKENIZER,
-    "disable_dropout": "hidden_dropout: 0, attention_dropout: 0",
-    "attn_implementation": "transformer_impl",
-    "load_in_4bit": "finetuning_type: lora, and bf16: true",
-    "load_in_8bit": "finetuning_type: lora, and bf16: true",
-    # transformers' run_clm.py
-    "train_file": "dataset",
-    "validation_file": "eval_dataset",
-    "validation_split_percentage": "val_size: 0.05",
-    "block_size": "cutoff_len",
-    "torch_dtype": "bf16: true",
-    "mixed_precision": "bf16: true",
-    "dtype": "bf16: true",
-    "max_train_samples": "max_samples",
-    "max_eval_samples": "max_samples",
-    "model_type": _OF_THE_MODEL,
-    "config_name": _OF_THE_MODEL,
-    "tokenizer_name": _OF_THE_TOKENIZER,
-    "dataset_config_name": _OF_THE_DATASET + "subset",
-    # megatron's
-    "min_lr": "lr_scheduler_kwargs: {min_lr: 1e-6}",
-    "lr_decay_style": "lr_scheduler_type",
-    "lr_warmup_fraction": "warmup_ratio",
-    "lr_warmup_iters": "warmup_steps",
-    "seq_length": "cutoff_len",
-    "load": "model_name_or_path",
-    "save": "output_dir",
-    "data_path": "dataset",
-    "clip_grad": "max_grad_norm",
-    "log_interval": "logging_steps",
-    "recompute_activations": "recompute_granularity: selective",
-    "use_flash_attn": "transformer_impl",
-    "save_interval": "save_steps",
-    "eval_interval": "eval_steps",
-    "tokenizer_type": _OF_THE_TOKENIZER,
-    "num_layers": _OF_THE_MODEL,
-    "hidden_size": _OF_THE_MODEL,
-    "max_seq_length": "cutoff_len",
+# Names of other trainers (TRL, transformers, megatron) by what to write in their place.
+_HINTS_BY_REMEDY = {
+    "virtual_pipeline_model_parallel_size: <layers / (pipeline size x "
+    "this)>": "num_layers_per_virtual_pipeline_stage",
+    "per_device_train_batch_size": "micro_batch_size",
+    "max_steps": "train_iters",
+    "learning_rate": "lr",
+    "ref_model": "use_ref_model",
+    "pref_beta": "beta",
+    "pref_loss": "loss_type",
+    "dpo_label_smoothing": "label_smoothing",
+    "ref_model: cached": "precompute_ref_log_probs",
+    "train_on_prompt: false, which is the default": "completion_only_loss assistant_only_loss",
+    "dataset": "dataset_name train_file data_path",
+    "finetuning_type: lora": "use_peft",
+    "lora_rank": "lora_r",
+    "lora_target": "lora_target_modules lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "pref_ftx": "rpo_alpha",
+    "cutoff_len": "max_prompt_length max_completion_length block_size seq_length max_seq_length",
+    "preprocessing_num_workers": "dataset_num_proc",
+    "chat_template": "chat_template_path",
+    _OF_THE_DATASET + "columns": "dataset_text_field",
+    "packing": "packing_strategy padding_free use_packed_sequences eval_packing",
+    _OF_THE_DATASET + "subset": "dataset_config dataset_config_name",
+    _OF_THE_DATASET + "split": "dataset_train_split",
+    "eval_dataset: <a name>, with split in dataset_info.json": "dataset_test_split",
+    "streaming: true": "dataset_streaming",
+    "disable_shuffling: false, which is the default": "shuffle_dataset",
+    _OF_THE_TOKENIZER: "eos_token pad_token tokenizer_name tokenizer_type",
+    "hidden_dropout: 0, attention_dropout: 0": "disable_dropout",
+    "transformer_impl": "attn_implementation use_flash_attn",
+    "finetuning_type: lora, and bf16: true": "load_in_4bit load_in_8bit",
+    "eval_dataset": "validation_file",
+    "val_size: 0.05": "validation_split_percentage",
+    "bf16: true": "torch_dtype mixed_precision dtype",
+    "max_samples": "max_train_samples max_eval_samples",
+    _OF_THE_MODEL: "model_type config_name num_layers hidden_size",
+    "lr_scheduler_kwargs: {min_lr: 1e-6}": "min_lr",
+    "lr_scheduler_type": "lr_decay_style",
+    "warmup_ratio": "lr_warmup_fraction",
+    "warmup_steps": "lr_warmup_iters",
+    "model_name_or_path": "load",
+    "output_dir": "save",
+    "max_grad_norm": "clip_grad",
+    "logging_steps": "log_interval",
+    "recompute_granularity: selective": "recompute_activations",
+    "save_steps": "save_interval",
+    "eval_steps": "eval_interval",
 }
+HINTS = {key: remedy for remedy, keys in _HINTS_BY_REMEDY.items() for key in keys.split()}
 
 
 def lookup(table: dict[str, Any], key: str) -> Any:
-    """The table's row for a key, exact or by a prefix that ends in *; None where there is none."""
+    """The table's row for a key, exact or by a prefix with *; None for an unknown key."""
     if key in table:
         return table[key]
     return next(
@@ -347,7 +319,7 @@ def lookup(table: dict[str, Any], key: str) -> Any:
 
 
 def unsupported(key: str, value: Any) -> tuple[str, str] | None:
-    """Why this version does not take a value for a key, and what to write; None where it does."""
+    """Why a value of a key is refused, and what to write; None for an accepted one."""
     row = lookup(UNSUPPORTED, key)
     text = "" if value is None else str(value).strip().lower()
     if row is None or text in ("", "none", "null", "[]", "{}", row.default):

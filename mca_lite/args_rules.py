@@ -107,7 +107,7 @@ _RUN = (
 
 
 def check_named(judge: Judge) -> None:
-    """Check that DataArguments name some data."""
+    """Check DataArguments for data."""
     judge.apply(_NAMED)
 
 
@@ -123,7 +123,7 @@ def check_records(objective: Objective, judge: Judge) -> None:
 
 
 def normalise_data(a: Any) -> None:
-    """Make a val_size that counts samples an int."""
+    """Make val_size an int if it is a count."""
     if a.val_size >= 1 and float(a.val_size).is_integer():
         a.val_size = int(a.val_size)
 
@@ -148,7 +148,7 @@ def check_data(a: Any, judge: Judge) -> None:
     reason = "no effect, since streaming is false"
     if a.streaming:
         idle = {"preprocessing_num_workers", "overwrite_cache"}
-        reason = "no effect on what is streamed"
+        reason = "no effect on streamed data"
     a.notes += [f"{key}: {reason}" for key in a.changed if key in idle]
 
 
@@ -396,7 +396,7 @@ def _is_match(target: str, candidate) -> bool:
 
 
 def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
-    """Check that the modules of a folder's adapter, the targets of `spec`, are the model's."""
+    """Check the modules of a folder's adapter, the targets of `spec`, against the model's."""
     modules = {c.hf for c in candidates}
     unknown = [name for name in spec.targets if name not in modules]
     if unknown or not spec.targets:
@@ -411,7 +411,7 @@ def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
 
 
 def check_single_experts(spec, candidates: list, judge: Judge) -> None:
-    """Check that targets mean all experts of a layer, or none."""
+    """Check for targets on some experts of a layer only."""
     chosen = set(spec.modules)
     projections = dict[str, set[str]]()
     for candidate in candidates:
@@ -431,7 +431,7 @@ def is_saved(module: str, spec) -> bool:
 
 
 def check_saved(spec, weights: Iterable, judge: Judge) -> None:
-    """Check that each of modules_to_save is a weight (lora.Weight) that can be trained."""
+    """Check modules_to_save against the trainable weights (lora.Weight) of the model."""
     key = "modules_to_save"
     names = list(spec.modules_to_save)
     unused = set(names)
@@ -464,7 +464,7 @@ def check_saved(spec, weights: Iterable, judge: Judge) -> None:
 
 
 def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -> None:
-    """Check that modules_to_save trains the rows of new tokens beside adapters."""
+    """Check modules_to_save for the rows of new tokens beside adapters."""
     saved = list(modules_to_save or ())
     key = "modules_to_save"
     lacking = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in saved)]
@@ -553,7 +553,7 @@ def _check_fused(spec, model_type: str, rows, candidates: list, judge: Judge) ->
 
 
 def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_model") -> None:
-    """Check that an adapter can be merged: it is not on one side of a tied embedding."""
+    """Refuse to merge an adapter on one side of a tied embedding."""
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     if one_sided and is_tied:
         remedy = f"take it out of lora_target, or set {key}: false"

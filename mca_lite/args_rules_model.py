@@ -73,8 +73,8 @@ def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
     """The fields of McaModelConfig for rules, from a config.json or an mca_config.json. None: not
     known, and no rule about it applies."""
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
-    for field, theirs in _IN_CONFIG_JSON.items():
-        known = (values[name] for name in (field, *theirs.split()) if name in values)
+    for field, names in _IN_CONFIG_JSON.items():
+        known = (values[name] for name in (field, *names.split()) if name in values)
         setattr(numbers, field, next((value for value in known if isinstance(value, int)), None))
     family = _family_of(numbers)
     if family is not None and numbers.qk_norm_over_heads is None:
@@ -181,9 +181,11 @@ def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
     if family is not None and not family.prediction_layers:
         names = ", ".join(name for name, other in FAMILIES.items() if other.prediction_layers)
         reason = f"{m.hf_model_type} has no layers for multi-token prediction ({names} have)"
-        for key, plain in {"mtp_num_layers": (None, 0), "mtp_loss_scaling_factor": (0.1,)}.items():
-            if getattr(a, key) not in plain:
-                judge.refuse(f"{key} mtp_num_layers", reason, f"{key} left out")
+        if a.mtp_num_layers:
+            judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
+        if a.mtp_loss_scaling_factor != 0.1:
+            key = "mtp_loss_scaling_factor"
+            judge.refuse(f"{key} mtp_num_layers", reason, f"{key} left out")
     elif a.mtp_num_layers and m.tie_embeddings_and_output_weights:
         reason = "it is not supported for a model whose embedding is its head"
         judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
@@ -205,8 +207,9 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
         cut["channels of all queries"] = heads * channels
         cut["channels of queries, keys and values"] = (heads + 2 * groups) * channels
     sizes = {name: (size or 0) / tp for name, size in cut.items()}
-    sizes["channels of the hidden state"] = hidden or 0
     odd = [f"{size:g} {name}" for name, size in sizes.items() if size % 16]
+    if hidden and hidden % 16:
+        odd.append(f"hidden size {hidden}")
     if odd:
         reason = f"8-bit products need sizes that 16 divides, and a rank has {', '.join(odd)}"
         judge.refuse("fp8 tensor_model_parallel_size", reason, "fp8 left out")

@@ -430,14 +430,14 @@ def _other_source(name: str, value: Any, a: Any) -> tuple[str, str]:
     if row := lookup(UNSUPPORTED, name):
         return f"not in this version: {row.reason}", row.remedy or left_out
     if name in of_model:
-        theirs = of_model[name]
-        remedy = f"{theirs} in the model's config.json" if theirs else left_out
+        key = of_model[name]
+        remedy = f"{key} in the model's config.json" if key else left_out
         return "the model's config.json decides it", remedy
     if reason := lookup(IGNORED_KEYS, name):
         return reason, left_out
     if name in DERIVED_FIELDS.split():
         return "it follows from other keys", left_out
-    return "it would change what the model computes, or has no effect here", left_out
+    return "it would change the model's results, or has no effect here", left_out
 
 
 # -- the schedule of the learning rate

@@ -1,8 +1,7 @@
-"""The table of model families: how a Hugging Face config and its weights become megatron's, and
-back.
+"""The table of model families: names of weights and config keys in Hugging Face and megatron.
 
-A family is a few rows (families.py says what a row is), a few config keys, and what of a
-config.json it cannot honour. `get_family` and `rows_of` are what the rest of the package reads.
+A Family has rows (one megatron tensor and its HF tensors each), config keys, and refusals of
+unsupported values in a config.json. `get_family` and `rows_of` read the table.
 """
 
 import functools
@@ -18,26 +17,26 @@ from .errors import Judge
 
 @dataclass(frozen=True)
 class Row:
-    """One megatron tensor and the HF tensors that it is made of."""
+    """One megatron tensor and its HF tensors."""
 
     mca: str
     hf: tuple[str, ...]
     kind: str
-    layers: str = "all"  # or those that are "dense", or "moe": a mixture of experts
-    # or the config's field that must be set (after "not": must not) for the tensor to be there
+    layers: str = "all"  # or "dense", or "moe": layers with a mixture of experts
+    # True, or a condition for the tensor: a config field, set (or, after "not", unset)
     when: str | bool = True
-    expert: int | None = None  # its number in the layer
-    fused: bool = False  # the one HF tensor holds all parts
-    linear: bool = False  # of kind copy: it is a matrix that others would cut
+    expert: int | None = None  # index of the expert in the layer
+    fused: bool = False  # one HF tensor with all parts
+    linear: bool = False  # of kind copy: a matrix, here on every rank
 
     @property
     def axis(self) -> int | None:
-        """The axis that tensor parallelism cuts, None where it cuts none."""
+        """The axis cut by tensor parallelism, or None."""
         return {"copy": None, "row": 1}.get(self.kind, 0)
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the matrix of a linear or an embedding, which can have an adapter."""
+        """True for the matrix of a linear or an embedding: adapters are possible on it."""
         if not self.mca.endswith(".weight"):
             return False
         if self.kind == "copy":
@@ -45,14 +44,14 @@ class Row:
         return "layernorm" not in self.mca
 
     def is_there(self, config) -> bool:
-        """Whether a model has the tensor. config: anything with McaModelConfig's fields."""
+        """True if a model has the tensor. config: any object with McaModelConfig's fields."""
         if isinstance(self.when, bool):
             return self.when
         field = self.when.removeprefix("not ")
         return bool(getattr(config, field, None)) != self.when.startswith("not ")
 
     def is_in(self, is_moe_layer: bool) -> bool:
-        """Whether a layer of that kind has the tensor."""
+        """True if a layer of this kind has the tensor."""
         return self.layers == "all" or (self.layers == "moe") == is_moe_layer
 
 
@@ -60,33 +59,34 @@ _LAYERS = "decoder.layers.{}."
 _HF_LAYERS = "model.layers.{}."
 
 
-def _row(ours: str, theirs: str, kind: str, of: str = "weight", **more) -> Row:
+def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
     """A row of a decoder layer: megatron's module, and Hugging Face's modules by spaces."""
-    hf = tuple(f"{_HF_LAYERS}{name}.{of}" for name in theirs.split())
-    return Row(f"{_LAYERS}{ours}.{of}", hf, kind, **more)
+    hf = tuple(f"{_HF_LAYERS}{name}.{of}" for name in modules.split())
+    return Row(f"{_LAYERS}{mca}.{of}", hf, kind, **more)
 
 
 def attention(bias=False, norm=False, norm_kind="copy", fused=False):
-    """bias, norm: True, or the config field that says so. norm_kind: column for all heads."""
-    ours = "self_attention."
+    """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
+    norm over all heads."""
+    mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
     if fused:
         qkv = f"{hf}qkv_proj"
-    yield _row(ours + "linear_qkv", qkv, "qkv", fused=fused)
+    yield _row(mca + "linear_qkv", qkv, "qkv", fused=fused)
     if bias:
-        yield _row(ours + "linear_qkv", qkv, "qkv", of="bias", when=bias)
+        yield _row(mca + "linear_qkv", qkv, "qkv", of="bias", when=bias)
     if norm:
-        yield _row(ours + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
-        yield _row(ours + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
-    yield _row(ours + "linear_proj", hf + "o_proj", "row")
+        yield _row(mca + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
+        yield _row(mca + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
+    yield _row(mca + "linear_proj", hf + "o_proj", "row")
 
 
 def latent_attention():
-    """Multi-latent attention; queries have one matrix, or two with a norm between them."""
+    """Rows of multi-latent attention; queries have one matrix, or two with a norm between them."""
 
-    def row(ours, theirs, kind, **more):
-        return _row(f"self_attention.{ours}", f"self_attn.{theirs}", kind, **more)
+    def row(mca, modules, kind, **more):
+        return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)
 
     yield row("linear_q_proj", "q_proj", "column", when="not q_lora_rank")
     yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, when="q_lora_rank")
@@ -98,37 +98,36 @@ def latent_attention():
     yield row("linear_proj", "o_proj", "row")
 
 
-def mlp_rows(hf="mlp.", ours="mlp.", fused=False, **more):
-    """more: fields of Row, such as the layers that have this MLP."""
+def mlp_rows(hf="mlp.", mca="mlp.", fused=False, **more):
+    """Rows of an MLP. more: fields of Row, such as its layers."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
-    yield _row(ours + "linear_fc1", gate_up, "gated", fused=fused, **more)
-    yield _row(ours + "linear_fc2", hf + "down_proj", "row", **more)
+    yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    yield _row(mca + "linear_fc2", hf + "down_proj", "row", **more)
 
 
 def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
-    """The router and the experts of a layer, a tensor each, as Hugging Face's files hold them."""
+    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files."""
     yield _row("mlp.router", hf + "gate", "copy", layers="moe", linear=True)
     bias = (f"{_HF_LAYERS}{hf}gate.e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
     yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
-    ours = "mlp.experts.[]."
+    mca = "mlp.experts.[]."
     hf = hf + "experts.[]."
-    yield _row(ours + "linear_fc1", f"{hf}{gate} {hf}{up}", "gated", layers="moe")
-    yield _row(ours + "linear_fc2", hf + down, "row", layers="moe")
+    yield _row(mca + "linear_fc1", f"{hf}{gate} {hf}{up}", "gated", layers="moe")
+    yield _row(mca + "linear_fc2", hf + down, "row", layers="moe")
 
 
 def shared_expert_rows(name, gate=None):
-    """gate: of Hugging Face's module that weighs what the shared experts give."""
-    ours = "mlp.shared_experts."
+    """Rows of shared experts. gate: Hugging Face's module for the weight of their output."""
+    mca = "mlp.shared_experts."
     more = dict(layers="moe", when="moe_shared_expert_intermediate_size")
-    yield from mlp_rows(f"mlp.{name}.", ours, **more)
+    yield from mlp_rows(f"mlp.{name}.", mca, **more)
     if gate:
         hf = (f"{_HF_LAYERS}mlp.{gate}.weight",)
-        yield Row(f"{_LAYERS}{ours}gate_weight", hf, "copy", **more)
+        yield Row(f"{_LAYERS}{mca}gate_weight", hf, "copy", **more)
 
 
-# HF's names of a layer's norms: before attention, of what attention gives, before the MLP, of what
-# the MLP gives
+# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output
 PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GEMMA_NORMS = (
@@ -163,21 +162,21 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
     return tuple(row for row in rows if row)
 
 
-# their numbers go on from the decoder's, as in Hugging Face's files
+# numbered after the decoder's layers, as in Hugging Face's files
 PREDICTION_LAYERS = "mtp.layers.{}."
 
 
 def prediction_rows(decoder_rows):
-    """Layers for multi-token prediction: one of the decoder's each, and what joins them."""
-    ours = PREDICTION_LAYERS
+    """Rows of multi-token prediction layers: a decoder layer each, with norms and projection."""
+    mca = PREDICTION_LAYERS
     hf = _HF_LAYERS
-    yield Row(ours + "enorm.weight", (hf + "enorm.weight",), "copy")
-    yield Row(ours + "hnorm.weight", (hf + "hnorm.weight",), "copy")
-    yield Row(ours + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
+    yield Row(mca + "enorm.weight", (hf + "enorm.weight",), "copy")
+    yield Row(mca + "hnorm.weight", (hf + "hnorm.weight",), "copy")
+    yield Row(mca + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
     for row in decoder_rows:
         if row.mca.startswith(_LAYERS):
-            yield replace(row, mca=row.mca.replace(_LAYERS, ours + "transformer_layer."))
-    yield Row(ours + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
+            yield replace(row, mca=row.mca.replace(_LAYERS, mca + "transformer_layer."))
+    yield Row(mca + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
 
 
 def dense_rows(norms=PRE_NORMS, **of_attention):
@@ -190,15 +189,14 @@ TE_ALIASES = {
     _LAYERS + "mlp.linear_fc1.layer_norm_weight": _LAYERS + "pre_mlp_layernorm.weight",
 }
 
-# Patterns of tensors that some checkpoints hold and no model reads. Any other tensor that no row
-# names is refused, since the model may need it; a family that leaves some out on purpose adds them
-# here, and they are carried into every export.
+# Patterns of tensors in checkpoints without a use in any model. They are carried into every export;
+# any other tensor without a row is refused, since the model may need it.
 # Old llama checkpoints: the config gives the frequencies.
 UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)
 
 
 def is_of_expert(mca: str) -> bool:
-    """Whether one of megatron's tensors, by its name in a row, is an expert's."""
+    """True for a megatron tensor of an expert, by its name in a row."""
     return ".mlp.experts." in mca
 
 
@@ -226,7 +224,7 @@ _CONSTANTS = dict(
     hidden_dropout=0.0,
 )
 
-# -- what cannot be honoured: (key of config.json, values that can be, what to do about others)
+# -- refusals: (key of config.json, supported values, remedy for others)
 
 _UNSET = (None, False, 0)
 _ONLY_SILU = ("hidden_act", ("silu", "swish"), "only silu (swiglu) is built")
@@ -244,7 +242,7 @@ _NO_CLIPPING = ("clip_qkv", _UNSET, "clipping of queries, keys and values is not
 _METHODS = ("greedy", "group_limited_greedy")
 _GREEDY = ("topk_method", _METHODS, f"expected {' or '.join(_METHODS)}")
 _BY_BIAS = ("topk_method", (None, "noaux_tc"), "expected noaux_tc")
-# keys of DeepSeek's own code that transformers' classes pass over: other values make another model
+# keys of DeepSeek's code, ignored by transformers' classes: other values make another model
 _NORM_TOPK = "transformers does not normalise the weights of this model: set it to false"
 _NO_NORM_TOPK = ("norm_topk_prob", _UNSET, _NORM_TOPK)
 _SPARSE = "expected 1: experts in each layer after the dense ones"
@@ -252,7 +250,7 @@ _EVERY_LAYER = ("moe_layer_freq", (None, 1), _SPARSE)
 _BY_SOFTMAX = ("scoring_func", (None, "softmax"), "expected softmax")
 _BY_SIGMOID = ("scoring_func", (None, "sigmoid"), "expected sigmoid")
 
-# rope scalings whose frequencies do not depend on the length of the sequence
+# rope scalings with frequencies independent of the sequence length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -269,32 +267,32 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: its rows, config keys, and what of a config.json cannot be honoured."""
+    """A model_type: its rows, config keys, and refusals of unsupported values in a config.json."""
 
     rows: tuple[Row, ...]
     # beside DENSE_CONFIG: HF config key -> McaModelConfig field
     config: dict[str, str] = field(default_factory=dict)
-    # McaModelConfig fields that this family always has, beside or in place of _CONSTANTS
+    # constant McaModelConfig fields of the family, beside or in place of _CONSTANTS
     constants: dict[str, Any] = field(default_factory=dict)
     refusals: tuple[tuple[str, tuple, str], ...] = (_ONLY_SILU,)
-    has_windows: bool = False  # in the layers that layer_types names, where there is such a key
-    # fields that follow from several keys
+    has_windows: bool = False  # in the sliding layers of layer_types, or in all without the key
+    # fields from several keys
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
-    # its checkpoints hold layers for multi-token prediction after the last one
+    # multi-token prediction layers in checkpoints, after the last layer
     prediction_layers: bool = False
-    # whether the model of transformers honours partial_rotary_factor
+    # transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
 
     def values(self, hf) -> dict[str, Any]:
-        """McaModelConfig fields that a transformers config object decides."""
+        """The McaModelConfig fields from a transformers config object."""
         values = _CONSTANTS | self.constants
-        for theirs, ours in (DENSE_CONFIG | self.config).items():
-            value = getattr(hf, theirs, None)
+        for key, name in (DENSE_CONFIG | self.config).items():
+            value = getattr(hf, key, None)
             if value is not None:
-                values[ours] = value
+                values[name] = value
         values.update(self.derived(hf))
         if not values.get("num_moe_experts"):
-            # megatron refuses what would describe the experts of a dense model
+            # megatron refuses fields about experts for a dense model
             values = {name: value for name, value in values.items() if not name.startswith("moe_")}
         rope = rope_parameters(hf)[-1]
         types = getattr(hf, "layer_types", None)
@@ -308,8 +306,8 @@ class Family:
         return values
 
     def check(self, hf, origin: str) -> None:
-        """ConfigError where transformers' config of a model of this family asks for what cannot be
-        honoured. origin: what the config.json is called."""
+        """Raise ConfigError for unsupported values in transformers' config of a model. origin: the
+        name of the config.json."""
         judge = Judge(None)
         instead = "use_mca: false, to train it as plain torch"
 
@@ -319,7 +317,8 @@ class Family:
             judge.refuse("model_name_or_path", reason, instead, value, name)
 
         for key, honoured, why in self.refusals:
-            if (value := getattr(hf, key, None)) not in honoured:
+            value = getattr(hf, key, None)
+            if value not in honoured:
                 refuse(key, value, why)
         window = getattr(hf, "sliding_window", None)
         if not window and "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
@@ -327,17 +326,16 @@ class Family:
         if getattr(hf, "quantization_config", None):
             refuse("quantization_config", None, "save the model in bf16 or fp32 first")
         for rope in rope_parameters(hf):
-            if (kind := rope["rope_type"]) not in ROPE_TYPES:
-                refuse("rope_type", kind, f"expected one of {', '.join(ROPE_TYPES)}")
-            # default rope in the other models of transformers passes it over, and the scaled ones
-            # cannot run with it
+            if rope["rope_type"] not in ROPE_TYPES:
+                refuse("rope_type", rope["rope_type"], f"expected one of {', '.join(ROPE_TYPES)}")
+            # default rope in the other models of transformers ignores it, and scaled ones fail
             part = rope.get("partial_rotary_factor") or 1.0
             if part != 1.0 and not self.partial_rotary:
                 refuse("partial_rotary_factor", part, "expected 1.0 or none")
         judge.close()
 
 
-# -- what several families share
+# -- shared by several families
 
 _GEMMA = {"activation_func": _GELU, "layernorm_zero_centered_gamma": True, "post_norms": True}
 _GEMMA_REFUSALS = (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL)
@@ -352,7 +350,7 @@ def _gemma_scales(hf):
     }
 
 
-# our router reads moe_router_norm_topk_prob; megatron's check wants the other one for top-1
+# mca_lite's router reads moe_router_norm_topk_prob; megatron's check needs pre_softmax for top-1
 _MOE = dict(moe_router_pre_softmax=True)
 _MOE_CONFIG = {
     "num_experts": "num_moe_experts",
@@ -367,7 +365,7 @@ _LATENT_CONFIG = {
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim",
-    "head_dim": "kv_channels",  # of what the rotary embedding turns
+    "head_dim": "kv_channels",  # channels of the rotary embedding
     "rope_interleave": "rope_interleave",
 }
 _DENSE_LAYERS = tuple(mlp_rows(layers="dense"))
@@ -375,7 +373,7 @@ _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"
 
 
 def _sparse_layers(hf) -> dict[str, Any]:
-    """1 for each layer that is a mixture of experts, 0 for each that is dense."""
+    """moe_layer_freq: 1 for each layer with a mixture of experts, 0 for each dense one."""
     step = getattr(hf, "decoder_sparse_step", 1)
     dense = getattr(hf, "mlp_only_layers", None) or ()
     sparse = [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
@@ -383,7 +381,7 @@ def _sparse_layers(hf) -> dict[str, Any]:
 
 
 def _experts_everywhere(hf) -> dict[str, Any]:
-    """Where intermediate_size is that of an expert."""
+    """Fields of a model with experts in every layer, of intermediate_size each."""
     return {
         "moe_layer_freq": [1] * hf.num_hidden_layers,
         "moe_ffn_hidden_size": hf.intermediate_size,
@@ -391,7 +389,7 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 
 def _grouped_experts(hf, grouped: bool) -> dict[str, Any]:
-    """Experts after the first, dense layers, chosen within groups; shared experts."""
+    """Fields of experts after the first, dense layers, chosen within groups; shared experts."""
     dense = hf.first_k_dense_replace
     layers = hf.num_hidden_layers
     shared = (hf.n_shared_experts or 0) * hf.moe_intermediate_size
@@ -406,7 +404,7 @@ def _grouped_experts(hf, grouped: bool) -> dict[str, Any]:
 
 
 def _sigmoid_router(hf) -> dict[str, Any]:
-    """Sigmoid scores, a bias that only chooses."""
+    """Fields of a router with sigmoid scores, and a bias for the choice only."""
     return {
         **_grouped_experts(hf, hf.n_group > 1),
         "moe_router_score_function": "sigmoid",
@@ -415,12 +413,12 @@ def _sigmoid_router(hf) -> dict[str, Any]:
 
 
 def _glm4_moe(hf) -> dict[str, Any]:
-    own = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
-    return _sigmoid_router(hf) | own
+    attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
+    return _sigmoid_router(hf) | attention
 
 
 def _latent_fields(hf):
-    """q_lora_rank may be None; yarn's mscale_all_dim changes the scale of the scores."""
+    """Fields of multi-latent attention; yarn's mscale_all_dim changes the scale of the scores."""
     rope = hf.rope_parameters
     fields = {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
     factor = rope.get("factor") or 1.0
@@ -432,7 +430,7 @@ def _latent_fields(hf):
 
 
 def _deepseek_v2(hf) -> dict[str, Any]:
-    """Softmax scores that are not normalised; a group of experts counts by its best one."""
+    """Fields of DeepSeek-V2: softmax scores without normalisation, groups by best expert."""
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
@@ -573,14 +571,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# keys of a config.json that describe what of a model reads images, audio or video
+# keys of a config.json about the parts of a model for images, audio or video
 _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
 
-# model types that transformers does not know, and those that have the same tensors and keys
+# model types unknown to transformers -> types with the same tensors and keys
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 
-
-# keys of a config.json -> the fields of megatron's config that they decide, beside the rows above
+# keys of a config.json -> fields of megatron's config decided by them, beside the rows above
 _MORE_FIELDS = {
     "rope_theta": "rotary_base",
     "partial_rotary_factor": "rotary_percent",
@@ -595,7 +592,7 @@ _MORE_FIELDS = {
 
 
 def get_family(model_type: str) -> Family:
-    """The family of a config.json's model_type. ConfigError names those that there are."""
+    """The family of a config.json's model_type. Raises ConfigError with the known ones."""
     judge = Judge(None)
     check_type({"model_type": model_type}, judge)
     judge.close()
@@ -603,7 +600,7 @@ def get_family(model_type: str) -> Family:
 
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
-    """The model of a config.json, as it was read, is one that the backend trains."""
+    """Check that the backend trains the model type of a raw config.json."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return
@@ -613,43 +610,45 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     is_causal = kind in CAUSAL or "AutoModelForCausalLM" in str(values.get("auto_map"))
     if is_causal and not use_mca:
         return
-    remedy = "use_mca: false, to train it as plain torch" if is_causal else "a model of text"
-    reason = "it is not one that can be trained on megatron-core here: expected one of "
-    reason += ", ".join(sorted(FAMILIES))
+    remedy = "a model of text"
+    part = "it"
+    reason = f"not supported on megatron-core: expected one of {', '.join(sorted(FAMILIES))}"
     if not use_mca:
         reason = "it is no causal model of transformers (AutoModelForCausalLM)"
     if not values.keys().isdisjoint(_MEDIA_CONFIGS):
         reason = "models with images, audio or video are not trained here yet"
-        remedy = remedy.replace("train it", "train its text")
+        part = "its text"
+    if is_causal:
+        remedy = f"use_mca: false, to train {part} as plain torch"
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
 
 
 @functools.cache
 def config_keys() -> dict[str, str]:
-    """Fields of megatron's config that a config.json decides -> its key for them, "" where the
-    model_type, or several keys, do."""
-    found: dict[str, str] = {}
+    """Fields of megatron's config decided by a config.json -> its key for them, "" for fields
+    decided by the model_type or by several keys."""
+    keys: dict[str, str] = {}
     for family in FAMILIES.values():
-        found |= dict.fromkeys(_CONSTANTS | family.constants, "")
-        found |= {ours: theirs for theirs, ours in (DENSE_CONFIG | family.config).items()}
-    for theirs, fields in _MORE_FIELDS.items():
-        found |= dict.fromkeys(fields.split(), theirs)
-    return found
+        keys |= dict.fromkeys(_CONSTANTS | family.constants, "")
+        keys |= {field: key for key, field in (DENSE_CONFIG | family.config).items()}
+    for key, fields in _MORE_FIELDS.items():
+        keys |= dict.fromkeys(fields.split(), key)
+    return keys
 
 
 def values_of(hf) -> dict[str, Any]:
-    """Family.values of a transformers config, {} of one whose family is not in the table."""
+    """Family.values of a transformers config, {} for a family outside the table."""
     return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
 
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:
-    """The rows of a model, one of each expert. config: anything with McaModelConfig's fields."""
+    """The rows of a model, one of each expert. config: any object with McaModelConfig's fields."""
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):
         rows = (*rows, *prediction_rows(rows))
-    there = tuple(row for row in rows if row.is_there(config))
-    return _expand(there, getattr(config, "num_moe_experts", None) or 0)
+    present = tuple(row for row in rows if row.is_there(config))
+    return _expand(present, getattr(config, "num_moe_experts", None) or 0)
 
 
 @functools.lru_cache(16)

@@ -1,7 +1,7 @@
-"""The optimizers: one table, OPTIMIZERS, by the names that the key `optim` takes.
+"""Tables of named choices: chat templates, preference losses, stages and optimizers.
 
-The rules of configuration keys read the table too, so torch is imported in the functions: a typing
-error must not wait for it.
+The rules of configuration keys read them too, so torch is imported in the functions: a typing error
+must not wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import Judge
+from .errors import Judge, Rule
 from .files import HF_CONFIG_NAME, IGNORE_INDEX
 
 # -- chat templates
@@ -57,8 +57,8 @@ TEMPLATES = {
     "{% if m['role'] == 'user' %}{{ 'Human: ' + m['content'] + '\nAssistant:' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token + '\n' }}"
     "{% else %}{{ m['role'] | capitalize + ': ' + m['content'] + '\n' }}{% endif %}{% endfor %}",
-    # as the tokenizers of Qwen3 have it: thinking is written from the last question on, and the
-    # last turn has a block even where nothing was thought
+    # as in the tokenizers of Qwen3: thinking is written from the last question on, and the last
+    # turn has a block even without thoughts
     "qwen3": """
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -139,8 +139,10 @@ _LLAMA_FACTORY = {
     "plain": "default",
     "qwen3": "qwen3 qwen3_nothink",
 }
-BUILT_IN_FOR = {name: ours for ours, names in _LLAMA_FACTORY.items() for name in names.split()}
-# its templates that are not built in: the tokenizers of most of their models bring one
+BUILT_IN_FOR = {
+    name: built_in for built_in, names in _LLAMA_FACTORY.items() for name in names.split()
+}
+# templates without a built-in one: most tokenizers of their models have one
 _NOT_BUILT_IN = """
 alpaca bailing bailing_v2 breeze chatglm3 cohere cpm4 dbrx deepseek hy3 deepseekcoder dots_ocr
 empty ernie ernie_nothink ernie_vl exaone falcon falcon_h1 fewshot gemma3n gemma4 gemma4n glm4
@@ -157,7 +159,7 @@ xuanyuan yi_vl youtu youtu_vl yuan zephyr aeva
 
 
 def check_template(name: str) -> None:
-    """Raise ValueError for a template that LLaMA-Factory does not have either."""
+    """Raise ValueError for a template unknown to LLaMA-Factory."""
     names = [*BUILT_IN_FOR, *_NOT_BUILT_IN]
     if name not in names:
         near = difflib.get_close_matches(name, names)
@@ -184,7 +186,7 @@ METRICS = (
 
 
 class Responses(NamedTuple):
-    """What a preference loss is a function of, each float32 [P]: the policy's log-probabilities of
+    """Inputs of a preference loss, each float32 [P] for P pairs: the policy's log-probabilities of
     the responses, their numbers of tokens, and the reference's log-probabilities (None for a loss
     without a reference)."""
 
@@ -200,9 +202,8 @@ class PreferenceLoss(NamedTuple):
     """One row of LOSSES.
 
     formula(responses, config) -> (losses, rewards of chosen, rewards of rejected), each [P];
-    rewards are detached, and config is a DPOConfig (beta, label_smoothing). has_reference: whether
-    it compares with a reference model. keys: the configuration keys that it reads, beside pref_ftx,
-    which every loss has.
+    rewards are detached, and config is a DPOConfig (beta, label_smoothing). has_reference: True for
+    a comparison with a reference model. keys: the configuration keys of the loss, beside pref_ftx.
     """
 
     formula: Callable[[Responses, Any], tuple]
@@ -222,10 +223,10 @@ def register_loss(
     keys: tuple[str, ...] = ("pref_beta",),
     help: str = "",
 ) -> None:
-    """Let `pref_loss: <name>` train with `formula` (see PreferenceLoss). ValueError for a name that
-    is taken, TypeError for a formula that is no function.
+    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula` (see PreferenceLoss).
 
-    Call it before the configuration is parsed, on every rank.
+    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
+    TypeError for a formula that is no function.
     """
     if not callable(formula):
         raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
@@ -238,13 +239,12 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(x)) of x <= 0, finite everywhere.
 
     Near 0 through expm1 and far from it through log1p: the other way loses all digits in each case.
-    From -1e-7 on, where a model is certain of every token, value and gradient saturate (the
-    gradient is 0 there).
+    Above -1e-7, for a model certain of every token, value and gradient saturate (gradient 0).
     """
     import torch
 
     x = x.clamp(max=-1e-7)
-    # neither branch sees what it cannot do
+    # each branch gets its range only: the gradient of the other would be NaN
     near = x.clamp(min=-math.log(2))
     far = x.clamp(max=-math.log(2))
     return torch.where(
@@ -254,7 +254,7 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 def dpo_loss(r: Responses, config):
     """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta and
-    config.label_smoothing, the share of pairs that are thought to be swapped.
+    config.label_smoothing, the assumed fraction of swapped pairs.
 
     A reward is beta (policy - reference), detached.
     """
@@ -272,7 +272,7 @@ def dpo_loss(r: Responses, config):
 def odds_ratio_loss(r: Responses, config):
     """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta.
 
-    A reward is beta times the mean log-probability of a token, detached. The loss has its own
+    A reward is beta times the mean log-probability of a token, detached. The loss includes a
     supervised term.
     """
     from torch.nn.functional import logsigmoid
@@ -293,12 +293,12 @@ register_loss("orpo", odds_ratio_loss, has_reference=False, help="odds ratio, ne
 # -- stages
 
 # kinds of records
-TEXT = "text"  # documents; may be joined and cut into full rows, in which they see each other
+TEXT = "text"  # documents; may be joined and cut into full rows, without borders in attention
 CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, with loss on answers
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 
-def _nothing_more(keys: Any) -> str:
+def _describe_nothing(keys: Any) -> str:
     return ""
 
 
@@ -306,13 +306,12 @@ def _nothing_more(keys: Any) -> str:
 class Objective:
     """One row of OBJECTIVES.
 
-    records: the kind of records that it reads: TEXT, CONVERSATIONS or PAIRS; the data's datasets,
-    cache and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package.
-    metrics: the names of its metrics; eval_<name> may decide which checkpoint is best. keys:
-    configuration keys of FinetuningArguments that have no effect with another objective.
-    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
-    of all groups. describe(finetuning arguments) -> what the start summary says after the stage's
-    name.
+    records: the kind of records, TEXT, CONVERSATIONS or PAIRS; the data's datasets, cache and packs
+    follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. metrics: the names
+    of its metrics; eval_<name> may decide the best checkpoint. keys: configuration keys of
+    FinetuningArguments without effect on other objectives. check_keys(a, judge),
+    check_run(a, judge): its rules over FinetuningArguments, and over the keys of all groups.
+    describe(finetuning arguments) -> text after the stage's name in the start summary.
     """
 
     stage: str
@@ -322,14 +321,14 @@ class Objective:
     keys: tuple[str, ...] = ()
     check_keys: Callable[[Any, Judge], None] | None = None
     check_run: Callable[[Any, Judge], None] | None = None
-    describe: Callable[[Any], str] = _nothing_more
+    describe: Callable[[Any], str] = _describe_nothing
     help: str = ""
 
     def __post_init__(self) -> None:
-        # whether packing joins and cuts documents, rather than putting whole samples in a row
+        # packing joins and cuts documents; else it puts whole samples in a row
         self.joins_documents = self.records == TEXT
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
-        self.unit = "pair" if self.has_pairs else "sample"  # what reports call a sample
+        self.unit = "pair" if self.has_pairs else "sample"  # name of a sample in reports
 
     def trainer_class(self) -> type:
         """The trainer; imports torch and megatron-core for one of this package."""
@@ -343,11 +342,11 @@ OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(stage: str, **fields: Any) -> Objective:
-    """Let `stage: <name>` train with an objective; fields: Objective's, of which `records` is
-    required -> the row.
+    """Add a row to OBJECTIVES, for `stage: <name>`, and return it. fields: Objective's, with
+    `records` required.
 
-    Call it before the configuration is parsed, on every rank. ValueError for a name that is taken,
-    and for a kind of records that there is not; TypeError for a trainer that is no class.
+    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name
+    and an unknown kind of records, TypeError for a trainer that is no class.
     """
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
@@ -362,7 +361,7 @@ def register_objective(stage: str, **fields: Any) -> Objective:
 
 
 def objective_of(stage: str) -> Objective:
-    """The row of a stage. ValueError for a stage that there is not."""
+    """The row of a stage. Raises ValueError for an unknown one."""
     if stage not in OBJECTIVES:
         raise ValueError(f"stage {stage!r}: expected one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[stage]
@@ -371,14 +370,34 @@ def objective_of(stage: str) -> Objective:
 # -- preference training
 
 
+_PREFERENCES = (
+    Rule(
+        "!calculate_per_token_loss",
+        "a preference loss is the mean over the pairs of the global batch, in every layout",
+        "calculate_per_token_loss: true",
+    ),
+    Rule(
+        "mtp_num_layers",
+        "layers for multi-token prediction have no part in a preference loss",
+        "mtp_num_layers: 0",
+    ),
+)
+_REFERENCE = (
+    Rule(
+        "ref_model=adapter !finetuning_type=lora",
+        "there are no adapters to switch off",
+        "ref_model: cached, or finetuning_type: lora",
+    ),
+    Rule(
+        "ref_model=adapter modules_to_save",
+        "modules_to_save changes the model beside its adapters",
+        "ref_model: cached",
+    ),
+)
+
+
 def _check_preferences(a: Any, judge: Judge) -> None:
-    if not a.calculate_per_token_loss:
-        key = "calculate_per_token_loss"
-        reason = "a preference loss is the mean over the pairs of the global batch, in every layout"
-        judge.refuse(key, reason, f"{key}: true")
-    if a.mtp_num_layers:
-        reason = "layers for multi-token prediction have no part in a preference loss"
-        judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
+    judge.apply(_PREFERENCES)
     known = a.ref_model in (None, *REFERENCES, a.model_name_or_path)
     if not known and not os.path.isfile(os.path.join(a.ref_model, HF_CONFIG_NAME)):
         remedy = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"
@@ -395,17 +414,12 @@ def _describe_preferences(keys: Any) -> str:
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Which loss has which keys, and what can be its reference."""
+    """Check the keys of a loss and its reference."""
     loss = LOSSES[a.pref_loss]
     if not loss.has_reference and a.ref_model is not None:
         reason = f"pref_loss {a.pref_loss} has no reference model"
         judge.refuse("ref_model pref_loss", reason, "ref_model left out")
-    elif a.ref_model == "adapter" and a.finetuning_type != "lora":
-        remedy = "ref_model: cached, or finetuning_type: lora"
-        judge.refuse("ref_model finetuning_type", "there are no adapters to switch off", remedy)
-    elif a.ref_model == "adapter" and a.modules_to_save:
-        reason = "modules_to_save changes the model beside its adapters"
-        judge.refuse("ref_model finetuning_type", reason, "ref_model: cached")
+    judge.apply(_REFERENCE)
     if a.dpo_label_smoothing and "dpo_label_smoothing" not in loss.keys:
         having = [name for name, row in LOSSES.items() if "dpo_label_smoothing" in row.keys]
         reason = f"only pref_loss {', '.join(having)} has it"
@@ -434,12 +448,12 @@ class Optimizer(NamedTuple):
     """One row of OPTIMIZERS.
 
     make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"); args:
-    TrainingArguments. Both backends set each group's lr and weight_decay before every step, so that
-    decay should be decoupled. states: the names of its tensors that have a parameter's shape, which
-    checkpoints keep. counts_steps: whether it keeps the number of updates as a tensor "step" beside
-    them. megatron: its name in megatron-core, which then makes it on that backend; None: make()
-    does there too. distributed: whether megatron-core's distributed optimizer can cut its states.
-    halves: makes the one for bf16 weights that are half of their masters, where there is one.
+    TrainingArguments. Both backends set each group's lr and weight_decay before every step, so
+    decay should be decoupled. states: the names of its tensors of a parameter's shape, for
+    checkpoints. counts_steps: True with the number of updates as a tensor "step" beside them.
+    megatron: its name in megatron-core, used on that backend; None: make() is used there too.
+    distributed: True if megatron-core's distributed optimizer can shard its states. halves(groups,
+    args) -> the optimizer for bf16 weights that are the upper halves of fp32 masters, or None.
     """
 
     make: Callable[[list[dict], Any], Any]
@@ -451,7 +465,7 @@ class Optimizer(NamedTuple):
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
-OPTIMIZER_ALIASES: dict[str, str] = {}  # other people's names
+OPTIMIZER_ALIASES: dict[str, str] = {}  # in lower case
 
 
 def register_optimizer(
@@ -462,9 +476,11 @@ def register_optimizer(
     counts_steps: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> None:
-    """Let `optim: <name>` train with what `make` returns (see Optimizer), on both backends, with
-    float32 master weights under megatron-core. ValueError for a name that is taken. Call it before
-    the configuration is parsed, on every rank. TypeError for a `make` that is no function.
+    """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` (see Optimizer)
+    on both backends, with float32 master weights under megatron-core.
+
+    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
+    TypeError for a `make` that is no function.
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")

@@ -16,7 +16,7 @@ from mca_lite.args import (
     DataArguments,
     Seq2SeqTrainingArguments,
     TrainingArguments,
-    own_keys,
+    known_keys,
     parse_args,
     read_words,
 )
@@ -334,7 +334,7 @@ def test_packs_of_samples_reach_the_model_with_their_borders(base, words, packs)
 
 def test_both_names_of_a_key_are_an_error():
     values = {"eval_strategy": "no", "evaluation_strategy": "no"}
-    own_keys({"output_dir": "o", **values}, problems := [])
+    known_keys({"output_dir": "o", **values}, problems := [])
     assert [problem.key for problem in problems] == ["evaluation_strategy"]
 
 
@@ -689,7 +689,7 @@ def test_an_mca_config_alone_is_checked_too(tmp_path, base):
 )
 def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
     given, problems = read_words([str(path)])
-    own, _ = own_keys(given, problems)
+    own, _ = known_keys(given, problems)
     judge = Judge(None, problems)
     for group in GROUPS:
         judge.arguments = group.read(own, judge)
@@ -701,7 +701,7 @@ def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
 
 
 def test_the_coefficient_in_llama_factorys_spelling_is_the_key(base):
-    assert own_keys({"moe_aux_loss_coef": "0.02"}, [])[0] == {"moe_aux_loss_coeff": "0.02"}
+    assert known_keys({"moe_aux_loss_coef": "0.02"}, [])[0] == {"moe_aux_loss_coeff": "0.02"}
     assert parse_args([*base, "optimizer=sgd"]).training.optim == "sgd"
 
 

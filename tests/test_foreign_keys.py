@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mca_lite.args import FIELDS, GROUPS, TrainingArguments, own_keys, parse_args
+from mca_lite.args import FIELDS, GROUPS, TrainingArguments, known_keys, parse_args
 from mca_lite.args_keys import (
     ALIASES,
     FOREIGN_VALUES,
@@ -97,7 +97,7 @@ def test_the_defaults_of_the_origins_are_taken(off):
     of_trl = [(k, value) for k, value in listed(TRL).items() if lookup(UNSUPPORTED, k)]
     for name, default in FOREIGN + of_trl:
         value = default if off == "default" and name != REFUSED_WITH_ITS_DEFAULT else None
-        own, _ = own_keys({name: value}, problems)
+        own, _ = known_keys({name: value}, problems)
         for group in GROUPS if value is not None else ():
             problems += check_keys(group, **own)
     assert [f"{problem.key}: {problem.value}" for problem in problems] == []
@@ -177,7 +177,7 @@ def test_what_a_hint_names_is_a_key():
 )
 def test_names_of_other_scripts_lead_to_the_key_that_means_the_same(name, wanted):
     problems: list = []
-    own_keys({name: "1"}, problems)
+    known_keys({name: "1"}, problems)
     assert [(problem.key, problem.suggestion) for problem in problems] == [(name, wanted)]
 
 
@@ -195,12 +195,12 @@ def test_names_of_other_scripts_lead_to_the_key_that_means_the_same(name, wanted
 )
 def test_what_would_be_lost_in_silence_is_refused_with_the_way_that_there_is(key, value, words):
     problems: list = []
-    own_keys({key: value}, problems)
+    known_keys({key: value}, problems)
     assert [problem.key for problem in problems] == [key] and words in problems[0].suggestion
 
 
 def test_a_token_of_a_hub_is_sent_to_the_environment():
-    _, [said] = own_keys({"hf_hub_token": "secret"}, [])
+    _, [said] = known_keys({"hf_hub_token": "secret"}, [])
     assert "HF_TOKEN" in said and "secret" not in said
 
 

@@ -261,7 +261,7 @@ def finetuning(**keys):
 
 
 def test_the_keys_are_those_of_llama_factory():
-    from mca_lite.args import FinetuningArguments, own_keys
+    from mca_lite.args import FinetuningArguments, known_keys
     from mca_lite.errors import Judge
 
     values = dict(
@@ -270,7 +270,7 @@ def test_the_keys_are_those_of_llama_factory():
         lora_alpha=32,
         additional_target="lm_head",
     )
-    got = FinetuningArguments.read(own_keys(values, [])[0], Judge(None))
+    got = FinetuningArguments.read(known_keys(values, [])[0], Judge(None))
     assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
     assert got.modules_to_save == ["lm_head"]
 
