@@ -12,6 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -250,26 +251,22 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
 def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
     """A registered column of a batch: [b, s] per token, else [b, most documents of a row]."""
     mask = batch["attention_mask"]
-    shape = mask.shape
+    shape = list(mask.shape)
     if column.per != "token":
-        shape = torch.Size([len(mask), max(map(len, document_lengths(mask)))])
-    dtype = getattr(torch, column.dtype)
-    values = batch.get(name)
+        shape[1] = max(map(len, document_lengths(mask)))
+    values = batch.get(name, column.default)
     if values is None:
-        if column.default is None:
-            raise ValueError(
-                f"the data collator gave no {name!r}, a registered column: expected {list(shape)}"
-            )
-        return torch.full(shape, column.default, dtype=dtype)
+        raise ValueError(f"the data collator gave no {name!r}, a registered column of {shape}")
+    values = torch.as_tensor(values, dtype=getattr(torch, column.dtype))
+    got = list(values.shape)
     if values.dim() == 1:  # one number a row
-        values = values[:, None].expand(shape)
-    fits = values.dim() == 2 and len(values) == len(mask) and values.shape[1] >= shape[1]
-    if not fits or (column.per == "token" and values.shape != shape):
-        raise ValueError(
-            f"{name} of a batch: expected {list(shape)}, got {list(values.shape)}: one value per "
-            f"{column.per}"
-        )
-    return values.to(dtype)
+        values = values[:, None]
+    if values.dim() == 2 and column.per != "token":  # a filler's row may have more documents
+        values = values[:, : shape[1]]
+    try:
+        return values.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"{name} of a batch: expected {shape}, got {got}") from None
 
 
 def _check_limits(batch: dict, limits: Limits) -> None:
@@ -357,6 +354,7 @@ def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
         yield from generator.choice(len(shares), size=_DRAWS, p=shares).tolist()
 
 
+@dataclass(eq=False)
 class BatchPlan:
     """The samples of each micro-batch of this data parallel rank. Arithmetic only.
 
@@ -368,35 +366,26 @@ class BatchPlan:
     falling cost, to balance the ranks in each micro-batch: the step has the same samples.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        micro_batch_size: int,
-        gradient_accumulation_steps: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        shuffle: bool = True,
-        costs: np.ndarray | None = None,
-    ):
-        if num_samples < 1:
-            raise ValueError(f"the dataset has {num_samples} samples: expected at least one")
-        least = min(micro_batch_size, gradient_accumulation_steps, dp_size)
-        if least < 1 or not 0 <= dp_rank < dp_size:
+    num_samples: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    dp_rank: int
+    dp_size: int
+    seed: int
+    shuffle: bool = True
+    costs: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.num_samples < 1:
+            raise ValueError(f"the dataset has {self.num_samples} samples: expected at least one")
+        sizes = (self.micro_batch_size, self.gradient_accumulation_steps, self.dp_size)
+        if min(sizes) < 1 or not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(
-                f"micro batch {micro_batch_size}, accumulation {gradient_accumulation_steps}, data "
-                f"parallel rank {dp_rank} of {dp_size}: expected sizes of at least 1 and a rank "
-                "below dp_size"
+                f"micro batch {sizes[0]}, accumulation {sizes[1]}, data parallel rank "
+                f"{self.dp_rank} of {sizes[2]}: expected sizes of at least 1, a rank below dp_size"
             )
-        self.num_samples = num_samples
-        self.micro_batch_size = micro_batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.costs = costs
-        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size
-        self.steps_per_epoch = math.ceil(num_samples / self.global_batch_size)
+        self.global_batch_size = math.prod(sizes)
+        self.steps_per_epoch = math.ceil(self.num_samples / self.global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None
 
     def order(self, epoch: int) -> Sequence[int]:

@@ -102,6 +102,18 @@ def test_a_name_that_is_taken_and_another_kind_are_refused():
         register_column("pixels", per="image")
 
 
+def test_a_column_for_the_model_is_one_of_its_arguments():
+    from types import SimpleNamespace
+
+    from mca_lite.backend_torch import TorchBackend
+
+    register_column("colour", default=0.5, to_model=True)
+    batch = split(collated({"input_ids": [1, 2], "labels": [2, 3], "weight": 1}))
+    backend = SimpleNamespace(routers=SimpleNamespace(expect=lambda mask: None))
+    inputs = TorchBackend.model_inputs(backend, batch)
+    assert inputs["colour"].tolist() == [[0.5, 0.5]] and "weight" not in inputs
+
+
 def texts(folder, **keys) -> list:
     (folder / "a.jsonl").write_text('{"text": "ab", "weight": 2}\n{"text": "abc"}\n')
     keys = dict(dataset=[str(folder / "a.jsonl")], cache_dir=str(folder / "cache"), **keys)

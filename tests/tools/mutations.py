@@ -102,9 +102,21 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "pairs that fill a batch are real tokens",
-        "torch.full_like(own_ids, int(not is_filler))",
-        "torch.ones_like(own_ids)",
+        'batch["attention_mask"] = (mask != 0).long()',
+        'batch["attention_mask"] = torch.ones_like(mask)',
         "test_data_pairs.py::test_documents_of_a_row_that_fills_the_batch_are_no_tokens",
+    ),
+    (
+        "a pair's weight counts for each of its documents",
+        'documents[::per_sample] if COLUMNS[name].per == "sample" else documents',
+        "documents",
+        "test_columns.py::test_columns_of_pairs_are_those_of_documents_and_samples_in_a_packed_row",
+    ),
+    (
+        "a dataset's weight that changes leaves its cache as it is",
+        'identity["columns"] = reader.columns',
+        "pass",
+        "test_columns.py::test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again",
     ),
     (
         "gradients in fp16 are made before the loss scale",
@@ -139,13 +151,13 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "drawn models of two seeds share a cached reference",
-        '"model": [name, config.model_source, ',
-        '"model": [name, ',
+        '"model": [name or None, config.model_source, ',
+        '"model": [name or None, ',
         DRAWN,
     ),
     (
         "two precisions share a cached reference",
-        '        "precision": backend.precision,\n',
+        '            "precision": self.backend.precision,\n',
         "",
         DRAWN,
     ),
