@@ -15,7 +15,7 @@ manifest.json makes a folder trustworthy. It is written last, with size and chec
     format      FORMAT_VERSION of the writer: a reader refuses what is newer than itself
     backend     megatron or torch;  step, with_optimizer;  model: what tells one model from another
     files       {relative path: {"bytes": size, "crc32": eight hex digits}}
-    crc32       of all fields above, since format 2
+    crc32       of all fields above, since format 2; dist/index.json since format 3
 
 A CRC finds every flipped bit and every cut file. It is no defence against people: what is read
 from a checkpoint is read without running code that the file brings (ckpt_megatron.py).
@@ -172,7 +172,7 @@ def _sees(token: Path) -> bool:
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _BACKENDS = {
     "megatron": "megatron-core (use_mca: true)",
     "torch": "the torch backend (use_mca: false)",
