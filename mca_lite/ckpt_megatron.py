@@ -1,13 +1,13 @@
-"""Megatron's distributed checkpoint: tensors in the files of torch, which any layout loads.
+"""Megatron's distributed checkpoint: tensors in torch's files, for any layout to load.
 
-    __<rank>_0.distcp   the tensors that a rank wrote, read with torch.load(weights_only=True)
+    __<rank>_0.distcp   the tensors of a rank, read with torch.load(weights_only=True)
     index.json          the place of each tensor's parts in those files; the optimizer's steps
 
-The optimizer's state is stored per parameter, cut like the model's own sharded tensors: megatron's
-own optimizer format needs Apex or TE to load, and shares one step counter among all parameters
-without them. Data parallel ranks have the same weights: each tensor, with its optimizer state, is
-assembled, kept and written by one of them, so that no rank keeps it all. Objects that would need a
-pickle (_extra_state, the scaling history of fp8) are not stored: fp8 begins its history anew.
+The optimizer's state is stored per parameter, cut like the model's sharded tensors: megatron's
+optimizer format needs Apex or TE to load, and shares one step counter among all parameters without
+them. Data parallel ranks have the same weights: each tensor, with its optimizer state, is
+assembled, kept and written by one of them, and no rank keeps it all. Objects in need of a pickle
+(_extra_state, the scaling history of fp8) are not stored: fp8 begins its history anew.
 """
 
 import json
@@ -82,8 +82,8 @@ def _index_record(tensors: Metadata, results: list[list], steps: int | None) -> 
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder of tensors. CheckpointError where it is none, or where an earlier
-    version wrote it."""
+    """The index of a folder of tensors. CheckpointError for anything else, and for the index of an
+    earlier version."""
     path = folder / INDEX_NAME
     if not path.is_file() and (folder / OLD_INDEX_NAME).is_file():
         raise CheckpointError(
@@ -99,8 +99,8 @@ def read_index(folder: Path) -> Index:
 
 
 def to_index(record: dict[str, Any], folder: Path) -> Index:
-    """The Index of a record as in index.json, every value checked; nothing is opened. Raises what
-    other content leads to."""
+    """The Index of a record as in index.json, every value checked; no file is opened. Raises many
+    kinds of error for other content."""
     tensors = {}
     places = {}
     names = set()
@@ -137,7 +137,7 @@ def _shape(values: list) -> torch.Size:
 
 
 class _IndexedReader(FileSystemReader):
-    """torch's reader of a folder, by an index that was checked."""
+    """torch's reader of a folder, by a checked index."""
 
     def __init__(self, folder: Path, tensors: Metadata):
         super().__init__(folder)
@@ -151,7 +151,7 @@ class _IndexedReader(FileSystemReader):
 
 
 class MegatronSnapshot:
-    """Weights, and the optimizer's state where one is given, ready to be written.
+    """Weights, and optionally the optimizer's state, ready to be written.
 
     copy: copy them to host memory, unchanged by later steps. write() may then run in another
     thread. The constructor is collective over all ranks.
@@ -206,10 +206,10 @@ class MegatronSnapshot:
 
 
 def load_megatron(folder: Path, models, optimizer=None, index: Index | None = None) -> None:
-    """Fill the model, and the optimizer where one is given, from a checkpoint of any layout.
+    """Fill the model, and optionally the optimizer, from a checkpoint of any layout.
 
-    index: of the folder, where it was read before. Collective over all ranks. CheckpointError where
-    the index cannot be trusted, and where a file has other content than was written there.
+    index: of the folder, if it was read before. Collective over all ranks. CheckpointError for an
+    index that cannot be trusted, and for files with other content than was written there.
     """
     place = folder / DIST_NAME
     if index is None:
@@ -229,11 +229,11 @@ def load_megatron(folder: Path, models, optimizer=None, index: Index | None = No
         state["optimizer"], places = _optimizer_to_fill(optimizer, models, by_parameter)
     try:
         loaded = _load_sharded(state, _IndexedReader(place, index.tensors))
-    except CheckpointException as error:  # torch's, which is no Exception
+    except CheckpointException as error:  # torch's error is no Exception
         rank, (failure, _) = next(iter(error.failures.items()))
         words = f"rank {rank}: {type(failure).__name__}: {failure}".splitlines()[0]
         raise CheckpointError(f"{place} cannot be read ({words}): use another checkpoint") from None
-    # a pipeline stage may have nothing that is trained
+    # a pipeline stage may train nothing
     models.load_state_dict({chunk: {**loaded.get(chunk, {}), **kept[chunk]} for chunk in kept})
     if optimizer is not None:
         states: dict[int, dict[str, torch.Tensor]] = {}
@@ -243,8 +243,8 @@ def load_megatron(folder: Path, models, optimizer=None, index: Index | None = No
 
 
 def _load_sharded(state: dict, reader: _IndexedReader) -> dict:
-    """The state with its sharded tensors filled: the steps of dist_checkpointing.load for a folder
-    of torch_dist, without common.pt and torch's own index. Collective."""
+    """The state with its sharded tensors filled: dist_checkpointing.load for a torch_dist folder
+    without common.pt and torch's index. Collective."""
     sharded, _, factories = load_preprocess(state)
     tensors = list(nested_values(sharded))
     by_key, flat, renamed = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded)
@@ -265,12 +265,12 @@ def _load_sharded(state: dict, reader: _IndexedReader) -> dict:
     return apply_factory_merges(filled, factories)
 
 
-# -- who writes what ---------------------------------------------------------------------------
+# -- the writer of each tensor
 
 
 class _Holders(NamedTuple):
-    """The data parallel ranks that hold a parameter: their group, the rank in it that writes, and
-    {rank: (start, stop)} of each one's piece where a distributed optimizer has cut its state."""
+    """The data parallel ranks with a parameter: their group, the writer's rank in it, and {rank:
+    (start, stop)} of the pieces a distributed optimizer has cut its state into."""
 
     group: Any
     writer: int
@@ -282,8 +282,8 @@ class _Holders(NamedTuple):
 
 
 def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
-    """{id of a parameter: its holders}. Of those that have a piece of its state the one writes that
-    has least to write so far: no rank gathers the state of a model that many have cut."""
+    """{id of a parameter: its holders}. The writer is the rank with a piece of the state and the
+    least to write so far: no rank gathers a state cut by many."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -299,8 +299,8 @@ def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
 
 
 def _cuts(optimizer) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
-    """{id of a parameter: (group, pieces)} where the optimizer is a distributed one, which cuts
-    each bucket of gradients into equal shares, one for each rank of a group."""
+    """{id of a parameter: (group, pieces)} of a distributed optimizer, with each bucket of
+    gradients cut into equal shares, one for each rank of a group."""
     found = {}
     for part in parts_of(optimizer):
         for buffer in part.buffers if _is_distributed(part) else ():
@@ -334,9 +334,9 @@ def _replica(tensor, i_write: bool) -> tuple[int, int, int]:
 
 
 def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
-    """A chunk's sharded tensors: those that this rank writes are marked as the main ones.
+    """A chunk's sharded tensors, those that this rank writes marked as the main ones.
 
-    copy: the data of those is copied to host memory.
+    copy: copy their data to host memory.
     """
     out = {}
     for name, tensor in tensors.items():
@@ -345,7 +345,7 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
         holder = holders.get(id(tensor.data))
         data = tensor.data
         replica = tensor.replica_id
-        if holder is not None:  # it is no buffer, whose replica_id is right already
+        if holder is not None:  # a buffer's replica_id is right already
             replica = _replica(tensor, holder.i_write)
         if copy and (holder is None or holder.i_write):
             data = data.detach().to("cpu", copy=True)
@@ -353,12 +353,12 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
     return out
 
 
-# -- the optimizer -----------------------------------------------------------------------------
+# -- the optimizer
 
 
 def _owned(optimizer, models):
-    """What this rank steps, a tuple for each parameter: (torch optimizer, model parameter, its
-    float32 master or this rank's flat piece of it, the piece's slice)."""
+    """Yield for each parameter this rank steps: (torch optimizer, model parameter, its float32
+    master or this rank's flat piece of it, the piece's slice)."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
@@ -384,15 +384,14 @@ def _row(optimizer) -> Optimizer:
 
 
 def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
-    """The sharded tensor of one state of a parameter, from the parameter's own."""
+    """The sharded tensor of one state of a parameter, from that of the parameter."""
     if not isinstance(tensor, ShardedTensorFactory):
         changes["dtype"] = value.dtype
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
 
 
 def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
-    """{key: sharded tensor} of the states that this rank writes. Collective, parameter by
-    parameter."""
+    """{key: sharded tensor} of the states this rank writes. Collective, parameter by parameter."""
     held = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
@@ -407,7 +406,7 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 part = _state_of(*held[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                if copy or len(holder.pieces) > 1:  # what was joined takes no room on a GPU
+                if copy or len(holder.pieces) > 1:  # joined states take no room on a GPU
                     value = value.to("cpu", copy=copy)
                 replica = _replica(tensor, True)
                 out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)
@@ -426,7 +425,7 @@ def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
 
 
 def _join(part, parameter, group, writer: int, pieces: dict):
-    """On the writer the whole of a state, from the pieces of all ranks that hold one; else None."""
+    """The whole of a state on the writer, from the pieces of all ranks; None elsewhere."""
     me = group.rank()
     if me != writer:
         parallel.exchange({writer: part} if me in pieces else {}, {}, group)
@@ -441,8 +440,8 @@ def _join(part, parameter, group, writer: int, pieces: dict):
 
 
 def _optimizer_to_fill(optimizer, models, tensors: dict) -> tuple[dict, dict]:
-    """What is asked for: ({key: empty sharded tensor of a state that this rank steps},
-    {key: (id of the parameter, name of the state)})."""
+    """({key: empty sharded tensor of a state this rank steps}, {key: (id of the parameter, name of
+    the state)})."""
     sharded = {}
     places = {}
     for _, parameter, _, _ in _owned(optimizer, models):
@@ -460,7 +459,7 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
             mine = {}
             for name, whole in states.pop(id(parameter)).items():
                 value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
-                mine[name] = value.clone() if is_piece else value  # so that the whole can go
+                mine[name] = value.clone() if is_piece else value  # the whole can be freed
             if isinstance(inner, AdamW):
                 inner.fill(main, {**mine, "step": steps})
                 continue
@@ -474,7 +473,7 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
 
 
 def _optimizer_steps(optimizer, models) -> int:
-    """Updates made so far: the same for all parameters; the largest over ranks, since some own no
+    """Updates made so far: the same for all parameters; the largest over ranks, since some have no
     piece."""
     counts = [
         int(inner.state[main]["step"])
