@@ -23,6 +23,7 @@ checkpoint runs no code from its files (ckpt_megatron.py).
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import re
@@ -145,12 +146,16 @@ def _check_shared(folder: Path) -> None:
         if not sees
     ]
     if blind:
-        more = f", and {len(blind) - 3} more" if len(blind) > 3 else ""
         raise OutputFolderError(
             f"output_dir is not shared by all nodes: rank 0 on {answers[0][0]} wrote a file to "
-            f"{answers[0][1]}, and it was not found by {'; '.join(blind[:3])}{more}. Set "
+            f"{answers[0][1]}, and it was not found by {_first(blind)}. Set "
             "output_dir to one folder of a file system that all of them mount"
         )
+
+
+def _first(texts: list[str]) -> str:
+    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def _write_token(folder: Path) -> str:
@@ -182,6 +187,7 @@ _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
+_KINDS = {"backend": str, "model": dict, "step": int, "with_optimizer": bool, "files": dict}
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
@@ -235,14 +241,16 @@ def _check_manifest(record: dict[str, Any]) -> None:
     """Raise ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
     if type(record["format"]) is not int or record["format"] < 1:
         raise ValueError("its format is not a number above 0")
-    if (record["format"] > 1 or "crc32" in record) and record.get("crc32") != _crc_of(record):
+    has_checksum = record["format"] > 1 or "crc32" in record
+    if has_checksum and record.get("crc32") != _crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
         return  # other fields may mean other things: refusal() says so
-    if record["backend"] not in _BACKENDS or not isinstance(record["model"], dict):
-        raise ValueError("it lacks the backend or the model")
-    if type(record["step"]) is not int or type(record["with_optimizer"]) is not bool:
-        raise ValueError("it lacks the step, or whether it has the optimizer")
+    for key, kind in _KINDS.items():
+        if type(record[key]) is not kind:
+            raise ValueError(f"expected {key}, of type {kind.__name__}")
+    if record["backend"] not in _BACKENDS:
+        raise ValueError(f"it names the backend {record['backend']}")
     if not record["files"]:
         raise ValueError("it lists no files")
     for name, entry in record["files"].items():
@@ -267,11 +275,10 @@ def refusal(
             f"{folder} was written by {_BACKENDS[record['backend']]}, and this run trains with "
             f"{_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
         )
-    theirs = record["model"]
-    both = [key for key in _MODEL_KEYS if key in theirs and key in identity]
-    other = [key for key in both if theirs[key] != identity[key]]
-    if other:
-        words = ", ".join(f"{key} {theirs[key]} instead of {identity[key]}" for key in other)
+    model = record["model"]
+    changed = sorted(k for k in model.keys() & identity if model[k] != identity[k])
+    if changed:
+        words = ", ".join(f"{key} {model[key]} instead of {identity[key]}" for key in changed)
         return (
             f"{folder} holds another model ({MANIFEST_NAME} says {words}): set model_name_or_path "
             "to the model that it was trained from, or another output_dir"
@@ -285,30 +292,26 @@ def damage(folder: Path, record: dict[str, Any]) -> list[str]:
     Collective over all ranks: each reads a share of the files.
     """
     files = sorted(record["files"].items(), key=lambda item: -item[1]["bytes"])
-    mine = []
-    for name, entry in files[parallel.rank() :: parallel.world_size()]:
-        wrong = _damage_of_file(folder / name, entry)
-        if wrong is not None:
-            mine.append(f"{name} {wrong}")
-    return sorted(text for texts in parallel.gather(mine) for text in texts)
+    share = files[parallel.rank() :: parallel.world_size()]
+    problems = [(name, _damage_of_file(folder / name, entry)) for name, entry in share]
+    texts = [f"{name} {problem}" for name, problem in problems if problem is not None]
+    return sorted(itertools.chain.from_iterable(parallel.gather(texts)))
 
 
 def _damage_of_file(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         if not path.is_file():  # of a pipe nobody knows when it ends
             return "is missing" if not path.exists() else "is no file"
-        found = measure(path)
+        now = measure(path)
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         return f"cannot be read: {error}"
-    if found["bytes"] != entry["bytes"]:
-        return f"has {found['bytes']} bytes, and {entry['bytes']} were written"
-    if found["crc32"] != entry["crc32"]:
-        return (
-            f"has changed since it was written: checksum {found['crc32']} "
-            f"instead of {entry['crc32']}"
-        )
+    if now["bytes"] != entry["bytes"]:
+        return f"has {now['bytes']} bytes, and {entry['bytes']} were written"
+    if now["crc32"] != entry["crc32"]:
+        changed = f"checksum {now['crc32']} instead of {entry['crc32']}"
+        return f"has changed since it was written: {changed}"
     return None
 
 
@@ -330,9 +333,12 @@ def step_of(folder: Path) -> int:
 
 def all_folders(output_dir: str | os.PathLike) -> list[Path]:
     """The folders with a checkpoint's name, complete or not, oldest first."""
-    found = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
-    named = [path for path in found if _NAME.fullmatch(path.name)]
-    return sorted((path for path in named if _is_own_folder(path)), key=step_of)
+    named = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
+    return sorted(filter(_is_checkpoint, named), key=step_of)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return _NAME.fullmatch(path.name) is not None and _is_own_folder(path)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -404,13 +410,10 @@ def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
     The next resume_from_checkpoint: auto must not mistake them for checkpoints of this run.
     """
     for folder in all_folders(output_dir):
-        if step_of(folder) <= step:
-            continue
-        aside = _set_aside(folder)
-        say(
-            f"{folder.name} is newer than step {step}, which this run goes on from: "
-            f"it is now {aside.name}"
-        )
+        if step_of(folder) > step:
+            aside = _set_aside(folder)
+            newer = f"{folder.name} is newer than step {step}, which this run goes on from"
+            say(f"{newer}: it is now {aside.name}")
 
 
 # -- choosing one to resume from
@@ -471,11 +474,10 @@ def inspect(folder: Path, backend: str, identity: dict) -> str | None:
     refused = refusal(folder, record, backend, identity)
     if refused:
         raise CheckpointError(refused)
-    found = damage(folder, record)
-    if not found:
+    problems = damage(folder, record)
+    if not problems:
         return None
-    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{folder} is damaged: {'; '.join(found[:3])}{more}"
+    return f"{folder} is damaged: {_first(problems)}"
 
 
 def check_new(args) -> list[Path]:
@@ -512,6 +514,6 @@ def _clean(output_dir: str | os.PathLike, say) -> None:
         else:
             shutil.rmtree(left)
     for path in sorted(Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")):
-        if not _NAME.fullmatch(path.name) or not _is_own_folder(path):
+        if not _is_checkpoint(path):
             what = "a symbolic link" if path.is_symlink() else "no checkpoint of ours"
             say(f"{show_name(path)} in {output_dir} is {what}: passed over, and never deleted")
