@@ -51,6 +51,9 @@ from .tables import OPTIMIZERS, Optimizer
 DIST_NAME = "dist"
 INDEX_NAME = "index.json"
 OLD_INDEX_NAME = ".metadata"  # torch's, a pickle, in checkpoints of earlier versions
+# Joined states wait on the GPU up to this sum, and beyond it in host memory: a copy there takes as
+# long as the message.
+JOINED_ON_GPU_BYTES = 1 << 30
 
 # -- the index
 
@@ -397,6 +400,7 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
     out = {}
+    joined_bytes = 0
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor = tensors[id(parameter)]
         holder = holders[id(parameter)]
@@ -406,7 +410,9 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 part = _state_of(*held[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                if copy or len(holder.pieces) > 1:  # joined states take no room on a GPU
+                is_joined = len(holder.pieces) > 1
+                joined_bytes += is_joined * value.nbytes
+                if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
                     value = value.to("cpu", copy=copy)
                 replica = _replica(tensor, True)
                 out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)

@@ -380,9 +380,17 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return _FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
 
 
+def _forget_graph(layer: MoELayer, inputs, output) -> None:
+    """Forward hook. megatron's dispatchers keep the weights of the last tokens: with their graph
+    they would keep the nodes that DDP's hooks are on, and these the model, for good."""
+    kept = vars(layer.token_dispatcher)
+    kept |= {name: value.detach() for name, value in kept.items() if torch.is_tensor(value)}
+
+
 def use_own_dispatcher(layer: MoELayer) -> None:
     """Give a layer the dispatcher above, where its configuration asks for no other one."""
     config = layer.config
+    layer.register_forward_hook(_forget_graph)
     others = config.moe_permute_fusion or config.moe_shared_expert_overlap
     if others or config.moe_token_dispatcher_type != "alltoall":
         return

@@ -168,7 +168,10 @@ def create_megatron_optimizer(
     split = splits_masters(args, params_dtype, has_adapters)
     config = get_optimizer_config(args, params_dtype)
     config.bf16 = config.bf16 and not split  # megatron makes no masters then
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    # float32 pieces are views of weights: with a gradient function they would keep the node that
+    # DDP's hook is on, and it the model, for good
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:

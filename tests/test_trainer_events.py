@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
+from tests.shared.layouts import DIST_OPT, LOOP
 from tests.shared.training import train
 
 
@@ -487,7 +488,7 @@ def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatc
         torch.set_num_threads(threads)
 
 
-def lives_on(path: str, out: str, host_freezes: bool) -> tuple[list[str], bool]:
+def lives_on(path: str, out: str, host_freezes: bool, keys: dict) -> tuple[list[str], bool]:
     """After a run as on a GPU and gc.collect(): (what lives of its trainer, whether a list of the
     host is frozen). host_freezes: what was there before, as Python 3.12 itself does."""
     import torch
@@ -516,18 +517,31 @@ def lives_on(path: str, out: str, host_freezes: bool) -> tuple[list[str], bool]:
     if host_freezes:
         gc.freeze()
     trainer_events.torch = WithGpu()
-    train(path, out, trainer_class=make, callbacks=[Note()])
+    train(path, out, trainer_class=make, callbacks=[Note()], **keys)
     gc.collect()
     alive = [name for name, reference in held.items() if reference() is not None]
     assert len(held) == 4
     return alive, not any(known is of_host for known in gc.get_objects())
 
 
-@pytest.mark.parametrize("host_freezes", [False, True])
+# what holds a tensor with its graph holds the model: pieces of float32 weights, megatron's
+# dispatchers
+@pytest.mark.parametrize(
+    "host_freezes, family, keys",
+    [
+        (False, "qwen3", {}),
+        (True, "qwen3", {}),
+        (True, "qwen3", DIST_OPT),
+        (True, "qwen3_moe", {}),
+        (True, "qwen3_moe", LOOP),
+    ],
+)
 def test_nothing_of_a_trainer_lives_on_and_what_a_host_froze_stays_frozen(
-    model_path, tmp_path, host_freezes
+    model_path, tmp_path, host_freezes, family, keys
 ):
-    found = world.run(lives_on, 1, model_path, str(tmp_path), host_freezes)
+    if family == "qwen3_moe":
+        model_path = tiny_moe.save_model(tmp_path / "model", family)
+    found = world.run(lives_on, 1, model_path, str(tmp_path), host_freezes, keys)
     assert found == [([], host_freezes)]
 
 
