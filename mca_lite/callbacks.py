@@ -20,7 +20,7 @@ from .files import read_json, write_json
 # -- state and callbacks
 
 _COUNTS = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
-_STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are not looked at
+_STATE_TYPES = {  # of fields in a file; those set anew by each run are not checked
     **dict.fromkeys(_COUNTS, (int,)),
     "log_history": (list,),
     "best_metric": (int, float, type(None)),
@@ -34,7 +34,7 @@ _STATE_TYPES = {  # what a file may hold; fields that a new run sets anew are no
 
 @dataclass
 class TrainerState:
-    """Where a run stands; written to trainer_state.json. Counts are over all ranks, a step is an
+    """Progress of a run; written to trainer_state.json. Counts are over all ranks, a step is an
     optimizer step."""
 
     global_step: int = 0
@@ -47,8 +47,8 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    left_out_steps: int = 0  # of epochs that a callback stopped early
-    data_position: dict | None = None  # of a stream: where the next step begins
+    left_out_steps: int = 0  # of epochs stopped early by a callback
+    data_position: dict | None = None  # of a stream: the begin of the next step
     log_sums: dict | None = None  # of the steps since the last line of the log
     stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
 
@@ -63,7 +63,7 @@ class TrainerState:
 
     @property
     def position(self) -> int:
-        """The steps of the data's order that are behind the run, made or left out."""
+        """Steps done in the data's order, made or left out."""
         return self.global_step + self.left_out_steps
 
     @property
@@ -88,10 +88,9 @@ class TrainerState:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "TrainerState":
-        """Returns the state in the JSON file `path`. Keys that only Hugging Face's Trainer knows
-        are passed over.
+        """Returns the state in the JSON file `path`, without keys of Hugging Face's Trainer alone.
 
-        Raises OSError where there is no such file, ValueError where it does not hold a state.
+        Raises OSError for a missing file, ValueError for other content.
         """
         found = {k: v for k, v in read_json(path).items() if k in cls.__dataclass_fields__}
         if "global_step" not in found:
@@ -108,11 +107,11 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """What callbacks ask of the loop, in transformers' names; another name is an AttributeError.
+    """Flags of callbacks for the loop, by transformers' names; another name is an AttributeError.
 
     should_training_stop ends the run after this step. should_epoch_stop goes on with the next
-    epoch: the steps that are left out count as steps of the run, which ends no later. should_log,
-    should_evaluate and should_save ask for this step, and are lowered when it is done.
+    epoch: the steps left out count as steps of the run, and its end is no later. should_log,
+    should_evaluate and should_save are for this step, and are lowered when it is done.
     """
 
     should_training_stop: bool = False
@@ -126,7 +125,7 @@ FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 
 def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch: bool) -> None:
-    """Raise what the TrainingArguments ask for after the step that `state` has just counted."""
+    """Raise the flags of the TrainingArguments' intervals, after `state` has counted a step."""
     step = state.global_step
     last = state.is_over
 
@@ -158,7 +157,7 @@ class TrainerCallback:
         """Before the first step; `state.global_step` is not 0 in a resumed run."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        """Before the first step of an epoch, or of a run that resumes within one."""
+        """Before the first step of an epoch, or of a run resumed within one."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Before the data of a step is read."""
@@ -184,13 +183,13 @@ class TrainerCallback:
 
     def on_evaluate(self, args, state, control, metrics: dict, **kwargs):
         """`metrics` are those of one evaluation, their names starting with eval_, or with the
-        prefix that evaluate() was given."""
+        prefix given to evaluate()."""
 
     def on_prediction_step(self, args, state, control, **kwargs):
         """After each step of an evaluation or a prediction."""
 
     def on_predict(self, args, state, control, metrics: dict, **kwargs):
-        """`metrics` are those that predict() returns, their names starting with its prefix."""
+        """`metrics` are those of predict(), their names starting with its prefix."""
 
     def on_save(self, args, state, control, path: str, step: int, **kwargs):
         """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps
@@ -201,13 +200,13 @@ class TrainerCallback:
 
 
 def _deciding_metric(args) -> str:
-    """The metric of an evaluation that metric_for_best_model names, the loss without it."""
+    """The metric named by metric_for_best_model, the loss without it."""
     return ranking_of(args.metric_for_best_model)[0]
 
 
 def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tuple[str, bool]:
-    """(the deciding metric, eval_ before it, whether it rises), as metric_for_best_model and
-    greater_is_better say. Where the latter does not, losses and perplexities fall, others rise."""
+    """(the deciding metric, with eval_ before it, True if it rises), of metric_for_best_model and
+    greater_is_better. Without the latter, losses and perplexities fall, others rise."""
     name = metric or "loss"
     name = name if name.startswith("eval_") else f"eval_{name}"
     rises = greater_is_better
@@ -217,8 +216,7 @@ def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tup
 
 
 def _value_of(args, metrics: dict) -> float | None:
-    """The deciding metric's; None for an evaluation of another kind than the loop's, which has a
-    prefix of its own."""
+    """The deciding metric's value; None for an evaluation with another prefix than the loop's."""
     if not any(name.startswith("eval_") for name in metrics):
         return None
     metric = _deciding_metric(args)
@@ -231,7 +229,7 @@ def _value_of(args, metrics: dict) -> float | None:
 
 
 def _is_better(args, value: float, best: float | None, threshold: float = 0.0) -> bool:
-    """Whether a value of the deciding metric is better than the best by more than `threshold`."""
+    """True if a value of the deciding metric is better than the best by more than `threshold`."""
     if math.isnan(value):
         return False  # a diverged model is never the best, not even the first time
     if best is None:
@@ -241,10 +239,10 @@ def _is_better(args, value: float, best: float | None, threshold: float = 0.0) -
 
 
 class BestModel(TrainerCallback):
-    """Keeps state.best_metric, best_global_step and best_model_checkpoint, from which the trainer
-    reloads at the end.
+    """Keeps state.best_metric, best_global_step and best_model_checkpoint, reloaded by the trainer
+    at the end.
 
-    The checkpoint counts for the best step when it is saved at that very step, before or after the
+    The checkpoint counts for the best step if it is saved at this step, before or after the
     evaluation.
     """
 
@@ -268,11 +266,11 @@ class BestModel(TrainerCallback):
 
 
 class EarlyStopping(TrainerCallback):
-    """Asks the loop to stop after early_stopping_patience evaluations in a row that are not better
-    by more than early_stopping_threshold.
+    """Stops the loop after early_stopping_patience evaluations in a row without a gain of more than
+    early_stopping_threshold.
 
-    A resumed run goes on counting where it was: the count is read off state.log_history, which the
-    checkpoint holds. Where it is full already, nothing more is trained.
+    A resumed run goes on counting: the count is read off state.log_history of the checkpoint. If it
+    is full already, nothing more is trained.
     """
 
     evaluations_without_gain = 0
@@ -309,8 +307,8 @@ class EarlyStopping(TrainerCallback):
 
 
 def export_states(callbacks: list) -> dict:
-    """Class name -> the state of each callback that has one: transformers' ExportableState's
-    state(), or state_dict(). A list of them where a class has several callbacks."""
+    """Class name -> the state of each callback with one: transformers' ExportableState's state(),
+    or state_dict(). A list of them for several callbacks of a class."""
     states: dict = {}
     for callback in callbacks:
         if not _has_state(callback):
@@ -321,7 +319,7 @@ def export_states(callbacks: list) -> dict:
 
 
 def restore_states(callbacks: list, states: dict) -> None:
-    """Put callbacks where a checkpoint's `states` say that they were, in place."""
+    """Put callbacks into the `states` of a checkpoint, in place."""
     left = {k: list(v) if isinstance(v, list) else [v] for k, v in states.items()}
     for callback in callbacks:
         found = left.get(type(callback).__name__)
@@ -342,14 +340,13 @@ def _has_state(callback) -> bool:
 
 # -- signals
 
-# of a run that was asked to stop, saved, and can go on with resume_from_checkpoint: auto
+# of a run stopped by a signal: saved, and resumed with resume_from_checkpoint: auto
 EXIT_CODE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(SystemExit):
-    """The run has saved and stops. `signal` is the one that asked for it; the process ends with
-    EXIT_CODE."""
+    """The run has saved and stops after `signal`; the process ends with EXIT_CODE."""
 
     def __init__(self, number: int, step: int):
         super().__init__(EXIT_CODE)
@@ -382,8 +379,8 @@ class StopSignals:
 
 FOLDER = "profile"  # in output_dir
 _OTHER = "other"
-# the kind of a kernel, or of an operation of the CPU, by its name: the first row that fits counts.
-# A rank of gloo waits within the autograd function that communicates.
+# the kind of a kernel, or of an operation of the CPU, by its name: the first fitting row counts. A
+# rank of gloo waits within the autograd function of its communication.
 _KINDS = (
     ("communication", "nccl|gloo|c10d|ParallelRegion|AsyncCommunication"),
     ("attention", "attention|flash|fmha|sdpa"),
@@ -445,7 +442,7 @@ def kind_of(name: str) -> str:
 
 def table(events, seconds: float) -> list[str]:
     """Lines: the time of each kind with its share of `seconds`, and its longest kernel; of kernels
-    where a GPU was seen, else of operations without those that they call."""
+    if a GPU was seen, else of operations without the ones they call."""
     cuda = torch.autograd.DeviceType.CUDA
     on_gpu = [one for one in events if one.device_type == cuda and not one.is_user_annotation]
     times: dict[str, dict[str, float]] = {}

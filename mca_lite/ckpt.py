@@ -8,9 +8,9 @@
     hf/                     with save_hf_checkpoints: the model in Hugging Face's format
     manifest.json           sizes and checksums of all others, written last
 
-Saving has three parts: what must be caught at this step and what needs all ranks (begin), the
-writing, which talks to no other rank and may run in a thread (async_save), and naming the folder
-(finish). An error on any rank ends them on all.
+Saving has three parts: begin copies the state of this step, with all ranks; writing talks to no
+other rank and may run in a thread (async_save); finish names the folder. An error on any rank ends
+them on all.
 """
 
 import io
@@ -86,14 +86,13 @@ class TorchSnapshot:
 
 
 def _changing(model) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what training changes: parameters, and the buffers of a model that is
-    trained whole."""
+    """(name, tensor) of the parameters in training, and of the buffers if all are trained."""
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     return [(name, t) for name, t in named_tensors(model) if is_whole or t.requires_grad]
 
 
 def load_torch(folder: Path, model, optimizer=None) -> None:
-    """What TorchSnapshot wrote. CheckpointError for other names or shapes."""
+    """Read the files of TorchSnapshot into a model. CheckpointError for other names or shapes."""
     read, _ = _reader(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
@@ -117,7 +116,7 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], set[str]]:
-    """(what reads a tensor of a checkpoint's file by its name and possible shapes, the names)."""
+    """(a function that reads a tensor by name and possible shapes, the names) of a file."""
     file = open_safetensors(path)
     names = set(file.keys())
 
@@ -137,8 +136,6 @@ TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
 _OF_A_START = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}  # settings
 
-# -- a folder, from the trainer's side ----------------------------------------------------------
-
 
 class Checkpoints:
     """The checkpoints of one trainer, written one at a time. Its methods are collective."""
@@ -149,7 +146,7 @@ class Checkpoints:
         # the newest one, while no step was made from its weights: older ones stay
         self.unproven: Path | None = None
         self._job: _Job | None = None
-        self._base: dict | None = None  # of adapters: what the frozen model is known by
+        self._base: dict | None = None  # of adapters: a sample of the frozen model
 
     @property
     def is_busy(self) -> bool:
@@ -162,10 +159,10 @@ class Checkpoints:
         return self._job is not None and self._job.thread.is_alive()
 
     def begin(self) -> None:
-        """Catch the state of this step and write it; with async_save it is being written when this
-        returns.
+        """Copy the state of this step and write it; with async_save writing goes on after the
+        return.
 
-        CheckpointError, on every rank, where the folder cannot be made.
+        CheckpointError, on every rank, if the folder cannot be made.
         """
         trainer = self.trainer
         args = self.trainer.args
@@ -196,11 +193,11 @@ class Checkpoints:
             self._job.write()
 
     def finish(self) -> None:
-        """Wait for all ranks to have written a checkpoint that is on its way, and name its folder.
+        """Wait for all ranks to have written a pending checkpoint, and name its folder.
 
         Older ones are pruned for it after the next good step: its weights may be finite, and lost.
-        CheckpointError, on every rank, where a part could not be written; what was there before is
-        untouched.
+        CheckpointError, on every rank, for a part that could not be written; earlier checkpoints
+        are untouched.
         """
         job = self._job
         if job is None:
@@ -230,24 +227,23 @@ class Checkpoints:
         limit = self.trainer.args.save_total_limit
         parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
 
-    def resume(self, asked: str | bool | None) -> None:
-        """Put a trainer where a checkpoint was, if there is one; asked: see ckpt_folder.find.
-        Collective; CheckpointError for what cannot be gone on from."""
+    def resume(self, choice: str | bool | None) -> None:
+        """Load the state of a checkpoint, if there is one; choice: see ckpt_folder.find.
+        Collective; CheckpointError for one that cannot be resumed from."""
         trainer = self.trainer
         backend = trainer.backend
         say = trainer.report.print
         model = ckpt_folder.model_identity(backend.hf_config)
-        folder = ckpt_folder.find(trainer.args, asked, backend.name, model, say)
+        folder = ckpt_folder.find(trainer.args, choice, backend.name, model, say)
         if folder is not None:
             self._load(folder)
             restore_states(trainer.callbacks, trainer.state.stateful_callbacks)
 
     def _load(self, folder: Path) -> None:
-        """Put a trainer where the checkpoint was. All ranks must call it, on a folder that was
-        verified.
+        """Load the state of a verified checkpoint. Collective.
 
-        CheckpointError where the checkpoint has no optimizer state, or where the data, the global
-        batch or the optimizer have changed. Other settings are taken, and a line lists them.
+        CheckpointError for a checkpoint without optimizer state, and for other data, another global
+        batch or another optimizer. Other settings are taken, and a line lists them.
         """
         trainer = self.trainer
         record, state = _read_records(folder)
@@ -291,7 +287,7 @@ class Checkpoints:
             trainer.report.print(changes)
 
     def _forget_other_best(self, before: dict) -> None:
-        """A best evaluation that was told by another metric than this run's is none."""
+        """Forget a best evaluation by another metric than this run's."""
         trainer = self.trainer
         keys = ("metric_for_best_model", "greater_is_better")
         state = trainer.state
@@ -337,12 +333,12 @@ class Checkpoints:
 
 
 class _Job:
-    """One checkpoint on its way: what this rank writes, and what came of it."""
+    """One checkpoint on its way: this rank's files, and the result of writing them."""
 
     def __init__(
         self, final: Path, temporary: Path, snapshot, facts: dict, files=None, exported=()
     ):
-        """files: name -> content; exported: names of files that are written already."""
+        """files: name -> content; exported: names of files written already."""
         self.final = final
         self.temporary = temporary
         self.snapshot = snapshot
@@ -372,9 +368,10 @@ class _Job:
             self.error = describe_error(error)
 
     def complete(self) -> None:
-        """When every rank has written its part: the index, the manifest, and the name. Collective.
+        """Write the index and the manifest and name the folder, after every rank has written.
+        Collective.
 
-        CheckpointError on every rank, with what went wrong on any.
+        CheckpointError on every rank, with the problems of any.
         """
         answers = parallel.gather((self.error, self.entries, self.results))
         errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
@@ -412,8 +409,7 @@ def _facts(backend: str, hf_config: dict, step: int = 0, with_optimizer: bool = 
 
 
 def _state_to_store(state: TrainerState, final: Path) -> str:
-    """The state as it will be once this checkpoint is there: the best one, where this step
-    evaluated best."""
+    """The state as of the finished checkpoint: this one is the best, if the step evaluated best."""
     best = state.best_model_checkpoint
     if state.best_global_step == state.global_step:
         best = str(final)
@@ -424,7 +420,7 @@ def _json(record: dict) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
-_KINDS = {  # what training.json must hold
+_KINDS = {  # of the fields of training.json
     "with_optimizer": bool,
     "scheduler_steps": int,
     "num_samples": int,
@@ -434,8 +430,8 @@ _KINDS = {  # what training.json must hold
 
 
 def _read_records(folder: Path) -> tuple[dict, TrainerState]:
-    """(training.json, trainer_state.json) of a checkpoint. CheckpointError, on every rank, where
-    they are not what is written there."""
+    """(training.json, trainer_state.json) of a checkpoint. CheckpointError, on every rank, for
+    other content than is written there."""
     path = folder / TRAINING_NAME
     try:
         record = read_json(path)
@@ -458,7 +454,7 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
 
 
 def _check_base(theirs: dict, model, folder: Path) -> None:
-    """CheckpointError where adapters belong to other frozen weights. Collective."""
+    """CheckpointError if adapters belong to other frozen weights. Collective."""
 
     def check() -> None:
         base = lora.base_sample(model)
@@ -474,7 +470,8 @@ def _check_base(theirs: dict, model, folder: Path) -> None:
 
 
 def load_model(folder: str | os.PathLike, backend) -> None:
-    """The weights alone, verified first. Collective. CheckpointError for what cannot be read."""
+    """Load the weights alone, verified first. Collective. CheckpointError for an unreadable
+    checkpoint."""
     model = ckpt_folder.model_identity(backend.hf_config)
     bad = ckpt_folder.inspect(Path(folder), backend.name, model)
     if bad:
@@ -492,27 +489,27 @@ def save_model(folder: str | os.PathLike, backend) -> None:
 
 
 def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None:
-    """Write a snapshot and its manifest into a folder. backend: the name of the one that wrote it.
-    Collective; CheckpointError on every rank where any fails."""
+    """Write a snapshot and its manifest into a folder. backend: name of the writer. Collective;
+    CheckpointError on every rank if any fails."""
     job = _Job(folder, folder, snapshot, _facts(backend, hf_config))
     job.write()
     job.complete()
 
 
-# -- settings: which may be others when a run goes on ------------------------------------------
+# -- settings that may change when a run is resumed
 
 
 def settings_of(args) -> dict[str, Any]:
-    """The TrainingArguments of a trainer that is made without a file, by their keys."""
+    """The TrainingArguments of a trainer made without a file, by their keys."""
     settings = args.to_dict()
     if args.global_batch_size is not None:
         del settings["gradient_accumulation_steps"]  # it follows from the world
-    return json.loads(json.dumps(settings, default=str))  # additional_configs may hold objects
+    return json.loads(json.dumps(settings, default=str))  # additional_configs may have objects
 
 
 def settings_before(record: dict, folder: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint, {} where nothing tells them. record: its
-    training.json; older ones have none, and the run's config.yaml is beside the checkpoint."""
+    """The settings of the run of a checkpoint, {} if unknown. record: its training.json; older ones
+    have none, and the run's config.yaml is beside the checkpoint."""
     config = folder.parent / RUN_CONFIG_NAME
     if "settings" in record or not config.is_file():
         return record.get("settings") or {}
@@ -520,8 +517,8 @@ def settings_before(record: dict, folder: Path) -> dict[str, Any]:
 
 
 def refuse_changes(before: dict, now: dict, keys: str, folder: Path) -> None:
-    """CheckpointError where one of the keys (by spaces) has another value than before; a key that
-    was not kept is passed over."""
+    """CheckpointError if one of the keys (by spaces) has another value than before. Keys without an
+    earlier value pass."""
     for key in keys.split():
         if key in before and _shown(before[key]) != _shown(now.get(key)):
             raise CheckpointError(
@@ -531,19 +528,19 @@ def refuse_changes(before: dict, now: dict, keys: str, folder: Path) -> None:
 
 
 def refuse_other_states(before: dict, now: dict, backend: str, folder: Path) -> None:
-    """CheckpointError for settings with which the optimizer would not have the states that are
-    stored. before, now: settings. backend: megatron or torch."""
+    """CheckpointError for settings of an optimizer with other states than the stored ones. before,
+    now: settings. backend: megatron or torch."""
     keys = "optim"
     if backend == "torch":
-        keys += " exp_avg_dtype exp_avg_sq_dtype"  # of tensors that are taken as they are
-    elif before.get("finetuning_type") != "lora":  # whose adapters are float32 in any precision
+        keys += " exp_avg_dtype exp_avg_sq_dtype"  # of tensors loaded without a cast
+    elif before.get("finetuning_type") != "lora":  # adapters are float32 in any precision
         if not any(_shown(before.get(key)) == "true" for key in ("bf16", "fp16")):
             keys += " bf16 fp16"  # there are no float32 weights beside the model's
     refuse_changes(before, now, keys, folder)
 
 
 def say_changes(before: dict, now: dict) -> str:
-    """A line about the settings that are others than before, "" where none is."""
+    """A line about changed settings, "" without any."""
     changed = []
     for key in sorted((before.keys() | now.keys()) - _OF_A_START if before else ()):
         default = default_of(FIELDS[key]) if key in FIELDS else None
@@ -559,7 +556,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# -- random states ------------------------------------------------------------------------------
+# -- random states
 
 
 def _random_states() -> bytes:
@@ -578,8 +575,8 @@ def _random_states() -> bytes:
 
 
 def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
-    """Where this rank wrote its own. Collective; CheckpointError on every rank where one's are not
-    what is written there."""
+    """Restore this rank's random state if the layout is unchanged. Collective; CheckpointError on
+    every rank if the file of any has other content."""
     mine = folder / f"rng-{parallel.rank()}.pt"
     problem = None
     try:

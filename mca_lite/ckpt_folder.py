@@ -1,28 +1,29 @@
-"""The folders of checkpoints: which there are, which one to resume from, how one appears and goes.
+"""The folders of checkpoints: listing, choosing one to resume from, publishing, pruning.
 
     checkpoint-<step>/              complete: renamed to this after its manifest was written
-    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; what a run that
-                                    died leaves behind is removed by the next one
-    set-aside-checkpoint-<step>/    newer than the checkpoint that a run resumed from: never read
-                                    again, free to be deleted
+    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; left by a run
+                                    that died, removed by the next one
+    set-aside-checkpoint-<step>/    newer than the checkpoint of a resumed run: never read again,
+                                    free to be deleted
     latest                          the name of the newest checkpoint, for other programs
 
-Whatever else bears such a name (a symbolic link, a file, bytes that are no text) is left alone, and
-one line at the start says so; where it has the name of a temporary folder it is set aside.
+Anything else with such a name (a symbolic link, a file, bytes that are no text) is left alone and
+named in a line at the start; with the name of a temporary folder it is set aside.
 
-manifest.json makes a folder trustworthy. It is written last, with size and checksum of every file:
+manifest.json is written last, with size and checksum of every file:
 
-    format      FORMAT_VERSION of the writer: a reader refuses what is newer than itself
-    backend     megatron or torch;  step, with_optimizer;  model: what tells one model from another
+    format      FORMAT_VERSION of the writer: a reader refuses a newer one than its own
+    backend     megatron or torch;  step, with_optimizer;  model: keys of its config
     files       {relative path: {"bytes": size, "crc32": eight hex digits}}
-    crc32       of all fields above, since format 2
+    crc32       of all fields above, since format 2; dist/index.json since format 3
 
-A CRC finds every flipped bit and every cut file. It is no defence against people: what is read
-from a checkpoint is read without running code that the file brings (ckpt_megatron.py).
+A CRC finds every flipped bit and every cut file. It is no defence against people: reading a
+checkpoint runs no code from its files (ckpt_megatron.py).
 """
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import re
@@ -54,26 +55,26 @@ from .files import (
 # -- the folder of a run
 
 LOCK_NAME = ".run.lock"
-OWNER_NAME = ".run.json"  # who has the lock; the lock's own file is emptied by whoever tries it
-# A rank of a run that was killed may live for a moment; a shared file system may be late
+OWNER_NAME = ".run.json"  # of the lock; the lock's file itself is emptied by every attempt
+# A rank of a killed run may live for a moment; a shared file system may be late
 _WAIT_S = 3.0
 _SEE_S = 5.0
 
 
 class OutputFolderError(UserError, ValueError):
-    """A folder that this run cannot write to. Every rank raises it, with the same text."""
+    """A folder this run cannot write to. Every rank raises it, with the same text."""
 
     same_on_all_ranks = True
 
 
 @contextlib.contextmanager
 def hold(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Keep other runs out of output_dir while this context is open; make the folder where it is not
-    there.
+    """Keep other runs out of output_dir while this context is open; make the folder if it is
+    missing.
 
-    The main rank holds a lock of the operating system, which ends with the process. May be entered
-    again within. OutputFolderError where another run has the folder, where it cannot be written,
-    and where the nodes do not share it. Collective on entry.
+    The main rank locks a file; the lock ends with the process. Reentrant. OutputFolderError for a
+    folder that another run trains in, that cannot be written, or that the nodes do not share.
+    Collective on entry.
     """
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:
@@ -84,8 +85,8 @@ def hold(output_dir: str | os.PathLike) -> Iterator[None]:
 
 
 def _take(folder: Path, held: contextlib.ExitStack) -> bool:
-    """Lock the folder until `held` closes -> whether this process did not have it yet."""
-    # one object for a path in a process, so that taking it twice counts instead of waiting
+    """Lock the folder until `held` closes -> True if this process had no lock on it yet."""
+    # one object for a path in a process: locking it twice counts instead of waiting
     lock = FileLock(folder.absolute() / LOCK_NAME, is_singleton=True)
     if lock.is_locked:
         held.enter_context(lock)
@@ -103,7 +104,7 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
             f"another run trains in {folder}: {_owner(folder)}. Two runs would delete each "
             "other's checkpoints: set another output_dir, or end that run first"
         ) from None
-    except NotImplementedError:  # filelock's error where the file system knows no flock
+    except NotImplementedError:  # filelock's error on a file system without flock
         print(f"note: the file system of {folder} has no locks: let no other run write there")
     except OSError as error:
         raise OutputFolderError(
@@ -114,7 +115,7 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
 
 
 def _leave(folder: Path) -> None:
-    """Before the lock is given back. A run that was refused leaves no folder behind."""
+    """Clean up before the lock is released: a refused run leaves no folder."""
     with contextlib.suppress(OSError):  # the folder may have been closed or have gone since
         (folder / OWNER_NAME).unlink()
         if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
@@ -133,12 +134,12 @@ def _owner(folder: Path) -> str:
 
 
 def _check_shared(folder: Path) -> None:
-    """OutputFolderError on every rank where one does not see what the main rank writes. Collective.
+    """OutputFolderError on every rank if one does not see a file of the main rank. Collective.
 
-    Without it a run over several nodes would find out at its first checkpoint.
+    Without it a run over several nodes would fail at its first checkpoint.
     """
     token = folder / parallel.on_main(lambda: _write_token(folder), OutputFolderError)
-    # the path of each rank: a relative one depends on the folder that the rank was started in
+    # the path of each rank: a relative one depends on the rank's working directory
     answers = parallel.gather((socket.gethostname(), str(folder.absolute()), _sees(token)))
     if parallel.is_main():
         token.unlink()
@@ -148,12 +149,16 @@ def _check_shared(folder: Path) -> None:
         if not sees
     ]
     if blind:
-        more = f", and {len(blind) - 3} more" if len(blind) > 3 else ""
         raise OutputFolderError(
             f"output_dir is not shared by all nodes: rank 0 on {answers[0][0]} wrote a file to "
-            f"{answers[0][1]}, and it was not found by {'; '.join(blind[:3])}{more}. Set "
+            f"{answers[0][1]}, and it was not found by {_first(blind)}. Set "
             "output_dir to one folder of a file system that all of them mount"
         )
+
+
+def _first(texts: list[str]) -> str:
+    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def _write_token(folder: Path) -> str:
@@ -175,16 +180,17 @@ def _sees(token: Path) -> bool:
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _BACKENDS = {
     "megatron": "megatron-core (use_mca: true)",
     "torch": "the torch backend (use_mca: false)",
 }
-# keys of a Hugging Face config that decide which weights there are
+# keys of a Hugging Face config for the shapes of the weights
 _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
+_KINDS = {"backend": str, "model": dict, "step": int, "with_optimizer": bool, "files": dict}
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
@@ -195,20 +201,14 @@ class CheckpointError(UserError, ValueError):
     same_on_all_ranks = True
 
 
-# -- files ------------------------------------------------------------------------------------
-
-
 def measure(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest: size and checksum."""
     size, crc = checksum(path)
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
-# -- the manifest -----------------------------------------------------------------------------
-
-
 def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """What tells one model from another, taken from a Hugging Face config as a dict."""
+    """Keys of a Hugging Face config (a dict) that decide the shapes of the weights."""
     text = hf_config.get("text_config") or hf_config
     return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
 
@@ -227,7 +227,7 @@ def _crc_of(record: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest. CheckpointError where there is none or where it is damaged."""
+    """Read a manifest. CheckpointError for a missing or damaged one."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -243,17 +243,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_manifest(record: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError for what no manifest looks like."""
+    """Raise ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
     if type(record["format"]) is not int or record["format"] < 1:
         raise ValueError("its format is not a number above 0")
-    if (record["format"] > 1 or "crc32" in record) and record.get("crc32") != _crc_of(record):
+    has_checksum = record["format"] > 1 or "crc32" in record
+    if has_checksum and record.get("crc32") != _crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
         return  # other fields may mean other things: refusal() says so
-    if record["backend"] not in _BACKENDS or not isinstance(record["model"], dict):
-        raise ValueError("it lacks the backend or the model")
-    if type(record["step"]) is not int or type(record["with_optimizer"]) is not bool:
-        raise ValueError("it lacks the step, or whether it has the optimizer")
+    for key, kind in _KINDS.items():
+        if type(record[key]) is not kind:
+            raise ValueError(f"expected {key}, of type {kind.__name__}")
+    if record["backend"] not in _BACKENDS:
+        raise ValueError(f"it names the backend {record['backend']}")
     if not record["files"]:
         raise ValueError("it lists no files")
     for name, entry in record["files"].items():
@@ -266,7 +268,8 @@ def _check_manifest(record: dict[str, Any]) -> None:
 def refusal(
     folder: Path, record: dict[str, Any], backend: str, identity: dict[str, Any]
 ) -> str | None:
-    """Why an undamaged checkpoint suits another version, backend or model; None where it suits."""
+    """The reason to refuse an undamaged checkpoint: another version, backend or model. None if it
+    suits."""
     if record["format"] > FORMAT_VERSION:
         return (
             f"{folder / MANIFEST_NAME} has format {record['format']}, and this version reads "
@@ -277,11 +280,10 @@ def refusal(
             f"{folder} was written by {_BACKENDS[record['backend']]}, and this run trains with "
             f"{_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
         )
-    theirs = record["model"]
-    both = [key for key in _MODEL_KEYS if key in theirs and key in identity]
-    other = [key for key in both if theirs[key] != identity[key]]
-    if other:
-        words = ", ".join(f"{key} {theirs[key]} instead of {identity[key]}" for key in other)
+    model = record["model"]
+    changed = sorted(k for k in model.keys() & identity if model[k] != identity[k])
+    if changed:
+        words = ", ".join(f"{key} {model[key]} instead of {identity[key]}" for key in changed)
         return (
             f"{folder} holds another model ({MANIFEST_NAME} says {words}): set model_name_or_path "
             "to the model that it was trained from, or another output_dir"
@@ -290,39 +292,35 @@ def refusal(
 
 
 def damage(folder: Path, record: dict[str, Any]) -> list[str]:
-    """What is wrong with the folder's files, the same list on every rank.
+    """Problems of the folder's files, the same list on every rank.
 
     Collective over all ranks: each reads a share of the files.
     """
     files = sorted(record["files"].items(), key=lambda item: -item[1]["bytes"])
-    mine = []
-    for name, entry in files[parallel.rank() :: parallel.world_size()]:
-        wrong = _damage_of_file(folder / name, entry)
-        if wrong is not None:
-            mine.append(f"{name} {wrong}")
-    return sorted(text for texts in parallel.gather(mine) for text in texts)
+    share = files[parallel.rank() :: parallel.world_size()]
+    problems = [(name, _damage_of_file(folder / name, entry)) for name, entry in share]
+    texts = [f"{name} {problem}" for name, problem in problems if problem is not None]
+    return sorted(itertools.chain.from_iterable(parallel.gather(texts)))
 
 
 def _damage_of_file(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         if not path.is_file():  # of a pipe nobody knows when it ends
             return "is missing" if not path.exists() else "is no file"
-        found = measure(path)
+        now = measure(path)
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         return f"cannot be read: {error}"
-    if found["bytes"] != entry["bytes"]:
-        return f"has {found['bytes']} bytes, and {entry['bytes']} were written"
-    if found["crc32"] != entry["crc32"]:
-        return (
-            f"has changed since it was written: checksum {found['crc32']} "
-            f"instead of {entry['crc32']}"
-        )
+    if now["bytes"] != entry["bytes"]:
+        return f"has {now['bytes']} bytes, and {entry['bytes']} were written"
+    if now["crc32"] != entry["crc32"]:
+        changed = f"checksum {now['crc32']} instead of {entry['crc32']}"
+        return f"has changed since it was written: {changed}"
     return None
 
 
-# -- which there are, and how one appears or goes ---------------------------------------------
+# -- listing, publishing, pruning
 
 
 def checkpoint_folder(output_dir: str | os.PathLike, step: int) -> Path:
@@ -330,7 +328,7 @@ def checkpoint_folder(output_dir: str | os.PathLike, step: int) -> Path:
 
 
 def temporary_folder(final: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """The folder of a checkpoint before it gets its name."""
     return final.with_name(f".{final.name}.tmp")
 
 
@@ -339,19 +337,22 @@ def step_of(folder: Path) -> int:
 
 
 def all_folders(output_dir: str | os.PathLike) -> list[Path]:
-    """The folders that bear a checkpoint's name, complete or not, oldest first."""
-    found = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
-    named = [path for path in found if _NAME.fullmatch(path.name)]
-    return sorted((path for path in named if _is_own_folder(path)), key=step_of)
+    """The folders with a checkpoint's name, complete or not, oldest first."""
+    named = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
+    return sorted(filter(_is_checkpoint, named), key=step_of)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return _NAME.fullmatch(path.name) is not None and _is_own_folder(path)
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether this is a folder itself: what a link points to may be anybody's."""
+    """True for a real directory; links are never followed."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _free_name(path: Path) -> Path:
-    """The path, with a number at its end where something has that name."""
+    """The path, with a number at its end if the name is taken."""
     free = path
     count = 1
     while os.path.lexists(free):
@@ -361,7 +362,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, or what has the name of one -> its new path. No link is followed."""
+    """Rename a checkpoint, or anything with the name of one -> its new path. No link is
+    followed."""
     aside = _free_name(path.with_name(f"set-aside-{path.name.lstrip('.')}"))
     os.rename(path, aside)
     return aside
@@ -375,7 +377,7 @@ def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 def publish(temporary: Path, final: Path) -> None:
     """Give a written checkpoint its name, then move the pointer `latest`.
 
-    Whenever this is cut off, what has a name is whole.
+    Cut off at any point, every folder with a name is whole.
     """
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
         sync(folder)
@@ -391,7 +393,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that it is never seen half deleted."""
+    """Delete a checkpoint; it is never seen half deleted."""
     gone = _free_name(folder.with_name(f".{folder.name}.old"))
     os.rename(folder, gone)
     shutil.rmtree(gone)
@@ -408,48 +410,45 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
 
 
 def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
-    """Rename what is newer than the step that a run resumes from.
+    """Rename checkpoints newer than the step a run resumes from.
 
-    The next resume_from_checkpoint: auto must not mistake it for a checkpoint of this run.
+    The next resume_from_checkpoint: auto must not mistake them for checkpoints of this run.
     """
     for folder in all_folders(output_dir):
-        if step_of(folder) <= step:
-            continue
-        aside = _set_aside(folder)
-        say(
-            f"{folder.name} is newer than step {step}, which this run goes on from: "
-            f"it is now {aside.name}"
-        )
+        if step_of(folder) > step:
+            aside = _set_aside(folder)
+            newer = f"{folder.name} is newer than step {step}, which this run goes on from"
+            say(f"{newer}: it is now {aside.name}")
 
 
-# -- which one to resume from -----------------------------------------------------------------
+# -- choosing one to resume from
 
 
-def find(args, asked: str | bool | None, backend: str, identity: dict, say) -> Path | None:
+def find(args, choice: str | bool | None, backend: str, identity: dict, say) -> Path | None:
     """The checkpoint to resume from, every byte of it verified, or None to start anew.
 
-    asked: "auto" or True: the newest good one in output_dir, if any; a path; None or False: start
-    anew. Collective over all ranks. CheckpointError where nothing was asked for and output_dir
-    holds checkpoints (unless overwrite_output_dir removes them), where a path is damaged, where
-    none of several is good, and for a checkpoint of another model or of a newer version.
+    choice: "auto" or True: the newest good one in output_dir, if any; a path; None or False: start
+    anew. Collective over all ranks. CheckpointError if nothing was chosen and output_dir has
+    checkpoints (unless overwrite_output_dir removes them), for a damaged path, if none of several
+    is good, and for a checkpoint of another model or of a newer version.
     """
-    if asked in (None, False):
+    if choice in (None, False):
         parallel.on_main(lambda: _start_anew(args, say), CheckpointError)
         return None
     parallel.on_main(lambda: _clean(args.output_dir, say), CheckpointError)
-    return choose(args, asked, backend, identity, say)
+    return choose(args, choice, backend, identity, say)
 
 
-def choose(args, asked: str | bool, backend: str, identity: dict, say) -> Path | None:
-    """As find(), of what output_dir holds as it is: nothing is changed. Collective."""
-    if asked not in (True, "auto"):
-        bad = inspect(Path(asked), backend, identity)
+def choose(args, choice: str | bool, backend: str, identity: dict, say) -> Path | None:
+    """find() without changes to output_dir. Collective."""
+    if choice not in (True, "auto"):
+        bad = inspect(Path(choice), backend, identity)
         if bad:
             there = parallel.on_main(lambda: [p.name for p in list_checkpoints(args.output_dir)])
             more = f"; complete ones in {args.output_dir}: {', '.join(there) or 'none'}"
             raise CheckpointError(f"resume_from_checkpoint: {bad}{more}")
-        say(f"resuming from {asked}")
-        return Path(asked)
+        say(f"resuming from {choice}")
+        return Path(choice)
     there = parallel.on_main(lambda: all_folders(args.output_dir)[::-1], CheckpointError)
     for folder in there:
         bad = inspect(folder, backend, identity)
@@ -468,10 +467,10 @@ def choose(args, asked: str | bool, backend: str, identity: dict, say) -> Path |
 
 
 def inspect(folder: Path, backend: str, identity: dict) -> str | None:
-    """What is wrong with a checkpoint's files, None where nothing is. Collective over all ranks.
+    """The damage of a checkpoint's files in words, None without any, the same on every rank.
+    Collective over all ranks.
 
-    The answer is the same on every rank. CheckpointError for a checkpoint whose files may be good
-    and which this run cannot load all the same.
+    CheckpointError for an undamaged checkpoint of another version, backend or model.
     """
     try:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
@@ -480,16 +479,15 @@ def inspect(folder: Path, backend: str, identity: dict) -> str | None:
     refused = refusal(folder, record, backend, identity)
     if refused:
         raise CheckpointError(refused)
-    found = damage(folder, record)
-    if not found:
+    problems = damage(folder, record)
+    if not problems:
         return None
-    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{folder} is damaged: {'; '.join(found[:3])}{more}"
+    return f"{folder} is damaged: {_first(problems)}"
 
 
 def check_new(args) -> list[Path]:
-    """The checkpoints that a run from the beginning would remove. CheckpointError where it must
-    not."""
+    """The checkpoints to remove for a run from the beginning. CheckpointError if it must not remove
+    them."""
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
         raise CheckpointError(
@@ -507,7 +505,7 @@ def _start_anew(args, say) -> None:
 
 
 def _clean(output_dir: str | os.PathLike, say) -> None:
-    """Remove what a run that died left unfinished, and say what is passed over."""
+    """Remove unfinished folders of a run that died, and name everything passed over."""
     for left in sorted(Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None:
@@ -521,6 +519,6 @@ def _clean(output_dir: str | os.PathLike, say) -> None:
         else:
             shutil.rmtree(left)
     for path in sorted(Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")):
-        if not _NAME.fullmatch(path.name) or not _is_own_folder(path):
+        if not _is_checkpoint(path):
             what = "a symbolic link" if path.is_symlink() else "no checkpoint of ours"
             say(f"{show_name(path)} in {output_dir} is {what}: passed over, and never deleted")

@@ -11,12 +11,14 @@ python -m mca_lite convert SRC DST [options]
 """
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 
 from .cli import finish, parser_of
 from .errors import refuse
 from .files import (
+    ADAPTER_CONFIG_NAME,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
     MCA_CONFIG_NAME,
@@ -194,7 +196,79 @@ def _load(folder: Path, dtype=None):
 
     dtype = dtype or _dtype_of(folder)
     half = dict(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    return AutoModel.from_pretrained(str(folder), TrainingArguments(output_dir="unused", **half))
+    args = TrainingArguments(output_dir="unused", **half)
+    if _is_of_earlier_version(folder):
+        return _load_earlier(folder, args)
+    return AutoModel.from_pretrained(str(folder), args)
+
+
+# -- checkpoints of earlier versions, whose index is a pickle
+
+
+def _is_of_earlier_version(folder: Path) -> bool:
+    """True for a model's checkpoint whose index is torch's."""
+    place = folder / "dist"
+    is_earlier = (place / ".metadata").is_file() and not (place / "index.json").is_file()
+    return is_earlier and not (folder / ADAPTER_CONFIG_NAME).is_file()
+
+
+def _load_earlier(folder: Path, args):
+    """The model of such a checkpoint. ValueError for an index that cannot be trusted."""
+    from . import parallel
+    from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron, to_index
+    from .model import build_chunks
+    from .model_config import AutoConfig
+
+    parallel.initialize(args)
+    models = build_chunks(AutoConfig.from_pretrained(str(folder), args))
+    path = folder / DIST_NAME / OLD_INDEX_NAME
+    try:
+        index = to_index(_read_pickled_index(path), path.parent)
+    except Exception as error:  # whatever a crafted pickle leads to
+        raise ValueError(f"{path} is not an index that can be trusted: {error!r:.200}") from None
+    load_megatron(folder, models, index=index)
+    return models
+
+
+class _Inert:
+    """A stand-in for an instance of any class: its state, and none of the class's code."""
+
+    def __init__(self, *arguments):
+        self.state = None
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Reads a pickle without any code that it names."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("torch", "Size"):
+            return list
+        if module == "torch":
+            return name  # of a dtype
+        return type(name, (_Inert,), {})
+
+
+def _read_pickled_index(path: Path) -> dict:
+    """torch's index of a folder as a record like index.json's."""
+    with open(path, "rb") as file:
+        index = _InertUnpickler(file).load().state
+    places = {}
+    for part, place in index["storage_data"].items():
+        where = [place.state[key] for key in ("relative_path", "offset", "length")]
+        places[part.state["fqn"], tuple(part.state["offset"])] = where
+    tensors = {}
+    for name, entry in index["state_dict_metadata"].items():
+        chunks = []
+        for chunk in entry.state["chunks"]:
+            offsets = chunk.state["offsets"]
+            where = places[name, tuple(offsets)]
+            chunks.append([offsets, chunk.state["sizes"], *where])
+        dtype = entry.state["properties"].state[0]
+        tensors[name] = {"dtype": dtype, "shape": entry.state["size"], "chunks": chunks}
+    return {"optimizer_steps": None, "tensors": tensors}
 
 
 def _dtype_of(folder: Path):

@@ -14,16 +14,16 @@ from . import cpu
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Engine and Apex)")
     cpu.apply()
-    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
+        apply_factory_merges,
     )
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
     from megatron.core.distributed import (

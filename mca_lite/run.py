@@ -1,9 +1,9 @@
 """A run from its arguments: planned once, then built and trained from the plan alone.
 
-make_plan() reads everything that no process group is needed for (configs, tokenizer, weights'
-index, adapter, data), and refuses what cannot be trained on, on every rank alike, before ranks
-meet. What follows takes the plan and asks nothing again. The command line (cli.py) parses, plans
-and trains.
+make_plan() reads everything without a process group (configs, tokenizer, weights' index, adapter,
+data), and refuses models and data that cannot be trained, on every rank alike, before ranks meet.
+Later steps take the plan and read nothing again. The command line (cli.py) parses, plans and
+trains.
 """
 
 import contextlib
@@ -61,23 +61,23 @@ from .weights_files import GrownSource, SafetensorsSource, check_shapes
 
 @dataclass
 class PlannedModel:
-    """A model that is to be built, as it was found. config: McaModelConfig, with the rows of new
-    tokens; or, on the torch backend, the transformers config of the folder."""
+    """A model to be built. config: McaModelConfig, with the rows of new tokens; or, on the torch
+    backend, the transformers config of the folder."""
 
     folder: Path
     config: Any
     old_vocab_size: int  # of the folder
     vocab_size: int  # with new tokens
     from_scratch: bool = False
-    # None: drawn from a seed, or a checkpoint of ours
+    # None: drawn from a seed, or in a checkpoint
     source: SafetensorsSource | GrownSource | None = None
-    adapters: lora.LoraSpec | None = None  # with the modules that they are on
+    adapters: lora.LoraSpec | None = None  # with the modules they are on
     adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
 
 
 @dataclass
 class Plan:
-    """What a run needs, each read once."""
+    """The parts of a run, each read once."""
 
     arguments: RunArguments
     objective: Objective
@@ -85,7 +85,7 @@ class Plan:
     tokenizer: Any
     data: DatasetBundle
     steps: int  # of the optimizer
-    steps_per_epoch: int  # 0 for a stream, which has none, and without training data
+    steps_per_epoch: int  # 0 for a stream, and without training data
     second_model: PlannedModel | None = None  # of the objective: a reference
 
 
@@ -93,8 +93,8 @@ class Plan:
 
 
 def make_plan(arguments: RunArguments) -> Plan:
-    """Read tokenizer, configs, weights' index, adapter and data. ValueError says what is wrong with
-    them. No collectives: ranks that wait for the token cache poll for it."""
+    """Read tokenizer, configs, weights' index, adapter and data. ValueError for wrong ones. No
+    collectives: ranks waiting for the token cache poll for it."""
     transformers.utils.logging.disable_progress_bar()
     check_can_write(arguments.training.output_dir, "output_dir")
     keys = arguments.model
@@ -121,15 +121,15 @@ def make_plan(arguments: RunArguments) -> Plan:
         of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
     steps = args.steps_of_run(of_epoch)
     if data.train is not None and args.max_steps <= 0:  # else its rule knew the steps
-        plan_schedule(args, steps)  # refuses what leaves nothing to decay
+        plan_schedule(args, steps)  # refuses a schedule without steps to decay in
     return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
 
 
 def _plan_model(
     arguments: RunArguments, folder: Path, from_scratch=False, values: dict | None = None
 ) -> PlannedModel:
-    """The model of a folder, whose weights nobody has opened. values: what its config.json holds,
-    where it was read before."""
+    """The model of a folder, its weights unopened. values: its config.json, if it was read
+    before."""
     remote = arguments.model.trust_remote_code
     judge = Judge(None)
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
@@ -150,8 +150,8 @@ def _plan_model(
 
 
 def _open_source(planned: PlannedModel) -> None:
-    """Read the headers of a planned model's weights. ValueError says what does not fit config.json,
-    before ranks meet."""
+    """Read the headers of a planned model's weights. ValueError, before ranks meet, for tensors
+    that do not fit config.json."""
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
@@ -162,7 +162,7 @@ def _open_source(planned: PlannedModel) -> None:
     if is_mca:
         weights_convert.check_names(config, planned.source.names())
         check_shapes(planned.source, config.hf_config)
-    elif config.model_type in FAMILIES:  # of others files may hold what transformers converts
+    elif config.model_type in FAMILIES:  # transformers may convert files of others
         check_shapes(planned.source, config.to_dict())
 
 
@@ -183,8 +183,8 @@ def _plan_tokenizer(
     """Load the tokenizer, put the keys' new tokens into it, and plan their rows -> (tokenizer, new
     tokens, lines for the report).
 
-    With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: what is not
-    trained stays as it began.
+    With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: new rows
+    would not be trained otherwise.
     """
     keys = arguments.model
     finetuning = arguments.finetuning
@@ -215,8 +215,8 @@ def _plan_tokenizer(
 
 
 def _grow(planned: PlannedModel, size: int) -> None:
-    """Let a planned model have `size` tokens. transformers loads the old rows before it grows a
-    model, so that its config stays as it is."""
+    """Give a planned model `size` tokens. transformers loads the old rows before it grows a model:
+    its config does not change."""
     planned.vocab_size = size
     if size == planned.old_vocab_size or not isinstance(
         planned.config, model_config.McaModelConfig
@@ -268,7 +268,7 @@ def build_model(plan: Plan):
 
 def build_planned(arguments: RunArguments, planned: PlannedModel):
     """A planned model without adapters, on this rank."""
-    # a config of its own: megatron-core keeps functions of the optimizer's in it
+    # a copy: megatron-core keeps functions of the optimizer's in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed
     remote = arguments.model.trust_remote_code
@@ -313,38 +313,35 @@ def train(plan: Plan, callbacks: Sequence = (), explained=None):
             with StopSignals():
                 _export(plan, trainer, result)
         if args.do_eval and not (args.do_train and args.eval_strategy != "no"):
-            _evaluate(trainer)
+            metrics = trainer.evaluate()
+            if parallel.is_main():
+                Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+                write_json(Path(args.output_dir) / EVAL_RESULTS_NAME, metrics)
         if args.do_predict:
-            _predict(trainer)
+            _predict(trainer.eval_dataset, trainer)
     parallel.shutdown()
     return trainer
 
 
-def _evaluate(trainer) -> None:
-    """Evaluate, and write the metrics to eval_results.json. Collective."""
-    metrics = trainer.evaluate()
-    if parallel.is_main():
-        folder = Path(trainer.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / EVAL_RESULTS_NAME, metrics)
-
-
-def _predict(trainer) -> None:
+def _predict(sets, trainer) -> None:
     """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
     predict_with_generate generations.jsonl too, a line an answer. Collective."""
-    sets = trainer.eval_dataset
-    files = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
-    for name, dataset in sets.items() if isinstance(sets, dict) else [("", sets)]:
-        found, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
+    files: dict[str, list[dict]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
+    if not isinstance(sets, dict):
+        sets = {"": sets}
+    for name, dataset in sets.items():
+        logps, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
         of_set = {"dataset": name} if name else {}
-        files[PREDICTIONS_NAME] += [of_set | line for line in records_of(found)]
+        files[PREDICTIONS_NAME] += [of_set | line for line in records_of(logps)]
         if trainer.answers is not None:
             files[GENERATIONS_NAME] += [of_set | line for line in trainer.answers.lines]
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        trainer.report.print(f"{name or 'evaluation'}: {len(found):,} samples, {shown}")
+        trainer.report.print(f"{name or 'evaluation'}: {len(logps):,} samples, {shown}")
+    if not parallel.is_main():
+        return
     folder = Path(trainer.args.output_dir)
-    for name, lines in files.items() if parallel.is_main() else ():
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in files.items():
         if lines:
             text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
             write_file(folder / name, f"{text}\n")
@@ -415,7 +412,7 @@ class _SaveConfig(TrainerCallback):
 
 
 def data_summary(plan: Plan) -> dict[str, str]:
-    """What the start summary says of the objective and the data."""
+    """Lines of the start summary on the objective and the data."""
     data = plan.arguments.data
     keys = plan.arguments.finetuning
     datasets = plan.data
@@ -449,7 +446,7 @@ def data_summary(plan: Plan) -> dict[str, str]:
 
 
 def _count(plan: Plan, part: TokenDataset | Packs) -> str:
-    """How many rows a dataset has: global_batch_size counts them."""
+    """The rows of a dataset in words: global_batch_size counts them."""
     if isinstance(part, Packs):
         return f"{len(part):,} packs of {len(part.dataset):,} {plan.objective.unit}s"
     return f"{len(part):,} {plan.objective.unit}s"

@@ -1,8 +1,10 @@
 """McaTrainer: the training loop. It has no base class and knows no parallelism; a backend does.
 
-The objective speaks megatron's contract, which both backends run:
+The objective speaks megatron's contract, run by both backends:
+
     forward_step(iterator, model) -> (output, loss_func)
     loss_func(output) -> (loss, tokens, metrics)
+
 A metric is a pair (sum, count); pairs are summed over micro-batches, ranks and steps, and divided
 when they are shown.
 """
@@ -47,7 +49,7 @@ __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's
 
 
 def __getattr__(name: str):
-    """The public names, of which mcore_adapter's package of this name has DPOTrainer."""
+    """The public names: mcore_adapter's package of this name has DPOTrainer."""
     return sys.modules[__package__].__getattr__(name)
 
 
@@ -58,23 +60,24 @@ class McaTrainer:
     TrainingArguments. tokenizer: saved beside the model; its padding token is used. data_collator:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
-    {"input_ids", "labels"} that are shifted themselves. Datasets are map-style, or for training
-    a TokenStream. callbacks: ours or transformers', instances or classes. processing_class: another
-    name of tokenizer. optimizers: on the torch backend (a torch optimizer of the model's trained
-    parameters, its scheduler or None), or as optimizer and lr_scheduler.
-    compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over what
-    preprocess_logits_for_metrics(logits, labels) returns of each sample: as in transformers,
-    position t of the labels is predicted by t - 1. backend: in place of one made of the model.
-    TypeError for a model, arguments or a callback that are none, and for a subclass's override that
-    would not be called, or with other arguments than it names.
+    {"input_ids", "labels"} with shifted labels. Datasets are map-style, or for training a
+    TokenStream. callbacks: of this package or of transformers, instances or classes.
+    processing_class: another name of tokenizer. optimizers: on the torch backend (a torch optimizer
+    of the model's trained parameters, its scheduler or None), or as optimizer and lr_scheduler.
+    compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over the results of
+    preprocess_logits_for_metrics(logits, labels) for each sample: as in transformers, position t of
+    the labels is predicted by t - 1. backend: in place of one made for the model.
+
+    TypeError for a model, arguments or a callback of another type, and for a subclass's override
+    that would not be called, or with other arguments than it names.
     """
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
-    _reference_model = None  # a second model that each batch goes through, forward only
-    _micro_batch_weight = 1.0  # in the mean over micro-batches, of which some may be empty
+    _reference_model = None  # a second model, run forward only on each batch
+    _micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     limits = Limits()  # of the model: ids and positions of the data
-    answers: Any = None  # generation.Answers of predict_with_generate, which sets it
+    answers: Any = None  # of predict_with_generate: set by generation.Answers
     _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
 
     def __init__(
@@ -97,7 +100,7 @@ class McaTrainer:
         backend=None,
     ):
         check_given(model, args)
-        check_hooks(self, McaTrainer)
+        check_hooks(type(self), McaTrainer)
         is_megatron = isinstance(model, VirtualModels)
         if optimizer is not None or lr_scheduler is not None:
             optimizers = optimizer, lr_scheduler
@@ -147,9 +150,9 @@ class McaTrainer:
 
         resume_from_checkpoint: a path, True or "auto" (the newest complete one in output_dir, if
         any), None: args'. Every rank must call it, with as many samples in train_dataset.
-        OutputFolderError where another run has output_dir, or not every node sees it. After
-        SIGTERM, SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
-        SystemExit with the code trainer_callbacks.EXIT_CODE.
+        OutputFolderError if another run uses output_dir, or not every node sees it. After SIGTERM,
+        SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
+        SystemExit with the code callbacks.EXIT_CODE.
         """
         held = ckpt_folder.hold(self.args.output_dir)
         quiet = mcore.quiet()
@@ -290,7 +293,7 @@ class McaTrainer:
 
     def plan_batches(self, dataset, training: bool = True) -> BatchPlan:
         """The samples of each micro-batch on each rank. ValueError for a dataset without a length,
-        and for one whose documents are known to be too long for the model."""
+        and for one with documents known to be too long for the model."""
         args = self.args
         backend = self.backend
         size = args.per_device_eval_batch_size
@@ -322,7 +325,7 @@ class McaTrainer:
             backend.dp_rank,
             backend.dp_size,
             seed=args.order_seed,
-            shuffle=self.shuffle and training and not streams,  # it has an order of its own
+            shuffle=self.shuffle and training and not streams,  # a stream has its order
             costs=getattr(dataset, "costs", None),  # other people's datasets have none
         )
 
@@ -400,7 +403,7 @@ class McaTrainer:
         return plan
 
     def _prepare_updates(self) -> None:
-        """Make the optimizer and the schedule where there are none."""
+        """Make the optimizer and the schedule if they are missing."""
         if self.optimizer is None:
             self.create_optimizer()
         if self.lr_scheduler is None:
@@ -431,11 +434,11 @@ class McaTrainer:
                 self.control = answer
 
     def add_callback(self, callback) -> None:
-        """Add a callback, ours or transformers', an instance or a class."""
+        """Add a callback of this package or of transformers, an instance or a class."""
         self.callbacks.append(as_callback(callback))
 
     def pop_callback(self, callback):
-        """Remove a callback, or the first of a class, and return it; None where there is none."""
+        """Remove a callback, or the first of a class, and return it; None without any."""
         of_kind = callback if isinstance(callback, type) else ()
         for one in self.callbacks:
             if one is callback or isinstance(one, of_kind):
@@ -476,15 +479,15 @@ class McaTrainer:
     # -- files
 
     def objective_facts(self) -> dict:
-        """What a checkpoint remembers of the objective, beside the arguments."""
+        """Facts of the objective for a checkpoint, beside the arguments."""
         return {}
 
     def check_objective(self, facts: dict, folder: Path) -> None:
-        """CheckpointError where a run with these facts cannot go on in this one."""
+        """CheckpointError if a run with these facts cannot be resumed by this one."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        """Continue where a checkpoint stopped: weights, optimizer, schedule, random states,
-        position in the data."""
+        """Load weights, optimizer, schedule, random states and position in the data of a
+        checkpoint."""
         self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -514,13 +517,13 @@ class McaTrainer:
                 self.tokenizer.save_pretrained(beside)
         parallel.barrier()
 
-    # -- a run of the command line: what an objective needs beside model, data and arguments
+    # -- a run of the command line: needs of an objective beside model, data and arguments
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
-        """The folder of a second model that this objective needs, None without one. arguments:
-        RunArguments; planned: a run.PlannedModel, the one to be trained. ValueError, before ranks
-        meet, for what cannot be trained so."""
+        """The folder of the objective's second model, None without one. arguments: RunArguments;
+        planned: a run.PlannedModel, the one to be trained. ValueError, before ranks meet, for
+        models it cannot train."""
         return None
 
     @classmethod

@@ -44,7 +44,7 @@ class Evaluator:
         self.backend = trainer.backend
 
     def check(self) -> None:
-        """ValueError for metrics that an evaluation cannot give."""
+        """ValueError for metrics an evaluation cannot give."""
         trainer = self.trainer
         compute = trainer.compute_metrics
         preprocess = trainer.preprocess_logits_for_metrics
@@ -106,7 +106,7 @@ class Evaluator:
         if trainer.answers is not None:
             numbers = loop.numbers.with_pairs(trainer.answers.measure(dataset))
             loop.metrics.update(_named(numbers, prefix))
-            loop = loop._replace(numbers=numbers)
+            loop = EvalLoopOutput(*loop[:-1], numbers)
         return loop
 
     @torch.no_grad()
@@ -234,9 +234,9 @@ class Evaluator:
         """compute_metrics over the results of preprocess_logits_for_metrics, one a sample; names
         with the prefix, on every rank those of the main rank. A second pass over the data.
 
-        As in transformers, position t of label_ids holds the label that position t - 1 predicts,
-        and samples are padded with IGNORE_INDEX. Memory: the logits of a micro-batch, and on the
-        main rank the results.
+        As in transformers, position t of label_ids is the label predicted by position t - 1, and
+        samples are padded with IGNORE_INDEX. Memory: the logits of a micro-batch, and on the main
+        rank the results.
         """
         dataset = samples_of(dataset)
 
@@ -310,11 +310,10 @@ def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
 
 def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
     """float32 [2, real documents]: the log-probabilities of each document's labels, and their
-    number. batch: an arranged one, of rows of a document each, or a packed row.
+    number. batch: an arranged one, with a document a row, or a packed row.
 
     labels, losses [rows, s] of this rank, or with multi-token prediction Targets and [rows, s,
-    more], of which the next token counts. Collective under context parallelism: one sum over its
-    group.
+    more]; the next token counts. Collective under context parallelism: one sum over its group.
     """
     if isinstance(labels, Targets):
         labels = labels.labels

@@ -1,7 +1,7 @@
 """Logging, evaluation, checkpoints and signals between steps, agreed on by all ranks.
 
-A flag that a callback raises on one rank counts on all: flags and signals share one small
-all-reduce after each step, and after each log line, evaluation and checkpoint.
+A flag raised by a callback on one rank counts on all: flags and signals share one small all-reduce
+after each step, and after each log line, evaluation and checkpoint.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ class EvalLoopOutput(NamedTuple):
     label_ids: None
     metrics: dict[str, float]
     num_samples: int
-    numbers: "Numbers | None" = None  # what the metrics are means of, over all ranks
+    numbers: "Numbers | None" = None  # of all ranks: the metrics are their means
 
 
 @dataclass
 class Numbers:
-    """One float64 vector, so that one collective sums it over the ranks: (sum, count) of each
-    metric in the order of `keys`, then the tokens, the sum of squared document lengths, and the
-    positions with padding."""
+    """One float64 vector, summed over ranks by one collective: (sum, count) of each metric in the
+    order of `keys`, then the tokens, the sum of squared document lengths, and the positions with
+    padding."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -87,13 +87,13 @@ class Numbers:
         self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
 
     def read(self) -> tuple[float | None, list[float]]:
-        """(the mean of the first metric, None where nothing was counted; [tokens, sum of squared
-        document lengths, positions]). Waits for the device."""
+        """(the mean of the first metric, None without a count; [tokens, sum of squared document
+        lengths, positions]). Waits for the device."""
         total, count, *rest = self.vector.tolist()
         return total / count if count else None, rest[-_COUNTS:]
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
-        """Metric -> sum / count; `uncounted` where nothing was counted. Waits for the device."""
+        """Metric -> sum / count, `uncounted` for a count of 0. Waits for the device."""
         values = self.vector.tolist()
         means = {}
         for key, total, count in zip(self.keys, values[::2], values[1::2], strict=False):
@@ -103,7 +103,7 @@ class Numbers:
 
 class RunSums:
     """The numbers of all steps of a run, and those of the steps since the last line of the log.
-    nothing: the Numbers of no step. carried: what to_record() gave before the run was resumed."""
+    nothing: the Numbers of no step. carried: to_record() of the run before it was resumed."""
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any] | None):
         self._nothing = self.whole_run = self._window = nothing
@@ -121,9 +121,9 @@ class RunSums:
         self._last_step = {"grad_norm": grad_norm, "num_zeros_in_grad": num_zeros}
 
     def take(self) -> dict[str, Any]:
-        """For a line of the log: means since the last line (None where nothing was counted, as
-        updates were skipped), skipped updates, numbers of the last step. A second line of a step
-        has the same. Waits for the device."""
+        """Fields of a log line: means since the last line (None without a count, as updates were
+        skipped), skipped updates, numbers of the last step. A second line of a step has the same.
+        Waits for the device."""
         if self._window is not self._nothing or not self._line:
             means = self._window.means(uncounted=None if self._skipped else 0.0)
             of_step = {key: value for key, value in self._last_step.items() if value is not None}
@@ -133,7 +133,7 @@ class RunSums:
         return dict(self._line)
 
     def to_record(self) -> dict[str, Any] | None:
-        """The sums since the last line, for a checkpoint; None where no step was made since."""
+        """The sums since the last line, for a checkpoint; None without steps since."""
         if self._window is self._nothing:
             return None
         sums = self._window.vector.tolist()
@@ -155,15 +155,15 @@ def read_step(
 
 
 def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, int]]:
-    """What read_step returns, of the batches of a data collator. Collective where the layout wants
-    one length on all ranks."""
+    """The result of read_step for the batches of a data collator. Collective in layouts with one
+    length on all ranks."""
     backend = trainer.backend
-    # whether a row may hold several documents, which its attention_mask numbers
+    # a row may have several documents, numbered by its attention_mask
     numbered = trainer.args.sequence_packing or trainer.documents_per_sample > 1
     batches = [check_batch(batch, numbered, trainer.limits) for batch in batches]
     counts = [count_tokens(batch) for batch in batches]
-    # the schedule wants a multiple: others of the same shape follow, which carry no loss, and are
-    # padding where tokens are counted
+    # the schedule needs a multiple: others of the same shape follow, without loss and counted as
+    # padding
     if missing := -len(batches) % backend.micro_batch_multiple:
         nothing = torch.zeros_like(batches[0]["labels"])
         empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
@@ -182,7 +182,7 @@ def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, i
 class StepEvents:
     """The events between the steps of one run. Its methods are collective.
 
-    sums, throughput, work: numbers of the steps that were made, for the log.
+    sums, throughput, work: numbers of the steps so far, for the log.
     """
 
     # {a flag of one step: its method}, in the order of a step
@@ -208,13 +208,13 @@ class StepEvents:
         self.throughput.start()
 
     def end_step(self) -> None:
-        """Log, evaluate, save and answer signals where it is time, after a step was counted.
+        """Log, evaluate, save and answer signals if it is time, after a step was counted.
         Interrupted after a signal."""
         trainer = self.trainer
         state = trainer.state
         watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
         if trainer.guard.steps % _STEPS_PER_LOOK == 1:
-            collect_garbage()  # first what compiling left
+            collect_garbage()  # first the garbage of compiling
         steps_per_epoch = trainer.batch_plan.steps_per_epoch
         raise_flags(trainer.control, trainer.args, state, state.position % steps_per_epoch == 0)
         trainer.notify("on_step_end")
@@ -229,7 +229,7 @@ class StepEvents:
 
     def agree(self) -> list[int]:
         """[a signal, 1 while a checkpoint is being written, 1 for a loss spike] over all ranks; a
-        flag that was raised on any rank is raised on all."""
+        flag raised on any rank is raised on all."""
         trainer = self.trainer
         control = trainer.control
         of_rank = [trainer.signals.received, trainer.checkpoints.is_writing, trainer.guard.is_spike]
@@ -240,8 +240,8 @@ class StepEvents:
         return largest[: len(of_rank)]
 
     def _agree_on_epoch(self) -> list[int]:
-        """agree(); the remaining steps of an epoch that is to stop count as left out, before a
-        checkpoint is written."""
+        """agree(); the remaining steps of a stopped epoch count as left out, before a checkpoint is
+        written."""
         agreed = self.agree()
         state = self.trainer.state
         if self.trainer.control.should_epoch_stop:
@@ -249,7 +249,7 @@ class StepEvents:
         return agreed
 
     def _act(self) -> list[str]:
-        """Follow the flags and signals of any rank -> the flags that were raised."""
+        """Follow the flags and signals of any rank -> the flags raised."""
         trainer = self.trainer
         done = []
         signal, is_writing, is_spike = self._agree_on_epoch()
@@ -290,16 +290,16 @@ class StepEvents:
         trainer.notify("on_log", logs=logs)
 
     def evaluate(self) -> None:
-        """Evaluate where there is a data set for it."""
+        """Evaluate if there is a data set for it."""
         if self.trainer.eval_dataset is not None:
             self.trainer.guard.check_evaluation(self.trainer.evaluate())
 
     def save(self) -> None:
         """Save this step.
 
-        With async_save the checkpoint gets its name after the first step by whose end all ranks
-        have written, and before the next one begins: dying costs at most one interval and the steps
-        made during a write.
+        With async_save the checkpoint gets its name after the first step by the end of which all
+        ranks have written, and before the next one begins: dying costs at most one interval and the
+        steps made during a write.
         """
         trainer = self.trainer
         trainer.checkpoints.finish()
@@ -327,7 +327,7 @@ class StepEvents:
         raise stop
 
     def _complete_state(self) -> None:
-        """Copy into the state the numbers that other objects keep while steps are made."""
+        """Copy into the state the numbers kept by other objects between steps."""
         trainer = self.trainer
         trainer.state.stateful_callbacks = export_states(trainer.callbacks)
         sums = self.sums.to_record()
@@ -367,11 +367,11 @@ def collect_garbage() -> None:
 
 @contextlib.contextmanager
 def steady_host(args):
-    """Within, a host that feeds a GPU is not held up: Python looks at young objects alone for
-    garbage, and collect_garbage() at all. Nothing is frozen: a frozen trainer would stay for good,
-    as gc.unfreeze() would take what a host program froze along. And torch computes on one thread,
-    unless the host makes updates: the others spin after each operation, and take the time of that
-    one."""
+    """Keep the host of a GPU from stalling it: Python looks for garbage among young objects alone,
+    and collect_garbage() among all. Nothing is frozen: a frozen trainer would stay for good, as
+    gc.unfreeze() would take objects frozen by a host program along. And torch computes on one
+    thread, unless the host makes updates: other threads spin after each operation, and take that
+    one's time."""
     threads = torch.get_num_threads()
     thresholds = gc.get_threshold()
     if torch.cuda.is_available():
@@ -388,7 +388,7 @@ def steady_host(args):
 
 # -- checks of a trainer's arguments
 
-# Methods of transformers' and mcore_adapter's trainers that this loop does not call -> ours.
+# Methods of transformers' and mcore_adapter's trainers, not called by this loop -> those called.
 _OTHER_HOOKS = {
     "compute_loss": "_post_compute_loss(labels, losses)",
     "_compute_loss": "_post_compute_loss(labels, losses)",
@@ -410,13 +410,13 @@ _OTHER_HOOKS = {
     "log": "TrainerCallback.on_log",
 }
 
-# Arguments of hooks that other trainers have under these names, with another meaning.
+# Arguments of other trainers' hooks of these names, with another meaning.
 _OTHER_ARGUMENTS = {
     "_post_compute_loss": {"loss_mask", "logits"},
     "_pre_compute_loss": {"data_iterator", "model"},
     "training_step": {"model", "inputs", "num_items_in_batch"},
 }
-# What those are that this loop gives to hooks.
+# The arguments of this loop's hooks.
 _ARGUMENTS = {
     "batch": "the micro-batch, with the columns of losses as this rank has them",
     "inputs": "the model's arguments, made of the batch",
@@ -429,7 +429,7 @@ _ARGUMENTS = {
 
 
 def check_given(model, args) -> None:
-    """TypeError for a model, or arguments, that are none."""
+    """TypeError for a model or arguments of another type."""
     if not hasattr(model, "config"):
         raise TypeError(
             "model: expected what AutoModel.from_pretrained(folder, args) gives, or a model of "
@@ -440,7 +440,8 @@ def check_given(model, args) -> None:
 
 
 def as_callback(callback):
-    """A callback of ours or of transformers, as an instance. TypeError for anything else."""
+    """A callback of this package or of transformers, as an instance. TypeError for anything
+    else."""
     made = callback() if isinstance(callback, type) else callback
     missing = [name for name in vars(TrainerCallback) if name.startswith("on_")]
     missing = [name for name in missing if not callable(getattr(made, name, None))]
@@ -453,7 +454,7 @@ def as_callback(callback):
 
 
 def callbacks_of(args) -> list[TrainerCallback]:
-    """Those that TrainingArguments ask for."""
+    """The callbacks for these TrainingArguments."""
     found: list[TrainerCallback] = []
     if args.eval_strategy != "no":
         found.append(BestModel())
@@ -464,40 +465,41 @@ def callbacks_of(args) -> list[TrainerCallback]:
     return found
 
 
-def check_hooks(trainer, base: type) -> None:
-    """TypeError where a subclass of `base` overrides what is never called, or called otherwise."""
-    kinds = type(trainer).__mro__
-    for place, kind in enumerate(kinds[: kinds.index(base)]):
-        for name in vars(kind).keys() & _OTHER_HOOKS.keys():
-            raise TypeError(
-                f"{kind.__name__}.{name} would never be called: override {_OTHER_HOOKS[name]}"
-            )
-        for name, member in vars(kind).items():
+def check_hooks(kind: type, base: type) -> None:
+    """TypeError if a subclass `kind` of `base` overrides a method that is never called, or called
+    with other arguments."""
+    kinds = kind.__mro__
+    for place, owner in enumerate(kinds[: kinds.index(base)]):
+        for name, member in vars(owner).items():
+            where = f"{owner.__name__}.{name}"
+            if name in _OTHER_HOOKS:
+                raise TypeError(f"{where} would never be called: override {_OTHER_HOOKS[name]}")
             if name == "__init__":
-                continue  # whoever makes the trainer calls it
-            own_caller = name == "_post_compute_loss" and "_pre_compute_loss" in vars(kind)
-            ours = next((vars(k)[name] for k in kinds[place + 1 :] if name in vars(k)), None)
-            if inspect.isfunction(ours) and inspect.isfunction(member) and not own_caller:
-                _check_signature(f"{kind.__name__}.{name}", member, ours)
+                continue  # called by the maker of the trainer
+            has_caller = name == "_post_compute_loss" and "_pre_compute_loss" in vars(owner)
+            inherited = [vars(k)[name] for k in kinds[place + 1 :] if name in vars(k)]
+            functions = [member, *inherited[:1]]
+            if len(functions) == 2 and all(map(inspect.isfunction, functions)) and not has_caller:
+                _check_signature(where, *functions)
 
 
-def _check_signature(where: str, member: Callable, ours: Callable) -> None:
-    """TypeError where `member` cannot be called with the arguments that `ours` must have, or names
-    them as those of others, or in another order."""
+def _check_signature(where: str, member: Callable, original: Callable) -> None:
+    """TypeError if `member` cannot be called with the required arguments of `original`, or has
+    names of other trainers' arguments or of others of them in their places."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-    taken = inspect.signature(ours).parameters.values()
+    taken = inspect.signature(original).parameters.values()
     needed = [p.name for p in taken if p.kind in kinds and p.default is p.empty]
     try:
         inspect.signature(member).bind(*needed)
     except TypeError as error:
         listed = ", ".join(needed[1:])
         raise TypeError(f"{where} is called with ({listed}): {error}") from None
-    foreign = {*needed, *_OTHER_ARGUMENTS.get(ours.__name__, ())}
-    for name, theirs in zip(needed, inspect.signature(member).parameters, strict=False):
-        if theirs in foreign - {name}:
+    foreign = {*needed, *_OTHER_ARGUMENTS.get(original.__name__, ())}
+    for name, other in zip(needed, inspect.signature(member).parameters, strict=False):
+        if other in foreign - {name}:
             listed = ", ".join(needed[1:])
             meant = "; ".join(f"{n}: {_ARGUMENTS[n]}" for n in needed if n in _ARGUMENTS)
             raise TypeError(
-                f"{where} is called with ({listed}), and has {theirs!r} in the place of {name}: "
+                f"{where} is called with ({listed}), and has {other!r} in the place of {name}: "
                 f"{meant}"
             )

@@ -1,11 +1,11 @@
-"""Numbers that are not finite: found before an update, named, and the run stopped. Loss spikes:
-named in a warning.
+"""Non-finite numbers: detected before an update, named, and the run stopped. Loss spikes: a
+warning.
 
-Steps that are good pay nothing for it. A micro-batch whose loss is not finite makes its own
-gradient NaN, and that reaches the gradient norm, which every rank reads before the update anyway:
-no collective and no waiting for a device is added. What follows then may take its time: the ranks
-tell each other what they saw, the micro-batches run forward once more to find the layer, and the
-run ends with NotFiniteError, which the command line answers with NOT_FINITE_EXIT_CODE.
+Good steps pay nothing for it. A micro-batch with a non-finite loss makes its gradient NaN, and this
+reaches the gradient norm, read by every rank before the update anyway: no collective and no waiting
+for a device is added. After that, time does not matter: the ranks gather their losses, the
+micro-batches run forward once more to find the layer, and the run ends with NotFiniteError, for the
+command line NOT_FINITE_EXIT_CODE.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from .errors import UserError
 from .files import write_file
 from .model import VirtualModels
 
-NOT_FINITE_EXIT_CODE = 86  # of a run that numbers which are not finite have stopped
-_SHOWN = 3  # micro-batches that a message names
-# a loss is a spike where it is so many standard deviations above the mean of the losses before it
+NOT_FINITE_EXIT_CODE = 86  # of a run stopped by non-finite numbers
+_SHOWN = 3  # micro-batches in a message
+# a spike is so many standard deviations above the mean of the losses before it
 _SPIKE = 6.0
 _SPIKE_STEPS = 100
 _SPIKE_AFTER = 20
@@ -45,7 +45,7 @@ class NotFiniteError(UserError, ArithmeticError):
 
 
 class BadLoss(NamedTuple):
-    """A micro-batch whose loss is not finite. samples: their numbers in the dataset."""
+    """A micro-batch with a non-finite loss. samples: their numbers in the dataset."""
 
     replica: int
     micro_batch: int
@@ -76,7 +76,7 @@ class FiniteGuard:
         """Forget the steps of an earlier run."""
         self.steps = 0
         self.skipped = 0
-        self.dropped = 0  # of the skipped steps: those for numbers that are not finite
+        self.dropped = 0  # of the skipped steps: those with non-finite numbers
         self.is_spike = False
         self._micro_batches: list[dict] = []  # of this step, as the model gets them
         self._losses: list[torch.Tensor] = []  # of those, on the device
@@ -94,8 +94,8 @@ class FiniteGuard:
         self.position = state.position
 
     def mark(self, loss_func: Callable) -> Callable:
-        """A loss_func that gives the same numbers; where its loss is not finite, the gradient is
-        NaN too, which the gradient of an infinite loss need not be."""
+        """A loss_func with the same numbers; the gradient of a non-finite loss is NaN, even if that
+        of an infinite loss would not be."""
         if not self.is_on:
             return loss_func
 
@@ -109,11 +109,11 @@ class FiniteGuard:
         return marked
 
     def after_step(self, skipped, grad_norm, metrics, micro_batches, seq_length):
-        """What the step's numbers count -> (metrics, gradient norm), without those that are not
-        finite where nan_policy: skip leaves the update out.
+        """Count a step -> (metrics, gradient norm), without non-finite ones if nan_policy: skip
+        leaves the update out.
 
-        NotFiniteError where the run stops. An overflow of fp16's loss scale, with finite losses,
-        stays as it is.
+        NotFiniteError if the run stops. An overflow of fp16's loss scale, with finite losses,
+        changes nothing.
         """
         self.steps = self.steps + 1
         self.skipped = self.skipped + skipped
@@ -138,8 +138,7 @@ class FiniteGuard:
         self._stop_before_update(what, found, micro_batches, seq_length)
 
     def note_loss(self, loss: float | None, metrics: list[dict]) -> None:
-        """Compare a step's mean loss over all ranks with those before it: `is_spike` says what came
-        of it."""
+        """Set `is_spike` by comparing a step's mean loss over all ranks with those before it."""
         self.is_spike = False
         if loss is None or not math.isfinite(loss):
             return
@@ -148,12 +147,12 @@ class FiniteGuard:
         if len(before) >= _SPIKE_AFTER:
             mean = statistics.fmean(before)
             deviation = statistics.pstdev(before)
-            # losses that hardly differ have no deviation to measure by
+            # nearly equal losses have no deviation to measure by
             self.is_spike = loss > mean + _SPIKE * max(deviation, 0.01 * abs(mean))
         before.append(loss)
 
     def name_spike(self) -> None:
-        """Warn of the last step's loss, with the samples of the micro-batches that had the highest.
+        """Warn of the last step's loss, with the samples of the micro-batches with the highest.
         Collective."""
         self.is_spike = False  # the end of an epoch asks again
         loss, metrics = self._last_loss
@@ -170,7 +169,7 @@ class FiniteGuard:
     # -- beside the steps
 
     def check_weights(self, when: str, model=None) -> None:
-        """NotFiniteError where a weight is not finite, with its name. One reduction a tensor."""
+        """NotFiniteError for a non-finite weight, with its name. One reduction a tensor."""
         if not self.is_on:
             return
         own = _first_bad(_parameters(self.trainer.model if model is None else model))
@@ -180,15 +179,15 @@ class FiniteGuard:
             self.stop(f"{when}: the weight {name} is not finite (rank {rank})")
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
-        """NotFiniteError where the loss of an evaluation is not finite."""
+        """NotFiniteError for a non-finite loss of an evaluation."""
         loss = metrics.get("eval_loss", 0.0)
         if self.is_on and not math.isfinite(loss):
             step = self.trainer.state.global_step
             self.stop(f"the evaluation after step {step} gave eval_loss {loss}")
 
     def end_run(self) -> None:
-        """NotFiniteError where every step of the run was skipped, or where the last update left
-        weights that are not finite. Else checkpoints are pruned for the last one too."""
+        """NotFiniteError if every step of the run was skipped, or the last update left non-finite
+        weights. Else prune checkpoints for the last one too."""
         has_updates = self.trainer.lr_scheduler.num_steps > 0  # those of a resumed run too
         if self.steps and self.skipped == self.steps and has_updates:
             self.trainer.report.print(
@@ -206,7 +205,7 @@ class FiniteGuard:
         self.trainer.checkpoints.prune()
 
     def stop(self, text: str) -> None:
-        """End the run with NotFiniteError; a checkpoint that is being written is finished first."""
+        """End the run with NotFiniteError, after finishing a pending checkpoint."""
         checkpoints = self.trainer.checkpoints
         checkpoints.finish()
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
@@ -215,11 +214,11 @@ class FiniteGuard:
             newest += f", from which no good step was made, and the one before {there[-2].name}"
         raise NotFiniteError(f"{text}{newest}; nothing was exported")
 
-    # -- what is not finite, and where
+    # -- the cause
 
     def _of_all_ranks(self, losses: dict[int, float]) -> list[BadLoss]:
-        """These micro-batches of this rank with those of the others, in order; one that several
-        ranks hold comes once. Collective."""
+        """These micro-batches of all ranks, in order; one on several ranks comes once.
+        Collective."""
         own = []
         for number, loss in losses.items():
             place = self.trainer.backend.dp_rank, number, parallel.rank()
@@ -234,7 +233,7 @@ class FiniteGuard:
         dataset = self.trainer.train_dataset
         plan = self.trainer.batch_plan
         chosen = plan.step(*divmod(self.position, plan.steps_per_epoch))
-        if number >= len(chosen):  # an empty micro-batch, which the schedule asked for
+        if number >= len(chosen):  # an empty micro-batch of the schedule
             return []
         rows = [row for row in chosen[number] if row != FILLER]
         if not isinstance(dataset, Packs):
@@ -257,7 +256,7 @@ class FiniteGuard:
         replica = self.trainer.backend.dp_rank
         parameters = list(_parameters(self.trainer.model))
         outputs = self._bad_outputs(seq_length)
-        if found:  # those of the first micro-batch that has a bad loss
+        if found:  # those of the first micro-batch with a bad loss
             outputs = [place for place in outputs if (replica, place[0]) == found[0][:2]]
         # the backward pass goes from the last parameter to the first
         gradients = [(chunk, name, _gradient_of(p)) for chunk, name, p in parameters[::-1]]
@@ -283,8 +282,8 @@ class FiniteGuard:
 
     @torch.no_grad()
     def _bad_outputs(self, seq_length) -> list[tuple[int, int, str]]:
-        """(micro-batch, chunk, the first module there, on this rank, whose output is not finite),
-        found by another forward pass. Collective."""
+        """(micro-batch, chunk, first module) on this rank with a non-finite output, by another
+        forward pass. Collective."""
         trainer = self.trainer
         calls = Counter()
         first: dict[tuple[int, int], str] = {}
@@ -311,9 +310,9 @@ class FiniteGuard:
         return [(*place, name) for place, name in first.items()]
 
     def _write_batches(self, found, micro_batches) -> list[str]:
-        """Write the micro-batches whose loss is not finite, or all of the step where only the
-        gradient is not, to output_dir: a file of one rank of each replica -> their paths, or why
-        nothing could be written: the run stops for another reason. Collective."""
+        """Write the micro-batches with a non-finite loss, or all of the step if only the gradient
+        is bad, to output_dir: a file of one rank of each replica -> their paths, or the reason for
+        no file: the run stops for another reason. Collective."""
         rank = parallel.rank()
         replica = self.trainer.backend.dp_rank
         numbers = [bad.micro_batch for bad in found if bad.rank == rank]
@@ -355,7 +354,7 @@ def _chunks(model) -> list[torch.nn.Module]:
 
 
 def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
-    """A name with the layer's number in the whole model, where megatron counts those of a chunk."""
+    """A name with the layer's number in the whole model: megatron counts those of a chunk."""
     match = re.match(r"(.*?layers)\.(\d+)(?=\.|$)", name)
     number = getattr(chunk.get_submodule(match[0]), "layer_number", None) if match else None
     if number is None:
@@ -376,7 +375,7 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> tuple[int, str] | None:
-    """(chunk, name) of the first tensor that is not finite. Waits for the device once."""
+    """(chunk, name) of the first non-finite tensor. Waits for the device once."""
     names = []
     known = []
     for chunk, name, tensor in tensors:
@@ -385,14 +384,14 @@ def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> tuple
             known.append(tensor)
     if not known:
         return None
-    # the largest absolute value, which no sum overflows
+    # the largest absolute value: no sum overflows
     largest = torch._foreach_norm(known, math.inf)
     finite = torch.stack([value.float() for value in largest]).isfinite().tolist()
     return next((name for name, good in zip(names, finite, strict=True) if not good), None)
 
 
 def _is_finite(output) -> bool:
-    """Whether the tensors of a module's output are finite."""
+    """True if all tensors of a module's output are finite."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     tensors = (part for part in parts if isinstance(part, torch.Tensor))
     return all(bool(part.isfinite().all()) for part in tensors if part.is_floating_point())

@@ -1,6 +1,7 @@
-"""A crafted checkpoint runs nothing: no code, no bytes, no path out of its folder."""
+"""A crafted checkpoint runs nothing: no code, no path out of its folder. Those of earlier versions,
+whose index is a pickle, are exported by convert.
+"""
 
-import io
 import json
 import os
 import pickle
@@ -8,24 +9,68 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from safetensors.torch import load_file
 
-from mca_lite import ckpt_folder
+from mca_lite import ckpt_folder, cli_convert
 from mca_lite.ckpt_folder import CheckpointError
-from mca_lite.ckpt_megatron import IndexedReader, read_index
+from mca_lite.ckpt_megatron import read_index
 from tests.shared import tiny, world
-from tests.shared.layouts import SAVE
+from tests.shared.commands import ended
+from tests.shared.layouts import SAVE, TP2
 from tests.shared.training import attempt, train
 
-FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+
+def a_record(place="__0_0.distcp", **changes) -> dict:
+    chunks = [[[0, 0], [1, 3], place, 0, 12], [[1, 0], [1, 3], place, 12, 12]]
+    entry = {"dtype": "float32", "shape": [2, 3], "chunks": chunks} | changes
+    return {"optimizer_steps": 2, "tensors": {"weight": entry}}
+
+
+def test_an_index_has_the_shape_and_the_places_of_each_tensor(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps(a_record()))
+    index = read_index(tmp_path)
+    [(name, entry)] = index.tensors.state_dict_metadata.items()
+    assert (name, entry.properties.dtype, entry.size) == ("weight", torch.float32, (2, 3))
+    assert [(chunk.offsets, chunk.sizes) for chunk in entry.chunks] == [
+        ((0, 0), (1, 3)),
+        ((1, 0), (1, 3)),
+    ]
+    places = {(part.fqn, part.offset): info for part, info in index.tensors.storage_data.items()}
+    second = places["weight", (1, 0)]
+    assert (second.relative_path, second.offset, second.length) == ("__0_0.distcp", 12, 12)
+    assert index.optimizer_steps == 2
+
+
+ODD = {
+    "above": (a_record("../__0_0.distcp"), "outside the folder"),
+    "absolute": (a_record("/etc/passwd"), "outside the folder"),
+    "folder": (a_record("."), "outside the folder"),
+    "link": (a_record("linked"), "outside the folder"),
+    "offset": (a_record(chunks=[[[0, 0], [2, 3], "a", -1, 24]]), "expected a number of at least 0"),
+    "length": (a_record(chunks=[[[0, 0], [2, 3], "a", 0, [1]]]), "expected a number of at least 0"),
+    "shape": (a_record(shape=[2, True]), "expected a number of at least 0"),
+    "dtype": (a_record(dtype="load"), "the dtype of weight is load"),
+    "no dtype": (a_record(dtype="nothing"), "nothing"),
+    "no chunks": (a_record(chunks=None), "None"),
+    "steps": (a_record() | {"optimizer_steps": "2"}, "expected a number of at least 0"),
+    "no steps": ({"tensors": {}}, "optimizer_steps"),
+    "no tensors": ({"optimizer_steps": 2, "tensors": ["weight"]}, "items"),
+    "no object": ([], "expected a JSON object"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_index_is_refused(tmp_path, kind):
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "outside").touch()
+    (tmp_path / "dist" / "linked").symlink_to(tmp_path / "outside")
+    record, words = ODD[kind]
+    (tmp_path / "dist" / "index.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=rf"not an index that can be trusted.*{words}"):
+        read_index(tmp_path / "dist")
+
+
+# -- earlier versions
 
 
 class Touch:
@@ -38,157 +83,60 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
-def an_index(place="__0_0.distcp", entry=None, offset=0, **info) -> Metadata:
-    size = torch.Size([2, 3])
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
-    entry = entry or TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])
-    where = _StorageInfo(place, offset, 24, **info)
-    return Metadata({"weight": entry}, storage_data={MetadataIndex("weight", (0, 0)): where})
+def make_earlier(folder: Path, index: object = None) -> None:
+    """Put torch's own index in the place of index.json, or another pickle."""
+    tensors = read_index(folder / "dist").tensors
+    (folder / "dist" / "index.json").unlink()
+    (folder / "dist" / ".metadata").write_bytes(pickle.dumps(index or tensors))
+    record = ckpt_folder.read_manifest(folder)
+    files = record.pop("files")
+    del record["format"], files["dist/index.json"]
+    files["dist/.metadata"] = ckpt_folder.measure(folder / "dist" / ".metadata")
+    ckpt_folder.write_manifest(folder, record, files)
 
 
-def call(module: str, name: str, *arguments: bytes) -> bytes:
-    """Opcodes that call a name with what other opcodes leave."""
-    return b"c%s\n%s\n(%stR" % (module.encode(), name.encode(), b"".join(arguments))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("earlier")
+    model = tiny.save_model(folder / "model", "qwen3")
+    world.run(train, 2, model, str(folder / "run"), steps=2, **SAVE, **TP2)
+    return model, folder / "run"
 
 
-def text(value) -> bytes:
-    return b"V%s\n" % str(value).encode()
+def convert(*words) -> tuple[int, str, str]:
+    return world.run(ended, 1, cli_convert.main, [*map(str, words)])[0]
 
 
-def test_an_honest_index_is_read_as_it_was_written(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(an_index()))
-    index = read_index(tmp_path / ".metadata")
-    assert index.state_dict_metadata == an_index().state_dict_metadata
-    assert index.storage_data == an_index().storage_data
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
-    assert IndexedReader(tmp_path, index).read_metadata() is index  # the file is not read again
+def test_a_checkpoint_of_an_earlier_version_is_exported_and_not_resumed_from(run, tmp_path):
+    model, out = run
+    folder = out / "checkpoint-2"
+    assert convert(folder, tmp_path / "new")[0] == 0
+    make_earlier(folder)
+    assert convert(folder, tmp_path / "earlier")[0] == 0
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("new", "earlier")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    keys = dict(SAVE, **TP2, resume_from_checkpoint=str(folder))
+    for error, _, _ in world.run(attempt, 2, model, str(out), steps=3, **keys):
+        assert f"python -m mca_lite convert {folder} DST" in error
+
+
+def test_a_pickle_that_names_code_runs_nothing(run, tmp_path):
+    folder = run[1] / "checkpoint-2"
+    if (folder / "dist" / "index.json").is_file():
+        make_earlier(folder)
+    (folder / "dist" / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    record = ckpt_folder.read_manifest(folder)
+    files = record.pop("files")
+    del record["format"]
+    files["dist/.metadata"] = ckpt_folder.measure(folder / "dist" / ".metadata")
+    ckpt_folder.write_manifest(folder, record, files)
+    code, _, error = convert(folder, tmp_path / "out")
+    assert code == 2 and "not an index that can be trusted" in error
     assert not (tmp_path / "ran").exists()
 
 
-def loaded_by_torch(folder: Path) -> bytes:
-    """torch.load without weights_only, by names that torch's filesystem module imports."""
-    (folder / "payload").write_bytes(pickle.dumps(Touch(folder / "ran")))
-    load = call(FILESYSTEM, "_get_device_module", text("load"))
-    arguments = text(folder / "payload") + b"N" + b"c%s\npickle\n" % FILESYSTEM.encode()
-    return load + b"(" + arguments + b"tR."
-
-
-def system(folder: Path) -> bytes:
-    return call("os", "system", text(f"touch {folder / 'ran'}")) + b"."
-
-
-def system_of_the_filesystem(folder: Path) -> bytes:
-    """Protocol 4 looks a dotted name up attribute by attribute."""
-    name = b"os.system"
-    path = str(folder / "ran").encode()
-    command = b"touch " + path
-    module = FILESYSTEM.encode()
-    opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name
-    return opcodes + b"\x93X" + len(command).to_bytes(4, "little") + command + b"\x85R."
-
-
-def saved_by_torch(folder: Path) -> bytes:
-    """torch's own functions, beside the dtypes that an index names in the same module."""
-    return call("torch", "save", b"N", text(folder / "ran")) + b"."
-
-
-def changed_class(folder: Path) -> bytes:
-    """BUILD with a state of two parts sets attributes, also those of a class."""
-    return b"c%s\nMetadata\n(N(dVversion\nVchanged\nstb." % b"torch.distributed.checkpoint.metadata"
-
-
-CRAFTED = {
-    "torch.save": (saved_by_torch, "torch.save"),
-    "torch.load": (loaded_by_torch, "_get_device_module"),
-    "os": (system, "system"),
-    "dotted": (system_of_the_filesystem, "os.system"),
-    "class": (changed_class, "not an index"),
-}
-
-
-@pytest.mark.parametrize("kind", CRAFTED)
-def test_an_index_that_names_code_is_refused_and_runs_nothing(tmp_path, kind):
-    make, words = CRAFTED[kind]
-    (tmp_path / ".metadata").write_bytes(make(tmp_path))
-    with pytest.raises(CheckpointError, match=words):
-        read_index(tmp_path / ".metadata")
-    assert not (tmp_path / "ran").exists()
-    assert Metadata.version is None
-
-
-def nested_tuple():
-    """A tuple of 16^16 leaves, which share their parts."""
-    value = ()
-    for _ in range(16):
-        value = (value,) * 16
-    return value
-
-
-ODD = {
-    "bytes": (an_index(entry=BytesStorageMetadata()), "BytesStorageMetadata"),
-    "above": (an_index("../__0_0.distcp"), "outside the folder"),
-    "absolute": (an_index("/etc/passwd"), "outside the folder"),
-    "folder": (an_index("."), "outside the folder"),
-    "link": (an_index("linked"), "outside the folder"),
-    "transformed": (an_index(transform_descriptors=["zstd"]), "transformations"),
-    "nested": (an_index(offset=nested_tuple()), "expected a number of at least 0"),
-    "no tensors": (Metadata({"weight": "text"}), "expected a TensorStorageMetadata"),
-    "no index": ({"weight": 1}, "expected a Metadata"),
-}
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_bytes_and_files_outside_the_folder_are_refused(tmp_path, kind):
-    (tmp_path / "dist").mkdir()
-    (tmp_path / "outside").touch()
-    (tmp_path / "dist" / "linked").symlink_to(tmp_path / "outside")
-    index, words = ODD[kind]
-    (tmp_path / "dist" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointError, match=words):
-        read_index(tmp_path / "dist" / ".metadata")
-
-
-def marked_as_bytes(folder: Path) -> None:
-    """One tensor of a real checkpoint becomes an entry of bytes: a pickle that makes a file."""
-    path = folder / "dist" / ".metadata"
-    index = pickle.loads(path.read_bytes())
-    name = next(iter(index.state_dict_metadata))
-    entry = BytesStorageMetadata()
-    entry.size, entry.properties, entry.chunks = (
-        index.state_dict_metadata[name].size,
-        index.state_dict_metadata[name].properties,
-        index.state_dict_metadata[name].chunks,
-    )
-    index.state_dict_metadata[name] = entry
-    stream = io.BytesIO()
-    torch.save(Touch(folder / "ran"), stream)
-    (folder / "dist" / "payload").write_bytes(stream.getvalue())
-    for part in [part for part in index.storage_data if part.fqn == name]:
-        del index.storage_data[part]
-    index.storage_data[MetadataIndex(name)] = _StorageInfo("payload", 0, len(stream.getvalue()))
-    path.write_bytes(pickle.dumps(index))
-
-
-def named_code(folder: Path) -> None:
-    (folder / "dist" / ".metadata").write_bytes(loaded_by_torch(folder))
-
-
-def test_a_crafted_checkpoint_runs_nothing_when_a_run_resumes_from_it(tmp_path):
-    model = tiny.save_model(tmp_path / "model", "qwen3")
-    world.run(train, 1, model, str(tmp_path / "run"), steps=2, **SAVE)
-    folder = tmp_path / "run" / "checkpoint-2"
-    honest = (folder / "dist" / ".metadata").read_bytes()
-    for craft in (marked_as_bytes, named_code):
-        (folder / "dist" / ".metadata").write_bytes(honest)
-        craft(folder)
-        record = ckpt_folder.read_manifest(folder)
-        del record["format"]
-        record["files"]["dist/.metadata"] = ckpt_folder.measure(folder / "dist" / ".metadata")
-        ckpt_folder.write_manifest(folder, record, record.pop("files"))
-        keys = dict(SAVE, resume_from_checkpoint=str(folder))
-        ((error, _, _),) = world.run(attempt, 1, model, str(tmp_path / "run"), steps=3, **keys)
-        assert "not an index that can be trusted" in error
-        assert not (folder / "ran").exists()
+# -- the manifest
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../config.json", "dist/../../x"])

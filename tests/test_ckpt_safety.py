@@ -3,7 +3,6 @@ nothing good is lost.
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -61,7 +60,7 @@ def truncate(path: Path) -> None:
 
 DAMAGE = {
     "flipped bit": ("dist/__1_0.distcp", flip_bit, "__1_0.distcp has changed since it was written"),
-    "cut file": ("dist/.metadata", truncate, "bytes"),
+    "cut file": ("dist/index.json", truncate, "bytes"),
     "lost file": ("rng-0.pt", Path.unlink, "rng-0.pt is missing"),
     "cut manifest": ("manifest.json", truncate, "is damaged"),
     "no manifest": ("manifest.json", Path.unlink, "has no manifest.json"),
@@ -137,7 +136,9 @@ def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
         facts = {key: record[key] for key in ("backend", "step", "with_optimizer", "model")}
         ckpt_folder.write_manifest(run_folder_copy / "checkpoint-4", facts, record["files"])
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **AUTO):
-        assert "has format 3" in error and "up to 2" in error and "checkpoint-4" in error
+        newest = ckpt_folder.FORMAT_VERSION
+        assert f"has format {newest + 1}" in error and f"up to {newest}" in error
+        assert "checkpoint-4" in error
 
 
 def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
@@ -307,7 +308,7 @@ def test_a_checkpoint_written_in_the_background_holds_its_own_step(
     assert records[True] == records[False]
     for name in names[False]:
         if not name.startswith(
-            ("trainer_state", "training", "dist/.metadata", "rng")
+            ("trainer_state", "training", "rng")
         ):  # these hold times, the settings, an id, unseeded states
             assert names[True][name] == names[False][name], name
 
@@ -599,28 +600,6 @@ def test_random_states_that_are_none_are_named(tmp_path, content):
     ckpt._restore_random_states(tmp_path, False)  # of another layout: not read
     with pytest.raises(ckpt_folder.CheckpointError, match="rng-0.pt cannot be read.*another"):
         ckpt._restore_random_states(tmp_path, True)
-
-
-NO_COMMON = [None, [1], {}, "text", {"optimizer_steps": "2"}, {"optimizer_steps": -1}, b"hello"]
-NESTED = {"optimizer_steps": functools.reduce(lambda value, _: (value,) * 16, range(16), ())}
-
-
-@pytest.mark.parametrize("content", [*NO_COMMON, {"optimizer_steps": 2, "model": {}}, NESTED],
-                         ids=[*map(str, NO_COMMON), "more", "nested"])  # fmt: skip
-def test_what_stands_beside_the_tensors_of_a_checkpoint_is_checked(tmp_path, content):
-    from mca_lite.ckpt_megatron import _check_common
-
-    path, kind = tmp_path / "common.pt", tmp_path / "metadata.json"
-    torch.save({"optimizer_steps": 2}, path)
-    kind.write_text('{"sharded_backend": "torch_dist"}')
-    _check_common(tmp_path, True)
-    for text in ("", "null", "{}", '{"sharded_backend": "zarr"}'):
-        kind.write_text(text)
-        with pytest.raises(ckpt_folder.CheckpointError, match="metadata.json cannot be read"):
-            _check_common(tmp_path, True)
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(ckpt_folder.CheckpointError, match="common.pt cannot be read"):
-        _check_common(tmp_path, True)
 
 
 def sign_again(folder: Path) -> None:

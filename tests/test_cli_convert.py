@@ -36,9 +36,8 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path, family, dtype):
     (tmp_path / "hf" / "modeling_own.py").write_text("# code of the model's own\n")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     assert world.run(command, 1, [source, str(tmp_path / "mca"), "--verify"]) == [0]
-    assert (tmp_path / "mca" / "dist" / "metadata.json").is_file() and (
-        tmp_path / "mca" / "mca_config.json"
-    ).is_file()
+    assert (tmp_path / "mca" / "dist" / "index.json").is_file()
+    assert (tmp_path / "mca" / "mca_config.json").is_file()
     assert world.run(command, 1, [str(tmp_path / "mca"), str(tmp_path / "back"), "--verify"]) == [0]
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"

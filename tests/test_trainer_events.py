@@ -254,13 +254,13 @@ def test_an_override_is_called_or_refused(name, member, said):
     from mca_lite import DPOTrainer, McaTrainer
     from mca_lite.trainer_events import check_hooks
 
-    check_hooks(object.__new__(DPOTrainer), McaTrainer)
-    trainer = object.__new__(type("Mine", (McaTrainer,), {name: member}))
+    check_hooks(DPOTrainer, McaTrainer)
+    kind = type("Mine", (McaTrainer,), {name: member})
     if said is None:
-        check_hooks(trainer, McaTrainer)
+        check_hooks(kind, McaTrainer)
         return
     with pytest.raises(TypeError, match=f"Mine.{name} .*{said}"):
-        check_hooks(trainer, McaTrainer)
+        check_hooks(kind, McaTrainer)
 
 
 def test_a_preference_loss_with_the_arguments_of_mcore_adapter_is_refused():
@@ -270,7 +270,7 @@ def test_a_preference_loss_with_the_arguments_of_mcore_adapter_is_refused():
     theirs = hook("labels", "loss_mask", "ref_chosen_logps", "ref_rejected_logps", "logits")
     kind = type("Mine", (DPOTrainer,), {"_post_compute_loss": theirs})
     with pytest.raises(TypeError, match="'loss_mask' in the place of batch") as refused:
-        check_hooks(object.__new__(kind), McaTrainer)
+        check_hooks(kind, McaTrainer)
     assert "called with (labels, batch, ref_chosen_logps," in str(refused.value)
 
 
