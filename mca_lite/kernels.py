@@ -226,7 +226,9 @@ class Norm(torch.autograd.Function):
         if rows:
             grid = (triton.cdiv(rows, tile["ROWS"]),)
             _norm_kernel[grid](x, weight, out, rows, width, eps, zero_centered, **tile)
-        return (out, x.view_as(x)) if beside else out
+        if beside:
+            return out, x.view_as(x)
+        return out
 
     @staticmethod
     @once_differentiable

@@ -50,7 +50,7 @@ class Head(NamedTuple):
     group: Any  # a ProcessGroup; None: one rank
     vocab_size: int
     first: int  # token id of this rank's first column
-    columns: int  # columns of this rank that are token ids; those after them pad
+    columns: int  # this rank's columns of token ids; those after them pad
     chunk_size: int
     softcap: float | None
 
@@ -140,8 +140,8 @@ if triton is not None:
     import triton.language as tl
 
 CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
-_SLICE = 16384  # columns of the vocabulary whose weight gradient is added at once
-# bounds the largest logit from below: it is finite also on a rank whose columns all pad
+_SLICE = 16384  # columns of the vocabulary in one product of a weight gradient
+# bounds the largest logit from below: it is finite also on a rank with padding alone
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -211,7 +211,7 @@ if triton is not None:
 
 
 def statistics_in_one_pass(logits, column, columns: int):
-    """The results of _statistics by a Triton kernel, which reads the logits [rows, V/tp] once."""
+    """The results of _statistics by a Triton kernel, in one read of the logits [rows, V/tp]."""
     rows, width = logits.shape
     results = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)]
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)

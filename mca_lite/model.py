@@ -88,7 +88,9 @@ class _Block(TransformerBlock):
             return layer
 
         def with_mask(padding_mask=None, **kwargs):
-            return layer(padding_mask=mask if padding_mask is None else padding_mask, **kwargs)
+            if padding_mask is None:
+                padding_mask = mask
+            return layer(padding_mask=padding_mask, **kwargs)
 
         return with_mask
 
@@ -178,7 +180,9 @@ class McaGPTModel(GPTModel):
             logits = self.output_layer(hidden_states, weight=self._tied_weight())[0]
             logits = logits.transpose(0, 1).contiguous() / self.config.logits_scaling
             cap = self.config.final_logit_softcapping
-            return logits if cap is None else cap * torch.tanh(logits / cap)
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            return logits
         if not isinstance(labels, Targets):
             return self._losses(labels, hidden_states)
         losses = [self._losses(labels.labels, hidden_states)]

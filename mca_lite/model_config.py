@@ -60,13 +60,13 @@ ACTIVATIONS = {
 }
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
-# fields that megatron's __post_init__ derives from others, for the layout of a run
+# fields derived from others by megatron's __post_init__, for the layout of a run
 _DERIVED = {
     *DERIVED_FIELDS.split(),
     *"autocast_dtype microbatch_group_size_per_vp_stage window_size window_attn_skip_freq".split(),
     *"init_method output_layer_init_method embedding_init_method".split(),
 }
-# fields that decide which rank has which part of which tensor, and under which name
+# fields that decide the place and the name of each part of a tensor
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "expert_model_parallel_size expert_tensor_parallel_size transformer_impl "
@@ -83,8 +83,9 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field that differs from its default, as JSON. Derived fields and functions other
-        than the activation are left out: they are derived again, for the layout of the reader."""
+        """Every field with another value than its default, as JSON. Derived fields, and functions
+        other than the activation, are left out: they are derived again, for the layout of the
+        reader."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             default = None if f.default is MISSING else _to_json(f.default)
@@ -126,9 +127,9 @@ class PretrainedConfig:
     @classmethod
     def build(cls, values: dict, args, origin: str) -> Any:
         """A config of fields as JSON has them, with those of `args` (TrainingArguments or None).
-        ValueError for a name that is no field."""
+        ValueError for names of no field."""
         if args is not None and values.get("num_moe_experts"):
-            # the saved coefficient may belong to the run that saved it; hf_config has the model's
+            # the saved coefficient may be a key of a former run; hf_config has the model's
             balance = (values.get("hf_config") or {}).get("router_aux_loss_coef") or 0.0
             values = {**values, "moe_aux_loss_coeff": balance}
         if args is not None:
@@ -165,7 +166,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     transformer_impl: str = "auto"  # replaced by the choice: local or transformer_engine
-    sliding_window: int | None = None  # tokens that a query sees, itself included
+    sliding_window: int | None = None  # tokens visible to a query, itself included
     sliding_layers: list[int] | None = None  # layers with the window, from 0; None: all
     pre_norms: bool = True  # norms in front of attention and MLP
     post_norms: bool = False  # norms of the outputs of attention and MLP, before the residual
@@ -190,7 +191,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     moe_grouped_gemm: bool = True
     moe_router_dtype: str | None = "fp32"
     moe_router_load_balancing_type: str = "none"
-    # megatron's 1e-3 would change the bias of a model that is merely fine-tuned
+    # megatron's 1e-3 would change the bias of a merely fine-tuned model
     moe_router_bias_update_rate: float = 0.0
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
     moe_router_group_score: str = "top2"  # of a group of experts: sum of its best two, or "max"
@@ -261,7 +262,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.hf_config = {**self.hf_config, "num_nextn_predict_layers": count}
 
     def _choose_layers(self, judge: Judge) -> None:
-        """Replace transformer_impl "auto", in place; refuse features that the implementation lacks.
+        """Replace transformer_impl "auto", in place; refuse features missing in the implementation.
 
         TE multiplies float32 in tf32, so auto takes it for bf16 and fp16 alone.
         """
@@ -415,17 +416,17 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
 
 
 def _from_arguments(args) -> dict[str, Any]:
-    """The fields of the config that TrainingArguments set. ConfigError if they ask for Transformer
+    """The fields of the config set by TrainingArguments. ConfigError if they ask for Transformer
     Engine on a machine without it."""
     if args.transformer_impl == "transformer_engine" and not transformer_engine_works():
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"
         refuse("transformer_impl", args.transformer_impl, reason, "transformer_impl: local or auto")
     judge = Judge(args)
-    check_additional_configs(args, judge)  # which may have changed since the constructor
+    check_additional_configs(args, judge)  # changed since the constructor, maybe
     judge.close()
     keys = {f.name: f.metadata["model"] for f in fields(TrainingArguments) if "model" in f.metadata}
-    # a saved layout must not outlive the run that it was made for: there None counts too
+    # a saved layout must not outlive its run: there None counts too
     values = {key: getattr(args, key) for key in keys}
     out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
     cuda = torch.cuda.is_available()
@@ -465,12 +466,14 @@ def _to_json(value):
 def _from_json(key: str, value):
     if not isinstance(value, str):
         return value
-    return AttnBackend[value] if key == "attention_backend" else _DTYPES.get(value, value)
+    if key == "attention_backend":
+        return AttnBackend[value]
+    return _DTYPES.get(value, value)
 
 
 # ---- Transformer Engine
 
-# fields of a config that only the local layers support at other values than their default
+# fields of a config, supported by the local layers alone at other values than their default
 ONLY_LOCAL = (
     "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave "
@@ -479,20 +482,20 @@ ONLY_LOCAL = (
 # the same of attention, for megatron's modules alone
 NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
 
-# variables that TE and mcore_adapter read -> the attention that each one switches on or off
+# variables of TE and mcore_adapter -> the attention switched on or off by each
 TE_SWITCHES = {
     "NVTE_FLASH_ATTN": "flash",
     "NVTE_FUSED_ATTN": "fused",
     "NVTE_UNFUSED_ATTN": "unfused",
 }
 
-# reasons of why_unusable that are no fault
+# reasons of why_unusable without a fault
 NO_GPU = "there is no GPU"
 ABSENT = "not installed"
 
 
 def why_unusable() -> str | None:
-    """NO_GPU, ABSENT, or the first line of the error that TE's import raised; None if it works."""
+    """NO_GPU, ABSENT, or the first line of the error of TE's import; None if it works."""
     if not torch.cuda.is_available():
         return NO_GPU
     try:
@@ -563,14 +566,14 @@ def hidden_switches(config) -> Iterator[None]:
 
 def without_effect(config, args) -> list[str]:
     """A line about settings for TE's layers, if the model has local ones."""
-    if config.transformer_impl != "local":
-        return []
     given = [name for name in TE_SWITCHES if name in os.environ]
     if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
         given.append("attention_backend")
     if args.apply_rope_fusion:
         given.append("apply_rope_fusion")
-    return [f"{', '.join(given)}: no effect on local layers"] if given else []
+    if config.transformer_impl != "local" or not given:
+        return []
+    return [f"{', '.join(given)}: no effect on local layers"]
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:

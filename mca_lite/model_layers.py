@@ -287,14 +287,18 @@ class CoreAttention(MegatronModule):
         softmax_scale=None, pg_collection=None, **unused,
     ):  # fmt: skip
         super().__init__(config=config)
-        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group = None
+        if config.context_parallel_size > 1:
+            self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
         layer_type = config.layer_type(layer_number)
         self.window = config.sliding_window if layer_type == "sliding_attention" else None
         self.rope = Rope.of(config, layer_type)
         self.softcap = config.attn_logit_softcapping
         self.rotates = True  # unless the layer has done so
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if attention_dropout is None:
+            attention_dropout = config.attention_dropout
+        self.dropout = attention_dropout
 
     def forward(
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
@@ -355,8 +359,8 @@ class CoreAttention(MegatronModule):
                 "documents see each other: give every stage the whole batch"
             )
         cp = self.config.context_parallel_size
-        rank = self.cp_group.rank() if self.cp_group is not None else 0
-        return row_layout((0, query.shape[0] * cp), cp, rank, query.device)
+        rank = 0 if self.cp_group is None else self.cp_group.rank()
+        return row_layout((0, len(query) * cp), cp, rank, query.device)
 
     def _segments(self, query, key, value, layout, attention_mask, dropout):
         """One call for each run of queries with its keys: documents, or their chunks under context
@@ -400,7 +404,9 @@ class CoreAttention(MegatronModule):
         visible = visible.tril(more)
         if narrow:
             visible = visible.triu(more - window + 1)
-        return visible if hidden is None else visible & ~hidden
+        if hidden is not None:
+            visible = visible & ~hidden
+        return visible
 
     def _varlen(self, query, key, value, layout):
         """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
@@ -696,7 +702,9 @@ class PredictionLayer(MegatronModule):
 def needs_grad(module, args, output):
     """A forward hook: recomputation gives no gradient at all to a unit if no input needs one, as
     after a frozen embedding (tensor_parallel/random.py, CheckpointFunction)."""
-    return output.requires_grad_(True) if torch.is_grad_enabled() else output
+    if torch.is_grad_enabled():
+        output.requires_grad_(True)
+    return output
 
 
 def prediction_spec(config, vp_stage: int | None = None):

@@ -251,7 +251,9 @@ class Router(TopKRouter):
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
         adapter = _adapter_of(self)
-        return logits if adapter is None else logits + adapter(input).to(logits.dtype)
+        if adapter is not None:
+            logits = logits + adapter(input).to(logits.dtype)
+        return logits
 
     def routing(self, logits, padding_mask=None):
         """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E],
