@@ -12,7 +12,10 @@ from .cli import USER_ERROR, finish
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
-    "parity": ("cli_parity", "the first step in a layout beside plain torch: what differs first"),
+    "parity": (
+        "cli_inspect.main_parity",
+        "the first step in a layout beside plain torch: what differs first",
+    ),
     "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
     "report": (
         "cli_watch.main_report",

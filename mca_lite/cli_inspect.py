@@ -1,19 +1,20 @@
-"""What a run will train on, and, with --check, all that it does before its first step.
+"""A run before it begins: its data, and with --check everything up to its first step.
 
 python -m mca_lite inspect config.yaml [key=value ...] [options]
     samples as the model reads them, trained tokens marked (in colour in a terminal, else in «»);
-    records that are bad, truncated or without labels; duplicates, double BOS, turns without their
-    end; lengths, and which samples lie in which row. Tokenised data is kept in cache_dir, where the
-    run finds it. Large data: max_samples=10000. No weights here: train_from_scratch=true
+    bad, truncated and label-less records; duplicates, double BOS, turns without an end; lengths,
+    and the samples of each row. Tokenised data stays in cache_dir for the run. Large data:
+    max_samples=10000. No weights here: train_from_scratch=true
 
 python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
-    configuration, weights' names and shapes, adapters, data, schedule and what would be resumed;
-    the tensors that each rank would hold and the batches of its first step. Nothing is written.
-    Not tried: memory (`plan` says it), devices, messages between ranks
+    configuration, weights' names and shapes, adapters, data, schedule and the checkpoint to resume;
+    the tensors of each rank and the batches of its first step. Nothing is written. Not tried:
+    memory (see `plan`), devices, messages between ranks
 
-Exit code: 0, or 2 where the run would not begin: `error:` says why.
+Exit code: 0, or 2 for a run that would not begin: `error:` names the reason.
 """
 
+import inspect
 from pathlib import Path
 
 from . import world
@@ -273,3 +274,133 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% endfor %}
 {% endblock %}
 """
+
+
+# -- parity
+
+DIFFERS = 3  # exit code
+_WORST = 10
+
+# by the last or first word of the first difference
+_CAUSES = {
+    "embedding": "the rows of the embedding, their scale, or how the vocabulary is cut",
+    "attention": "rotary base or scaling, the size or the groups of heads, the mask or window, "
+    "norms of queries and keys, or the weights of q, k, v and o",
+    "mlp": "the activation, the order of gate and up, their weights; with experts the router's "
+    "scores, its choice, or the way of tokens to experts and back",
+    "layer": "what stands between attention and MLP: norms after them, a multiplier of residuals",
+    "norm": "the weight or epsilon of the last norm",
+    "logits": "the head's weight, its tie to the embedding, a scale or cap of logits",
+    "micro-batch": "labels, the mask of trained tokens, or what the loss is a mean over",
+    "gradients": "the forward pass agrees to its bounds: the backward pass of these modules, or "
+    "the sum of their gradients over ranks (tensor, sequence, context, expert or data parallel)",
+}
+
+
+def main_parity(words: list[str]) -> int:
+    """Compare the first step of a layout with plain torch: losses, outputs of layers, gradients.
+
+    torchrun --nproc_per_node N -m mca_lite parity config.yaml [key=value ...]
+        losses, outputs of layers, logits and gradients by parameter, beside transformers' model in
+        a higher precision on rank 0; the first part of the model that differs, and its most likely
+        cause. One rank needs no torchrun: python -m mca_lite parity config.yaml
+
+    A smaller step shows as much: global_batch_size=8 cutoff_len=512. The model on rank 0 computes
+    in float32 for a run in bf16, in float64 for one in float32, and once more in the run's own
+    precision: the difference is rounding. A layout may be three times as far off, plus 1e-4; of
+    experts in bf16 one token may go elsewhere. Rank 0 needs 8 bytes for each parameter of the whole
+    model beside its part of the layout, and the activations of a micro-batch in float32, twice that
+    for a run in float32; in host memory 4 bytes for each parameter. Dropout and multi-token
+    prediction are off; adapters that would begin at 0 get small values. Nothing is written.
+
+    Exit code: 0 where they agree, 3 where they differ; the same on every rank.
+    """
+    _, words = parser_of("parity", inspect.getdoc(main_parity)).parse_known_args(words)
+    return finish(_compare, words)
+
+
+def _compare(words: list[str]) -> int:
+    world.settle()
+    arguments = parse_args(words)
+    _leave_out_chance(arguments)
+    from . import parallel, parity
+    from .run import make_plan
+
+    plan = make_plan(arguments)
+    if plan.model.source is None and not plan.model.from_scratch:
+        reason = "transformers cannot read a checkpoint of this package"
+        remedy = "a Hugging Face folder of it, python -m mca_lite convert"
+        refuse("model_name_or_path", str(plan.model.folder), reason, remedy)
+    rows = parity.compare(plan)
+    if rows:
+        verdict = _verdict(rows, arguments.training.bf16)
+        print("\n".join([*_table(rows), "", *verdict]), flush=True)
+    return max(parallel.gather(DIFFERS * any(row.differs for row in rows)))
+
+
+def _leave_out_chance(arguments) -> None:
+    """Switch off dropout, and layers that transformers' models do not have."""
+    args = arguments.training
+    for key in ("fp16", "fp8"):
+        if value := getattr(args, key):
+            refuse(key, value, "its rounding is not measured here", "bf16: true, or float32")
+    if arguments.backend.use_mca:
+        args.attention_dropout = args.hidden_dropout = 0.0
+        args.mtp_num_layers = 0
+    if arguments.finetuning.finetuning_type == "lora":
+        arguments.finetuning.lora_dropout = 0.0
+
+
+def _table(rows) -> list[str]:
+    gradients = sorted((row for row in rows if row.kind == "gradients"), key=_excess, reverse=True)
+    groups: dict[str, list] = {}
+    for row in gradients:
+        groups.setdefault(row.group, []).append(row)
+    return [
+        f"{'':52}{'size':>10}{'distance':>10}{'rounding':>10}{'bound':>10}",
+        *(_line(row, row.name) for row in rows if row.kind != "gradients"),
+        f"gradients: the worst of each kind, of {len(gradients)}",
+        *(_line(alike[0], f"{name} ({len(alike)})") for name, alike in groups.items()),
+        "the worst of all",
+        *(_line(row, row.name) for row in gradients[:_WORST]),
+    ]
+
+
+def _excess(row) -> float:
+    return row.distance / row.bound
+
+
+def _line(row, name: str) -> str:
+    numbers = (row.size, row.distance, row.noise, row.bound)
+    line = f"  {name:50}" + "".join(f"{number:10.1e}" for number in numbers)
+    return line + "  differs" * row.differs
+
+
+def _verdict(rows, bf16: bool) -> list[str]:
+    lines = ["right: the layout computes what plain torch does, to rounding"]
+    wrong = [row for row in rows if row.differs]
+    if wrong:
+        first = wrong[0]
+        gradients = [row for row in rows if row.kind == "gradients"]
+        count = sum(row.differs for row in gradients)
+        lines = [
+            f"wrong: {first.name} differs first, by {first.distance:.1e} where rounding explains "
+            f"{first.bound:.1e}; {count} of {len(gradients)} gradients differ",
+            f"most likely: {_cause(wrong, gradients)}",
+        ]
+    if bf16:
+        hidden = max(row.bound for row in rows if row.kind == "outputs")
+        hint = f"rounding hides errors below {hidden:.1e} of an output"
+        lines.append(f"{hint}: bf16=false shows smaller ones")
+    return lines
+
+
+def _cause(wrong: list, gradients: list) -> str:
+    first = wrong[0]
+    if first.kind != "gradients":
+        words = first.name.split()
+        return _CAUSES.get(words[-1]) or _CAUSES[words[0]]
+    shares = [row.distance for row in gradients]
+    if wrong == gradients and max(shares) < 1.05 * min(shares):
+        return f"every gradient is off by {shares[0]:.0%}: the mean over ranks or over tokens"
+    return _CAUSES["gradients"]

@@ -1,4 +1,9 @@
-"""What a run says about itself: start summary, progress, trainer_log.jsonl, trackers, pictures."""
+"""The log of a run: start summary, progress, trainer_log.jsonl, trackers; speed and FLOPs.
+
+FLOPs of a step: (4 F + 6 T) tokens + 6 c (sum of squared document lengths). F and T: frozen and
+trained weights multiplied with a token. c: half the sum of query and value channels over all heads
+and layers, by causal attention.
+"""
 
 import json
 import math
@@ -15,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import kernels, lora, parallel
+from . import kernels, lora, model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
@@ -33,8 +38,7 @@ from .log_metrics import METRICS, LineFile, format_duration, log_line
 # -- speed
 
 # Dense bf16 and fp16 peaks in FLOP/s from NVIDIA's data sheets (without sparsity). Each row: words
-# that the device's name must hold, words that it must not hold, the peak. The first row that fits
-# counts.
+# of the device's name, words that must be missing, the peak. The first row that fits counts.
 _PEAK_FLOPS = (
     ({"A100"}, set(), 312e12),
     ({"A800"}, set(), 312e12),
@@ -55,9 +59,9 @@ class Throughput:
     """Times steps between two lines of the log and turns their token counts into rates.
 
     Counts are of the whole step, over all ranks. world_size: number of devices; peak_flops: FLOP/s
-    of one device, None where unknown. Nothing here waits for the GPU: a step whose work is still
-    queued shifts its time to the next one, and the sums between two lines are right as long as the
-    loop reads a number (loss, grad norm) off each step.
+    of one device, None if unknown. Nothing here waits for the GPU: a step with queued work shifts
+    its time to the next one. The sums between two lines are right as long as the loop reads a
+    number (loss, grad norm) off each step.
     """
 
     def __init__(
@@ -91,8 +95,8 @@ class Throughput:
         self._started = self._clock()
 
     def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
-        """A step ends. tokens: without padding; positions: all that were computed, padding
-        included; model_flops: of the step's model, forward and backward (0 where not counted)."""
+        """A step ends. tokens: without padding; positions: padding included; model_flops: of the
+        step's model, forward and backward (0 if not counted)."""
         self._time_s += self._clock() - self._started
         self._steps += 1
         self._tokens += tokens
@@ -100,11 +104,11 @@ class Throughput:
         self._flops += model_flops
 
     def take(self) -> dict[str, float]:
-        """Rates over the steps since the last call, and a new start; {} where there was no step.
+        """Rates over the steps since the last call, and a new start; {} without a step.
 
         Keys: step_time_s (mean), tokens_per_second, tokens_per_second_per_device,
-        padding_fraction (of all positions), tflops_per_device where FLOPs were counted, mfu (of 1)
-        where the peak is known too.
+        padding_fraction (of all positions), tflops_per_device if FLOPs were counted, mfu (of 1)
+        if the peak is known too.
         """
         if not self._steps:
             return {}
@@ -128,21 +132,21 @@ class Throughput:
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a model that decide what a token costs, of a config of either backend."""
+    """The sizes of a model for the cost of a token, of a config of either backend."""
 
-    weights: float  # that a token is multiplied with
+    weights: float  # multiplied with a token
     core: float  # half the sum of query and value channels over all heads and layers
     num_layers: int
     hidden_size: int
     vocab_size: int
-    mlp_weights: float  # of one layer, mean over layers; of a mixture those that a token meets
-    expert_share: float  # of the experts of a layer, those that a token meets
+    mlp_weights: float  # of one layer, mean over layers; of a mixture those of one token's experts
+    expert_share: float  # experts of a token / experts of a layer
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The FLOPs of a step: the formulas at the top of this file. `beside`: what runs forward only,
-    a reference."""
+    """The FLOPs of a step: the formulas at the top of this file. `beside`: a reference, which runs
+    forward only."""
 
     frozen: float
     trained: float
@@ -151,8 +155,10 @@ class ModelWork:
 
     def flops(self, tokens: float, squares: float) -> float:
         """tokens: without padding; squares: the sum of the documents' squared lengths."""
-        both = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
-        return both if self.beside is None else both + self.beside.forward(tokens, squares)
+        flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
+        if self.beside is not None:
+            flops += self.beside.forward(tokens, squares)
+        return flops
 
     def forward(self, tokens: float, squares: float) -> float:
         """The FLOPs of a forward pass alone."""
@@ -160,9 +166,9 @@ class ModelWork:
 
 
 def model_work(model, reference=None) -> ModelWork | None:
-    """The work of a model in training; None where its sizes are not known.
+    """The work of a model in training; None for unknown sizes.
 
-    model: VirtualModels or a transformers model, with its adapters. reference: the model that each
+    model: VirtualModels or a transformers model, with its adapters. reference: a model that each
     batch passes forward only; `model` itself stands for its weights without adapters. Collective
     over all ranks for VirtualModels with adapters.
     """
@@ -179,7 +185,7 @@ def model_work(model, reference=None) -> ModelWork | None:
 
 
 def model_sizes(config) -> ModelSizes | None:
-    """The sizes in a McaModelConfig or a transformers config; None where it does not say them."""
+    """The sizes in a McaModelConfig or a transformers config; None where they are missing."""
     fields = _fields_of(config)
     needed = "num_layers hidden_size vocab_size num_attention_heads ffn_hidden_size".split()
     if any(not fields.get(name) for name in needed):
@@ -189,7 +195,7 @@ def model_sizes(config) -> ModelSizes | None:
     head = fields.get("kv_channels") or hidden // heads
     groups = fields.get("num_query_groups") or heads
     channels = 2 * head  # of a query and a value
-    # queries and what attention gives; keys and values
+    # queries and outputs; keys and values
     attention = hidden * head * (2 * heads + 2 * groups)
     if fields.get("kv_lora_rank"):
         channels = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
@@ -218,30 +224,30 @@ def _fields_of(config) -> dict[str, Any]:
     family = FAMILIES.get(getattr(config, "model_type", None))
     if family is not None:
         return family.values(config)
-    return {ours: getattr(config, theirs, None) for theirs, ours in DENSE_CONFIG.items()}
+    return {name: getattr(config, hf_name, None) for hf_name, name in DENSE_CONFIG.items()}
 
 
 def _latent_weights(fields: dict[str, Any]) -> float:
     """Weights of one layer's multi-latent attention."""
     hidden = fields["hidden_size"]
     heads = fields["num_attention_heads"]
-    still = fields["qk_head_dim"]
-    turning = fields["qk_pos_emb_head_dim"]
+    plain = fields["qk_head_dim"]
+    rotary = fields["qk_pos_emb_head_dim"]
     value = fields["v_head_dim"]
     latent = fields["kv_lora_rank"]
-    query = heads * (still + turning)
+    query = heads * (plain + rotary)
     queries = hidden * query
     if fields.get("q_lora_rank"):
         queries = fields["q_lora_rank"] * (hidden + query)
-    keys_and_values = hidden * (latent + turning) + latent * heads * (still + value)
+    keys_and_values = hidden * (latent + rotary) + latent * heads * (plain + value)
     return queries + keys_and_values + heads * value * hidden
 
 
 def _mlp_weights(fields: dict[str, Any]) -> float:
-    """Weights of the gated MLP that a token meets in a layer, averaged over the layers.
+    """Weights of a token's gated MLP, mean over the layers.
 
-    In a mixture they are those of its experts and of the shared one, each of three matrices, the
-    router's row of each expert, and that of the shared expert's gate.
+    In a mixture: three matrices of each of its experts and of the shared one, the router's row of
+    each expert, and the shared expert's gate.
     """
     hidden = fields["hidden_size"]
     dense = 3 * hidden * fields["ffn_hidden_size"]
@@ -259,19 +265,18 @@ def _mlp_weights(fields: dict[str, Any]) -> float:
 
 
 def _trained_weights(model, expert_share: float) -> tuple[float, float]:
-    """(weights of the adapters, of modules_to_save) that a token is multiplied with, of all ranks.
+    """(weights of the adapters, of modules_to_save) of a token, over all ranks.
 
-    Every rank tells the whole size of what it holds a part of, divided by the number of ranks that
-    tell the same.
+    Every rank counts a tensor in its whole size, divided by the number of ranks that count it.
     """
     config = model.config
     is_megatron = hasattr(config, "hf_model_type")
-    tellers = 1
+    copies = 1
     expert_parallel = 1
     tensor_parallel = 1
     chunks = [model]
     if is_megatron:
-        tellers = parallel.world_size() // config.pipeline_model_parallel_size
+        copies = parallel.world_size() // config.pipeline_model_parallel_size
         expert_parallel = config.expert_model_parallel_size
         tensor_parallel = config.tensor_model_parallel_size
         chunks = model
@@ -281,14 +286,14 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
         if "lora_embedding_A" in piece.key:
             continue  # a look-up
         share = expert_share * expert_parallel if piece.is_expert else 1.0
-        adapters += math.prod(piece.full_shape) * share / tellers
+        adapters += math.prod(piece.full_shape) * share / copies
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             is_matrix = parameter.requires_grad and parameter.dim() == 2
             if not is_matrix or ".lora." in name or "embed" in name:
                 continue
             cut = tensor_parallel if getattr(parameter, "tensor_model_parallel", False) else 1
-            saved += parameter.numel() * cut / tellers
+            saved += parameter.numel() * cut / copies
     totals = torch.tensor([adapters, saved], dtype=torch.float64, device=parallel.device())
     if is_megatron and parallel.world_size() > 1:
         dist.all_reduce(totals)
@@ -296,10 +301,10 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
 
 
 def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> float | None:
-    """The dense peak of a device in FLOP/s, by the name that torch.cuda.get_device_name() gives.
+    """The dense peak of a device in FLOP/s, by its name of torch.cuda.get_device_name().
 
-    None for a device that is not in the table and for dtypes other than bf16 and fp16: better no
-    mfu than a wrong one.
+    None for an unknown device and for dtypes other than bf16 and fp16: better no mfu than a wrong
+    one.
     """
     if str(dtype).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16"):
         return None
@@ -320,9 +325,10 @@ def peak_memory_gib() -> float:
 
 # -- the log
 
-# Pictures are drawn again after so many seconds, and so rarely that they take 1/50 of the time
+# Seconds between two drawings of the pictures, and at least so many times the time of one
 _DRAW_EVERY_S = 30.0
 _DRAW_SHARE = 50
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron-core recommends 1
 _ROWS = {metric.key for metric in METRICS}
 
 
@@ -414,7 +420,7 @@ class Report(TrainerCallback):
         return os.path.join(self.args.output_dir, PAGE_NAME)
 
     def print(self, text: str) -> None:
-        """Prints on the main rank only, above the bar where there is one."""
+        """Print on the main rank only, above the bar if there is one."""
         if not self.is_main:
             return
         if self._bar is not None:
@@ -423,7 +429,7 @@ class Report(TrainerCallback):
             print(text, flush=True)
 
     def summary(self, sections: Mapping[str, Mapping]) -> None:
-        """Prints the start summary, see `format_summary`; run_summary.json will hold it."""
+        """Print the start summary, see `format_summary`. run_summary.json gets it too."""
         self._facts["sections"] = sections
         self.print(format_summary(sections))
 
@@ -449,7 +455,7 @@ class Report(TrainerCallback):
         if "tensorboard" in self.args.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
-            # purge_step hides what a crashed run wrote past the step that this one resumes from.
+            # purge_step hides the numbers of a crashed run after the resumed step
             purge_step = state.global_step + 1 if state.global_step else None
             folder = os.path.join(self.args.output_dir, "runs")
             self._tensorboard = SummaryWriter(folder, purge_step=purge_step)
@@ -461,8 +467,8 @@ class Report(TrainerCallback):
             self._wandb = wandb.init(project=project, dir=self.args.output_dir, **about)
 
     def _open_log(self, resumed_step: int) -> None:
-        """Opens the log for appending, with the lines up to `resumed_step` in it: a new run (step
-        0) starts empty."""
+        """Open the log for appending, with the lines up to `resumed_step` (0: a new run, an empty
+        log)."""
         kept = []
         if resumed_step:
             lines = filter(log_line, LineFile(self.log_path).read())
@@ -481,14 +487,14 @@ class Report(TrainerCallback):
         self.log(logs)
 
     def log(self, logs: Mapping) -> None:
-        """Writes one record: a line of trainer_log.jsonl (unrounded), of the trackers and of the
-        progress. `logs` must hold "step"; numbers may be tensors or numpy's, of one element."""
+        """Write one record: a line of trainer_log.jsonl (unrounded), of the trackers and of the
+        progress. `logs` has "step"; numbers may be tensors or numpy's, of one element."""
         if not self.is_main:
             return
         logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
         if self._file is not None:
             self._file.write(json.dumps(logs) + "\n")
-            self._file.flush()  # whoever follows the file sees each line, and a crash loses none
+            self._file.flush()  # for readers of the file, and against a crash
         numbers = {k: v for k, v in logs.items() if k != "step" and isinstance(v, (int, float))}
         if self._tensorboard is not None:
             for key, value in numbers.items():
@@ -515,7 +521,7 @@ class Report(TrainerCallback):
         self.end("finished")
 
     def end(self, state: str) -> None:
-        """Writes how the run ended, draws its pictures and closes the log and the trackers."""
+        """Write the end's state, draw the pictures, close the log and the trackers."""
         if not self.is_main:
             return
         self._write_facts(state)
@@ -548,15 +554,12 @@ class Report(TrainerCallback):
 
 
 def run_summary(trainer, plan) -> dict[str, dict]:
-    """Sections of the start summary: model, layout, batch, steps, dataset, and what was chosen by
-    itself."""
-    # here: they bring torch and megatron, which a refused key need not wait for
-    from . import model_config, parallel
-
+    """Sections of the start summary: model, layout, steps, dataset, and automatic choices."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
     total, trained = backend.num_parameters()
+    device = parallel.device().type
     precision = backend.precision
     if args.fp8:
         precision += f", products in fp8 ({args.fp8}, {args.fp8_recipe})"
@@ -569,8 +572,8 @@ def run_summary(trainer, plan) -> dict[str, dict]:
         args.context_parallel_size,
         backend.dp_size,
     )
-    shared = ["sequence parallel"] if args.sequence_parallel else []
-    shared += ["packed rows"] if args.sequence_packing else []
+    shared = ["sequence parallel"] * args.sequence_parallel
+    shared += ["packed rows"] * args.sequence_packing
     sections = {
         "model": {
             "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
@@ -581,23 +584,22 @@ def run_summary(trainer, plan) -> dict[str, dict]:
         },
         "layout": {
             "backend": kind,
-            "world": f"{show_count(args.world_size, 'rank')} on {parallel.device().type}",
+            "world": f"{show_count(args.world_size, 'rank')} on {device}",
             "found": model_config.found_here(),
             "tensor x pipeline x context x data": " x ".join(map(str, degrees)),
-            **_experts(backend),
-            **balance_summary(backend, args),
+            "expert x expert tensor": _expert_layout(backend),
+            "load-balancing loss": balance_summary(backend, args),
             "activations": ", ".join(shared) or "whole on every rank",
-            **_connections(args, parallel.device().type),
+            _CONNECTIONS: connections(args, device),
         },
         "steps": steps_summary(trainer, plan),
+        "chosen": {str(i + 1): note for i, note in enumerate(args.notes)},
     }
-    if args.notes:
-        sections["chosen"] = {str(i + 1): note for i, note in enumerate(args.notes)}
     return {**sections, **trainer.extra_summary}
 
 
 def steps_summary(trainer, plan) -> dict[str, str | int]:
-    """What the start summary says of the steps of a trainer, and of its BatchPlan."""
+    """Batch, steps and learning rate of a trainer, and of its BatchPlan."""
     args = trainer.args
     state = trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
@@ -615,33 +617,33 @@ def steps_summary(trainer, plan) -> dict[str, str | int]:
     }
 
 
-def _connections(args, device: str) -> dict[str, str]:
-    """What megatron-core recommends for tensor parallelism on a GPU, where it is not so."""
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if device == "cpu" or args.tensor_model_parallel_size == 1 or os.environ.get(name) == "1":
-        return {}
-    return {name: "not 1: exported so, messages begin before the products that hide them"}
+def connections(args, device: str) -> str | None:
+    """A warning if CUDA_DEVICE_MAX_CONNECTIONS is not 1 under tensor parallelism on a GPU."""
+    is_parallel = device != "cpu" and args.tensor_model_parallel_size > 1
+    if is_parallel and os.environ.get(_CONNECTIONS) != "1":
+        return "not 1: exported so, messages begin before the products that hide them"
+    return None
 
 
-def _experts(backend) -> dict[str, str]:
-    """How experts are spread, for a model that has them on megatron-core."""
+def _expert_layout(backend) -> str | None:
+    """The experts of a rank, None without experts on megatron-core."""
     if backend.name != "megatron" or not backend.config.num_moe_experts:
-        return {}
+        return None
     config = backend.config
-    experts = backend.config.num_moe_experts
+    experts = config.num_moe_experts
     ep = config.expert_model_parallel_size
     etp = config.expert_tensor_parallel_size
-    return {"expert x expert tensor": f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"}
+    return f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"
 
 
-def balance_summary(backend, args) -> dict[str, str]:
-    """Which load-balancing loss routers have, and who asked for it."""
+def balance_summary(backend, args) -> str | None:
+    """The load-balancing loss of the routers, and the key that set it; None without routers."""
     if backend.statistics_of_routers is None:
-        return {}
+        return None
     losses = backend.losses_of_routers
     origin = "moe_aux_loss_coeff"
     if args.moe_aux_loss_coeff is None:
         origin = "the model's router_aux_loss_coef; moe_aux_loss_coeff: 0 switches it off"
     if losses.kind == "none":
-        return {"load-balancing loss": "none"}
-    return {"load-balancing loss": f"{losses.kind} x {losses.balance:g} ({origin})"}
+        return "none"
+    return f"{losses.kind} x {losses.balance:g} ({origin})"

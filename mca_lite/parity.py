@@ -1,16 +1,15 @@
 """The first step of a run in the configured layout, beside the same step of plain torch.
 
-The oracle is transformers' model on global rank 0, which runs the micro-batches of all ranks one
-after another: in float32 for a layout in bf16, in float64 for one in float32. The layout is judged
-by what rounding does: the same model runs once more there in the layout's precision, and its
-distance from the oracle is the noise, of which the layout's may be FACTOR times as much. Letters:
-s tokens of a row, h hidden size, V vocabulary.
+The oracle is transformers' model on global rank 0. It runs the micro-batches of all ranks one after
+another: in float32 for a layout in bf16, in float64 for one in float32. The bound is made of
+rounding: the same model runs once more there in the layout's precision, and its distance from the
+oracle is the noise. The layout's distance may be FACTOR times the noise. Letters: s tokens of a
+row, h hidden size, V vocabulary.
 
-What is compared has a name of two words: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's
-or PEFT's name), ("losses", "micro-batch 0").
+A tensor has a name of two words: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's or PEFT's
+name), ("losses", "micro-batch 0").
 """
 
-import copy
 import dataclasses
 import functools
 import gc
@@ -25,13 +24,13 @@ from . import cpu, lora, model_config, parallel, run
 from .args import TrainingArguments, UseMcaArguments
 from .backend_torch import TorchBackend
 from .batch import zigzag
-from .families import FAMILIES
+from .families import values_of
 from .model import VirtualModels
 from .weights_files import generator_of
 
-# another order of sums is as far again: tiny models of 24 kinds came to 1.5 times the noise
+# tiny models of 24 kinds came to 1.5 times the noise, by another order of sums
 FACTOR = 3.0
-EXACT = 1e-4  # relative: no less is asked of any
+EXACT = 1e-4  # relative, allowed beside the noise
 _LOSS = 1e-3  # relative, the least noise of a loss: in a mean errors cancel more or less by chance
 _FLOOR = 1e-2  # of a usual gradient of as many numbers: it measures one that is nearly 0
 _LOGITS = 256  # places of the row whose logits are compared
@@ -40,7 +39,7 @@ Name = tuple[str, str]
 
 
 class Row(NamedTuple):
-    """What both sides have. size: the oracle's norm. distance, noise, bound: relative to it."""
+    """A tensor of both sides. size: the oracle's norm. distance, noise, bound: relative to it."""
 
     kind: str
     name: str
@@ -59,9 +58,9 @@ class Row(NamedTuple):
         return self.name if self.kind == "outputs" else re.sub(r"\d+", "*", self.name)
 
 
-class _Told(NamedTuple):
-    """What a rank tells the others of the step. index, places: where its outputs and its logits
-    stand in the row. losses: (sum, count) of each micro-batch."""
+class _Share(NamedTuple):
+    """One rank's part of the step, gathered on all ranks. index, places: of its outputs and its
+    logits in the row. losses: (sum, count) of each micro-batch."""
 
     replica: int
     index: torch.Tensor
@@ -71,14 +70,13 @@ class _Told(NamedTuple):
 
 
 def compare(plan: run.Plan) -> list[Row]:
-    """Run the first step of a plan both ways -> what came of it in the order of a step, on global
+    """Run the first step of a plan both ways -> its tensors in the order of a step, on global
     rank 0; [] elsewhere.
 
     Dropout is off in transformers' models, and has to be in others. Adapters that would begin at 0
     get small values. Memory of rank 0: beside its part of the layout 8 bytes for each parameter of
-    the whole model (16 in float32), and 4 in host memory, where the outputs of all layers for one
-    row are too.
-    Collective. ValueError, on every rank, for what rank 0 cannot run.
+    the whole model (16 in float32), and 4 in host memory, with the outputs of all layers for one
+    row. Collective. ValueError, on every rank, for a model that rank 0 cannot run.
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
@@ -87,29 +85,29 @@ def compare(plan: run.Plan) -> list[Row]:
     if not plan.arguments.backend.use_mca:
         plan.model.config = _hf_config(plan)
     trainer = run.build_trainer(plan)
-    _wake_adapters(trainer.model, plan)
+    _fill_adapters(trainer.model, plan)
     trainer.create_optimizer()
     if getattr(trainer, "reference", None) == "cached":
-        trainer.reference = "adapter"  # the same model, which is asked for these pairs alone
+        trainer.reference = "adapter"  # the same model, for these pairs alone
     batches, length = _first_step(trainer)
     part = _Part(trainer, batches[0])
-    told = parallel.gather(part.tell(batches, _run(trainer, batches, length)))
+    shares = parallel.gather(part.share(batches, _run(trainer, batches, length)))
     sent = part.outputs_and_logits(batches[0])
-    plain: list[dict] = []  # on rank 0: the oracle, and its noise
-    parallel.on_main(lambda: plain.extend(_oracle_and_noise(plan, trainer, told)), ValueError)
+    plain: list[dict] = []  # on rank 0: the oracle, its noise, the least noise
+    parallel.on_main(lambda: plain.extend(_oracle_and_noise(plan, trainer, shares)), ValueError)
     oracle = plain[0] if plain else {}
-    found = _errors(_joined(parallel.send_to_main(sent), told), oracle)
-    found |= _errors(_losses(_over_ranks(told)).items(), oracle)
-    found |= _errors(_named("gradients", trainer.backend.gradients()), oracle)
-    return _rows(*plain, found) if plain else []
+    distances = _distances(_joined(parallel.send_to_main(sent), shares), oracle)
+    distances |= _distances(_losses(_over_ranks(shares)).items(), oracle)
+    distances |= _distances(_named("gradients", trainer.backend.gradients()), oracle)
+    return _rows(*plain, distances) if plain else []
 
 
-# -- the layout's side -----------------------------------------------------------------------------
+# -- the layout's side
 
 
-def _wake_adapters(model, plan: run.Plan) -> None:
-    """An adapter begins with a matrix of zeros, and the other one has no gradient: all get small
-    values, the same on both sides."""
+def _fill_adapters(model, plan: run.Plan) -> None:
+    """Give new adapters small values, the same on both sides. With a matrix of zeros the other one
+    would have no gradient."""
     if plan.model.adapters is None or plan.model.adapter_source is not None:
         return
 
@@ -121,7 +119,7 @@ def _wake_adapters(model, plan: run.Plan) -> None:
 
 
 def _first_step(trainer) -> tuple[list[dict], int]:
-    """(this rank's micro-batches of the first step, with a reference's numbers; their length)"""
+    """(this rank's micro-batches of the first step, with those of a reference; their length)"""
     plan = trainer.plan_batches(trainer.train_dataset)
     loader = iter(trainer._train_loader(plan, 0, 0))
     batches, length, _ = trainer._get_step_iterator_and_seq_length(loader, plan, 0)
@@ -129,16 +127,16 @@ def _first_step(trainer) -> tuple[list[dict], int]:
 
 
 def _run(trainer, batches: list[dict], length: int) -> list[list[float]]:
-    """(sum, count) of each micro-batch's loss, [] before the last pipeline stage; the gradients are
-    left in the backend."""
+    """(sum, count) of each micro-batch's loss, [] before the last pipeline stage. The gradients
+    stay in the backend."""
     trainer.backend.train_mode(True)
     trainer.backend.weigh_router_losses(batches, trainer._count_of_loss)
     metrics = trainer.backend.forward_backward(trainer.forward_step, batches, length)
-    return [of[trainer.metrics_keys[0]].tolist() for of in metrics]
+    return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 
 
 class _Part:
-    """What this rank has of the first row of the first micro-batch, which its hooks keep."""
+    """This rank's part of the first row of the first micro-batch, kept by hooks."""
 
     def __init__(self, trainer, batch: dict):
         self.trainer = trainer
@@ -164,23 +162,20 @@ class _Part:
     def places(self) -> torch.Tensor:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
-    def tell(self, batches: list[dict], losses: list[list[float]]) -> _Told:
-        """What the others need of this rank. Batches and losses come from one rank of those that
-        have the same."""
+    def share(self, batches: list[dict], losses: list[list[float]]) -> _Share:
+        """The part that the other ranks need. Batches and losses come from one rank of those with
+        the same."""
         if self.tp_rank > 0:
             losses = []
         if not losses or self.backend.context_parallel[1] > 0:
             batches = []
-        on_cpu = [
-            {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-            for batch in batches
-        ]
         index = self.cuts[self.tp_rank % len(self.cuts)]
-        return _Told(self.backend.dp_rank, index, self.places, on_cpu, losses)
+        on_cpu = [{k: getattr(v, "cpu", lambda v=v: v)() for k, v in b.items()} for b in batches]
+        return _Share(self.backend.dp_rank, index, self.places, on_cpu, losses)
 
     def outputs_and_logits(self, batch: dict) -> dict[str, torch.Tensor]:
-        """This rank's share of the outputs and the logits, none of which another rank gives too.
-        Collective over tensor-parallel ranks of the last stage."""
+        """This rank's part of the outputs and the logits, each from one rank alone. Collective over
+        tensor-parallel ranks of the last stage."""
         sent = self.outputs if self.tp_rank < len(self.cuts) else {}
         if not self.is_mca and self.backend.dp_rank == 0:
             return {**sent, "logits": _plain_logits(self.trainer, batch, self.places)}
@@ -194,7 +189,7 @@ class _Part:
 
 
 def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """(name, module, whether its input is compared and not its output) of this rank."""
+    """(name, module, True to compare its input in place of its output) of this rank."""
     for chunk in models:
         if chunk.pre_process:
             yield "embedding", chunk.embedding, False
@@ -208,7 +203,7 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """The same places of a transformers model; none of one that is built in another way."""
+    """The same places of a transformers model; none of a model of another structure."""
     decoder = model.base_model
     layers = getattr(decoder, "layers", [])
     for i, layer in enumerate(layers):
@@ -237,15 +232,15 @@ def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
         (module.register_forward_pre_hook if is_input else module.register_forward_hook)(hook)
 
 
-# -- what ranks told -------------------------------------------------------------------------------
+# -- parts of ranks
 
 
-def _over_ranks(told: list[_Told]) -> list[list[float]]:
+def _over_ranks(shares: list[_Share]) -> list[list[float]]:
     """(sum, count) of each micro-batch of each replica, over context-parallel ranks."""
     of_replica: dict[int, list[torch.Tensor]] = {}
-    for one in told:
-        if one.losses:
-            of_replica.setdefault(one.replica, []).append(torch.tensor(one.losses))
+    for share in shares:
+        if share.losses:
+            of_replica.setdefault(share.replica, []).append(torch.tensor(share.losses))
     return [pair for key in sorted(of_replica) for pair in sum(of_replica[key]).tolist()]
 
 
@@ -261,33 +256,34 @@ def _named(kind: str, pairs: Iterable[tuple[str, torch.Tensor]]):
     return (((kind, name), tensor) for name, tensor in pairs)
 
 
-def _joined(sent, told: list[_Told]) -> Iterator[tuple[Name, torch.Tensor]]:
+def _joined(sent, shares: list[_Share]) -> Iterator[tuple[Name, torch.Tensor]]:
     """The parts of ranks as whole outputs, in the order of the row; logits as ranks have them."""
     for name, parts in sent:
         whole = torch.cat(list(parts.values()))
         if name != "logits":
-            whole = whole[torch.cat([told[rank].index for rank in parts]).argsort()]
+            whole = whole[torch.cat([shares[rank].index for rank in parts]).argsort()]
         yield ("outputs", name), whole
 
 
-# -- plain torch, on rank 0 ------------------------------------------------------------------------
+# -- plain torch, on rank 0
 
 
-def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
-    """[the oracle's tensors by name, how far from them the same is in the layout's precision, and
-    the least that is taken for rounding]"""
-    batches = [batch for one in sorted(told, key=lambda one: one.replica) for batch in one.batches]
-    places = torch.cat([one.places for one in told if one.replica == 0 and one.losses])
+def _oracle_and_noise(plan: run.Plan, trainer, shares: list[_Share]) -> list[dict]:
+    """[the oracle's tensors by name, their distance in the layout's precision, the least distance
+    that counts as noise]"""
+    by_replica = sorted(shares, key=lambda share: share.replica)
+    batches = [batch for share in by_replica for batch in share.batches]
+    places = torch.cat([share.places for share in shares if share.replica == 0 and share.losses])
     bf16 = plan.arguments.training.bf16
     exact = torch.float64
-    usual = torch.float32
+    rounded = torch.float32
     if bf16:
         exact = torch.float32
-        usual = torch.bfloat16
+        rounded = torch.bfloat16
     with parallel.alone():
         oracle = dict(_plain_step(plan, trainer, batches, places, exact))
         gc.collect()  # the first model goes before the second one comes
-        noise = _errors(_plain_step(plan, trainer, batches, places, usual), oracle)
+        noise = _distances(_plain_step(plan, trainer, batches, places, rounded), oracle)
     least = {}
     if bf16:
         least = _shares_of_a_token(plan, batches, oracle)
@@ -296,17 +292,15 @@ def _oracle_and_noise(plan: run.Plan, trainer, told: list[_Told]) -> list[dict]:
 
 
 def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
-    """Rounding may send a token to another expert: what its part is of a norm over all tokens."""
-    config = _hf_config(plan)
-    shares = {}
-    values = FAMILIES[config.model_type].values(config) if config.model_type in FAMILIES else {}
+    """The part of one token in a norm over all: rounding may send it to another expert."""
+    values = values_of(_hf_config(plan))
+    shares: dict[Name, float] = {}
     if not values.get("num_moe_experts"):
-        return {}
+        return shares
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
     for (kind, name), tensor in oracle.items():
-        count = sum(batch["input_ids"].numel() for batch in batches)
-        if kind == "outputs":
-            count = len(tensor)
-        elif ".experts." in name:
+        count = len(tensor) if kind == "outputs" else tokens
+        if kind == "gradients" and ".experts." in name:
             count *= values["moe_router_topk"] / values["num_moe_experts"]
         shares[kind, name] = 1 / math.sqrt(max(count, 1))
     return shares
@@ -323,40 +317,56 @@ def _hf_config(plan: run.Plan):
     return config
 
 
-def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: torch.dtype):
-    """(name, tensor on the CPU) of what a transformers model on this rank makes of the step."""
-    arguments = plan.arguments
-    planned = plan.model
-    args = plan.arguments.training
+def _plain_trainer(plan: run.Plan, trainer, bf16: bool):
+    """A trainer of the same objective, with a transformers model on this rank."""
+    args = trainer.args
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
-    bf16 = dtype == torch.bfloat16
     values |= dict(bf16=bf16, global_batch_size=None, gradient_accumulation_steps=None)
-    keys = dict(training=TrainingArguments(**values), backend=UseMcaArguments(use_mca=False))
-    arguments = dataclasses.replace(arguments, **keys)
-    planned = dataclasses.replace(planned, config=_hf_config(plan))
+    arguments = dataclasses.replace(
+        plan.arguments,
+        training=TrainingArguments(**values),
+        backend=UseMcaArguments(use_mca=False),
+        # the batches have the numbers of a reference
+        finetuning=dataclasses.replace(plan.arguments.finetuning, ref_model=None),
+    )
+    planned = dataclasses.replace(plan.model, config=_hf_config(plan))
     model = run.build_model(dataclasses.replace(plan, arguments=arguments, model=planned))
-    _wake_adapters(model, plan)
-    other = copy.copy(trainer)  # the same objective
-    other.model = model
-    other.backend = TorchBackend(model, arguments.training)
+    _fill_adapters(model, plan)
+    make = type(trainer)
+    plain = make(
+        model=model,
+        args=args,
+        tokenizer=trainer.tokenizer,
+        backend=TorchBackend(model, arguments.training),
+        **make.own_keywords(arguments, None),
+    )
+    plain._micro_batch_weight = trainer._micro_batch_weight
+    plain.backend.expect_weighted_losses()
+    return plain
+
+
+def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: torch.dtype):
+    """(name, tensor on the CPU) of the step in a transformers model on this rank."""
+    bf16 = dtype == torch.bfloat16
+    plain = _plain_trainer(plan, trainer, bf16)
+    model = plain.model
     # after the backend tried in float32 whether packed documents see each other; buffers stay as
     # they are, since rotary frequencies are float32 in every precision
-    if not bf16 or planned.adapters is None:
+    if not bf16 or plan.model.adapters is None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products know no float64
-    other.backend.expect_weighted_losses()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    other.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
+    plain.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
     outputs: dict[str, torch.Tensor] = {}
     _keep_outputs(_torch_modules(model), 0, outputs)
-    losses = _losses(_run(other, batches, 0))
-    outputs["logits"] = _plain_logits(other, batches[0], places)
+    losses = _losses(_run(plain, batches, 0))
+    outputs["logits"] = _plain_logits(plain, batches[0], places)
     yield from _named("outputs", outputs.items())
     yield from losses.items()
-    yield from _named("gradients", other.backend.gradients())
+    yield from _named("gradients", plain.backend.gradients())
 
 
 @torch.no_grad()
@@ -372,32 +382,33 @@ def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
         return model(ids, positions, mask, places=places.to(device))[0].cpu()
 
 
-# -- both beside each other ------------------------------------------------------------------------
+# -- both beside each other
 
 
-def _errors(found: Iterable[tuple[Name, torch.Tensor]], wanted: dict) -> dict[Name, float]:
-    """The norm of each difference from what is wanted; goes to the end of `found`, which may be
+def _distances(tensors: Iterable[tuple[Name, torch.Tensor]], oracle: dict) -> dict[Name, float]:
+    """The norm of each difference from the oracle. Goes to the end of `tensors`, which may be
     collective."""
-    return {name: _norm(tensor.float() - wanted[name]) for name, tensor in found if name in wanted}
+    pairs = ((name, tensor.float()) for name, tensor in tensors if name in oracle)
+    return {name: _norm(tensor - oracle[name]) for name, tensor in pairs}
 
 
 def _norm(*tensors: torch.Tensor) -> float:
     return float(cpu.l2_norm(tensors))
 
 
-def _rows(oracle: dict, noise: dict, least: dict, found: dict) -> list[Row]:
+def _rows(oracle: dict, noise: dict, least: dict, distances: dict) -> list[Row]:
     gradients = [tensor for (kind, _), tensor in oracle.items() if kind == "gradients"]
     count = sum(tensor.numel() for tensor in gradients)
     usual = _FLOOR * _norm(*gradients) / math.sqrt(max(count, 1))
-    rows, worst = [], {}  # worst: noise of a group, since few numbers may be near by chance
+    rows = []
+    worst: dict[str, float] = {}  # noise of a group, since few numbers may be near by chance
     for name, tensor in oracle.items():
-        row = Row(*name, _norm(tensor), 0.0, 0.0, 0.0)
-        scale = row.size
-        if row.kind == "gradients":
+        size = _norm(tensor)
+        scale = max(size, 1e-30)
+        if name[0] == "gradients":
             scale = max(scale, usual * math.sqrt(tensor.numel()))
-        scale = max(scale, 1e-30)
-        distance = found.get(name, math.inf) / scale
-        moved = noise.get(name, 0.0) / scale
-        rows.append(row._replace(distance=distance, noise=moved))
-        worst[row.group] = max(worst.get(row.group, 0.0), moved, least.get(name, 0.0))
+        distance = distances.get(name, math.inf) / scale
+        row = Row(*name, size, distance, noise.get(name, 0.0) / scale, 0.0)
+        rows.append(row)
+        worst[row.group] = max(worst.get(row.group, 0.0), row.noise, least.get(name, 0.0))
     return [row._replace(bound=EXACT + FACTOR * worst[row.group]) for row in rows]

@@ -142,7 +142,7 @@ def test_the_summary_says_which_load_balancing_loss_is_in_use_and_why():
         backend = SimpleNamespace(
             statistics_of_routers=object(), losses_of_routers=losses_of(hf, args)
         )
-        said += balance_summary(backend, args).values()
+        said.append(balance_summary(backend, args))
     assert said == [
         "aux_loss x 0.03 (the model's router_aux_loss_coef; moe_aux_loss_coeff: 0 switches it off)",
         "none",

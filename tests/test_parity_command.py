@@ -106,7 +106,7 @@ WRONG = {
 
 def parity(keys: dict, harm=None) -> tuple[int, str, str]:
     """The command on this rank; harm: done to the trainer of the layout before its step."""
-    from mca_lite import backend_torch, cli_parity, run
+    from mca_lite import backend_torch, cli_inspect, run
 
     build, model = run.build_trainer, backend_torch.TokenLossModel
     refuse = model.refuse_packing_if_documents_mix
@@ -124,7 +124,7 @@ def parity(keys: dict, harm=None) -> tuple[int, str, str]:
 
     run.build_trainer, model.refuse_packing_if_documents_mix = harmed, asked
     try:
-        return ended(cli_parity.main, words_of(keys))
+        return ended(cli_inspect.main_parity, words_of(keys))
     finally:
         run.build_trainer, model.refuse_packing_if_documents_mix = build, refuse
 
