@@ -97,46 +97,42 @@ def end_second_run() -> None:
         )
 
 
-def _number(name: str) -> int | None:
-    """The whole number in a variable, None if it is not set."""
-    text = os.environ.get(name)
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
     try:
-        return None if text is None else int(text)
+        return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}, expected a whole number: {_START}") from None
 
 
 def _check() -> None:
     """ValueError for variables that describe a world by half, or numbers that do not fit."""
-    rank = _number("RANK")
-    size = _number("WORLD_SIZE")
-    if rank is None and size in (None, 1):
+    given = os.environ.keys()
+    size = _number("WORLD_SIZE", 1)
+    if "RANK" not in given and size == 1:
         return
-    if rank is None:
-        one = "for one process unset WORLD_SIZE"
-        raise ValueError(f"WORLD_SIZE is {size} and RANK is not set: {_START}; {one}")
-    if size is None:
-        one = "for one process unset RANK"
-        raise ValueError(f"RANK is {rank} and WORLD_SIZE is not set: {_START}; {one}")
-    if not 0 <= rank < size:
-        wanted = f"expected 0 to {size - 1}"
-        raise ValueError(f"RANK is {rank} in a world of WORLD_SIZE {size}: {wanted}; {_START}")
-    local_rank = _number("LOCAL_RANK")
-    if local_rank is not None and local_rank < 0:
-        raise ValueError(f"LOCAL_RANK is {local_rank}, expected 0 or more: {_START}")
-    if size == 1:
-        return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ValueError(
-            f"RANK is {rank} of WORLD_SIZE {size}, and {' and '.join(missing)} {verb} not set, so "
-            "that the ranks cannot meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
-            f"a free port there, or {_START}"
-        )
-    port = _number("MASTER_PORT")
-    if port not in range(1, 65536):
-        raise ValueError(f"MASTER_PORT is {port}, expected a free port from 1 to 65535: {_START}")
+    rank = _number("RANK", 0)
+    local_rank = _number("LOCAL_RANK", 0)
+    port = _number("MASTER_PORT", 1)
+    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given)
+    meet = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+    problems = {
+        f"WORLD_SIZE is {size} and RANK is not set; for one process unset WORLD_SIZE": (
+            "RANK" not in given
+        ),
+        f"RANK is {rank} and WORLD_SIZE is not set; for one process unset RANK": (
+            "WORLD_SIZE" not in given
+        ),
+        f"RANK is {rank} in a world of WORLD_SIZE {size}: expected 0 to {size - 1}": (
+            rank not in range(size)
+        ),
+        f"LOCAL_RANK is {local_rank}, expected 0 or more": local_rank < 0,
+        f"RANK is {rank} of WORLD_SIZE {size}, without {missing}: {meet}": size > 1 and missing,
+        f"MASTER_PORT is {port}, expected a free port from 1 to 65535": port not in range(1, 65536),
+    }
+    for text, is_so in problems.items():
+        if is_so:
+            raise ValueError(f"{text}; {_START}")
 
 
 def why_not_met(error: Exception) -> str:
@@ -145,22 +141,37 @@ def why_not_met(error: Exception) -> str:
     here = current()
     text = str(error)
     host = os.environ["MASTER_ADDR"]
-    place = f"MASTER_ADDR {host}, MASTER_PORT {os.environ['MASTER_PORT']}"
-    joined = re.search(r"(\d+)/\d+ clients joined", text)
-    reason = f"the others do not answer ({text.splitlines()[0]})"
-    remedy = "See why one of them ended, or was not started"
-    if "address already in use" in text:
-        reason = f"MASTER_PORT {os.environ['MASTER_PORT']} of this host is in use"
-        remedy = "Set it to a free port, and give each process a RANK of its own"
-    elif joined:
-        reason = f"{joined[1]} of {here.size} ranks came to {place}"
-        remedy = "See why the others ended or were not started, or raise ddp_timeout"
-    elif not _resolves(host):
-        reason = f"MASTER_ADDR {host!r} is no host that this machine knows"
-        remedy = "Set it to the name or address of the host of rank 0"
-    elif "client socket has timed out" in text:
-        reason = f"nothing answers at {place}"
-        remedy = "Rank 0 has ended, was not started, or runs on another host: see its own words"
+    port = os.environ["MASTER_PORT"]
+    place = f"MASTER_ADDR {host}, MASTER_PORT {port}"
+    joined = "".join(re.findall(r"(\d+)/\d+ clients joined", text)[:1])
+    rows = (
+        (
+            "address already in use" in text,
+            f"MASTER_PORT {port} of this host is in use",
+            "Set it to a free port, and give each process a RANK of its own",
+        ),
+        (
+            joined,
+            f"{joined} of {here.size} ranks came to {place}",
+            "See why the others ended or were not started, or raise ddp_timeout",
+        ),
+        (
+            not _resolves(host),
+            f"MASTER_ADDR {host!r} is no host that this machine knows",
+            "Set it to the name or address of the host of rank 0",
+        ),
+        (
+            "client socket has timed out" in text,
+            f"nothing answers at {place}",
+            "Rank 0 has ended, was not started, or runs on another host: see its own words",
+        ),
+        (
+            True,
+            f"the others do not answer ({text.splitlines()[0]})",
+            "See why one of them ended, or was not started",
+        ),
+    )
+    reason, remedy = next(row[1:] for row in rows if row[0])
     return f"rank {here.rank} of {here.size} could not meet the others: {reason}. {remedy}"
 
 
