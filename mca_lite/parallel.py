@@ -63,7 +63,7 @@ def alone() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """True on global rank 0: the rank that prints and writes."""
+    """True on global rank 0: it prints and writes."""
     return rank() == 0
 
 
@@ -71,7 +71,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     """Join the world of torchrun's or SLURM's variables, or make a world of one.
 
     Does nothing if a process group exists: a test or a host program may have made it. ValueError
-    for variables that half describe a world, and if the ranks do not meet within timeout_s.
+    for variables of a half-described world, and if the ranks do not meet within timeout_s.
     """
     if dist.is_initialized():
         return
@@ -148,7 +148,7 @@ def _initialize_model_parallel(args) -> None:
     mpu.initialize_model_parallel(
         **wanted,
         distributed_timeout_minutes=args.ddp_timeout / 60,  # a timedelta takes fractions
-        create_gloo_process_groups=False,  # megatron's own checkpoints gather over them
+        create_gloo_process_groups=False,  # for megatron's checkpoints alone
     )
 
 
@@ -171,7 +171,7 @@ def barrier() -> None:
 
 
 def gather(value) -> list:
-    """Every rank's `value` (anything that pickles), in order of rank, on every rank. Collective."""
+    """Every rank's `value` (picklable), in order of rank, on every rank. Collective."""
     if world_size() == 1:
         return [value]
     values = [None] * world_size()
@@ -208,7 +208,7 @@ def exchange(sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], 
     """Send tensors to ranks of the group, and receive into others, in one batch. The group has had
     a collective before.
 
-    For each pair of ranks that sends unbatched nccl makes a communicator: 265 MiB of either GPU.
+    Without a batch nccl makes a communicator for each pair of ranks: 265 MiB of either GPU.
     """
     rows = [(dist.isend, *item) for item in sends.items()]
     rows += [(dist.irecv, *item) for item in receives.items()]
@@ -242,8 +242,8 @@ def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[i
 def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> Any:
     """The result of action() on the main rank, on every rank. Collective.
 
-    An error there is raised on every rank as `kind`, with the same text: no rank waits for one that
-    has stopped.
+    An error there is raised on every rank as `kind`, with the same text: no rank waits for a
+    stopped one.
     """
     result = None
     problem = None
@@ -295,7 +295,7 @@ def sum_gradients(x: torch.Tensor, group) -> torch.Tensor:
     """x, the same on all ranks of the group; its gradient is the sum over them. Collective in the
     backward pass.
 
-    megatron's copy_to does not sum a gradient that is not contiguous, such as that of a split.
+    megatron's copy_to does not sum a gradient that is not contiguous, as after a split.
     """
     return _SumGradients.apply(x, group)
 

@@ -1,6 +1,6 @@
 """The world of a launcher: torchrun's variables, or SLURM's under the same names.
 
-A world that is half described is refused: each process would take itself for the whole run, and
+A half-described world is refused: each process would take itself for the whole run, and
 all of them would write to one folder.
 """
 
@@ -31,7 +31,7 @@ class World(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """True for the rank that prints and writes."""
+        """True for rank 0: it prints and writes."""
         return self.rank == 0
 
     @property
@@ -41,7 +41,7 @@ class World(NamedTuple):
 
 
 def current() -> World:
-    """Read the World from the environment; one process where no launcher described any."""
+    """Read the World from the environment; a world of one without a launcher."""
 
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "")
@@ -58,7 +58,7 @@ def current() -> World:
 
 @contextlib.contextmanager
 def planned_world(size: int) -> Iterator[None]:
-    """Let current() describe a world of `size` ranks, for commands that plan one."""
+    """Let current() describe a world of `size` ranks, for commands that plan a run."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(size)
     try:
@@ -72,7 +72,7 @@ def planned_world(size: int) -> Iterator[None]:
 def settle() -> None:
     """Bring the environment to torchrun's variables, from SLURM's if there are none of those.
 
-    Without either this process is a world of one. ValueError for a world that is half described.
+    Without either this process is a world of one. ValueError for a half-described world.
     Idempotent; does nothing if the host program has made a process group already.
     """
     torch = sys.modules.get("torch")
@@ -87,8 +87,8 @@ def settle() -> None:
 
 
 def end_second_run() -> None:
-    """Exit from a process that multiprocessing spawned while it imports the user's script: the
-    script starts its run without a main guard."""
+    """Exit from a process of multiprocessing while it imports the user's script: the script starts
+    its run without a main guard."""
     # multiprocessing itself refuses further processes by this attribute
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(
@@ -106,7 +106,7 @@ def _number(name: str, default: int) -> int:
 
 
 def _check() -> None:
-    """ValueError for variables that describe a world by half, or numbers that do not fit."""
+    """ValueError for variables of a half-described world, or numbers that do not fit."""
     given = os.environ.keys()
     size = _number("WORLD_SIZE", 1)
     if "RANK" not in given and size == 1:
@@ -136,8 +136,8 @@ def _check() -> None:
 
 
 def why_not_met(error: Exception) -> str:
-    """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and what to
-    set."""
+    """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and the
+    remedy."""
     here = current()
     text = str(error)
     host = os.environ["MASTER_ADDR"]
@@ -234,7 +234,7 @@ def _num_nodes() -> str | None:
 
 def _first_host() -> str | None:
     """The host of task 0, from variables of srun alone: a batch script has SLURM_NTASKS too, and
-    one process would wait for tasks that nobody starts."""
+    one process would wait for tasks without a launcher."""
     hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if (hosts or launcher) and _num_nodes() == "1":
@@ -245,7 +245,7 @@ def _first_host() -> str | None:
 
 
 def _port() -> int:
-    """A port below those that the system gives away: the same on all tasks of a step, another one
+    """A port below the ephemeral ones: the same on all tasks of a step, another one
     for other jobs on the node."""
     numbers = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 20000 + sum(int(text) for text in numbers if text.isdigit()) % 10000
