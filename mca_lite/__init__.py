@@ -1,6 +1,6 @@
 """mca_lite: train Hugging Face models on megatron-core, from one YAML file.
 
-The public names are imported when they are first used, so that `import mca_lite` takes no time.
+The public names are imported at their first use: `import mca_lite` takes no time.
 """
 
 import sys
@@ -49,35 +49,28 @@ def __dir__():
     return __all__
 
 
-# -- the module paths of mcore_adapter, under this package's name
+# -- the module paths of mcore_adapter, under this package's name, and its names without a successor
 
-_MOVED = frozenset(
+_PATHS = (
     "adapters checkpointing initialize models models.auto models.auto.config_auto "
     "models.auto.modeling_auto models.converter models.converter.model_converter "
     "models.converter.post_converter models.model_config models.model_factory parallel_functions "
     "patcher trainer.dpo_config trainer.dpo_trainer trainer.trainer trainer.utils training_args "
-    "utils".split()
-)
-_RENAMED = {"initialize_megatron": ("parallel", "initialize")}  # name there -> module, name here
-_ADAPTERS = "finetuning_type: lora, or in Python lora.inject(model, lora_layers.LoraSpec())"
-_FILES = "trainer.save_model(), AutoModel.from_pretrained(), and checkpoints are those of train()"
-_CONVERT = "python -m mca_lite convert SRC DST"
-_NO_PATCHES = "nothing: checkpoints need no patches"
-_INSTEAD = {
-    "apply_megatron_lora": _ADAPTERS,
-    "find_all_embedding_modules": _ADAPTERS,
-    "find_all_linear_modules": _ADAPTERS,
-    "find_all_router_modules": _ADAPTERS,
-    "set_linear_is_expert": _ADAPTERS,
-    "generate_model_state_dict": _FILES,
-    "get_checkpoint_dir": _FILES,
-    "load_state_dict_from_checkpoint": _FILES,
-    "build_sharded_state_dict_metadata": _NO_PATCHES,
-    "patch_torch_find_nd_overlapping_shards": _NO_PATCHES,
-    "patch_torch_validate_global_plan": _NO_PATCHES,
-    "convert_checkpoint_to_hf": _CONVERT,
-    "convert_checkpoint_to_mca": _CONVERT,
-    "ModelConverter": _CONVERT,
+    "utils"
+).split()
+_REMEDIES = {  # names by spaces -> replacement
+    "apply_megatron_lora find_all_embedding_modules find_all_linear_modules "
+    "find_all_router_modules set_linear_is_expert": (
+        "finetuning_type: lora, or in Python lora.inject(model, lora_layers.LoraSpec())"
+    ),
+    "generate_model_state_dict get_checkpoint_dir load_state_dict_from_checkpoint": (
+        "trainer.save_model(), AutoModel.from_pretrained(), and checkpoints are those of train()"
+    ),
+    "build_sharded_state_dict_metadata patch_torch_find_nd_overlapping_shards "
+    "patch_torch_validate_global_plan": "nothing: checkpoints need no patches",
+    "convert_checkpoint_to_hf convert_checkpoint_to_mca ModelConverter": (
+        "python -m mca_lite convert SRC DST"
+    ),
     "context_parallel_gather": "the trainer's backend.whole_logits()",
     "vocab_parallel_logprobs": "trainer.predict(), or loss_tokens.token_losses()",
     "DistributingParallelArguments": "TrainingArguments, which has its fields",
@@ -86,22 +79,20 @@ _INSTEAD = {
 
 
 def _moved(name: str):
-    """A name of mcore_adapter's modules. ImportError with what takes its place, where it is not
-    here."""
-    if name in _INSTEAD:
-        raise ImportError(f"{name} of mcore_adapter is not in {__name__}: {_INSTEAD[name]}")
-    if name in _RENAMED:
-        home, name = _RENAMED[name]
-        return getattr(import_module(f".{home}", __name__), name)
+    """A name of mcore_adapter's modules. ImportError with its replacement, if it is not here."""
+    if name == "initialize_megatron":
+        return import_module(".parallel", __name__).initialize
+    for names, remedy in _REMEDIES.items():
+        if name in names.split():
+            raise ImportError(f"{name} of mcore_adapter is not in {__name__}: {remedy}")
     return __getattr__(name)
 
 
 class _MovedModules(Loader):
-    """Finds the modules of _MOVED, which hold the public names."""
+    """Finder and loader of the modules of _PATHS, with the public names as attributes."""
 
     def find_spec(self, name, path=None, target=None):
-        path = name.removeprefix(f"{__name__}.")
-        is_moved = path in _MOVED and path != name
+        is_moved = name in [f"{__name__}.{moved}" for moved in _PATHS]
         return ModuleSpec(name, self, is_package=True) if is_moved else None
 
     def exec_module(self, module) -> None:

@@ -1,5 +1,5 @@
-"""`python -m mca_lite config.yaml [key=value ...]` trains, as train.py does; `python -m mca_lite
-<command>` does the rest. `mca-lite`, which an installation puts beside python, is the same.
+"""`python -m mca_lite config.yaml [key=value ...]` trains, like train.py; `python -m mca_lite
+<command>` runs another command. An installation has `mca-lite` for both.
 """
 
 import difflib
@@ -8,39 +8,33 @@ from importlib import import_module
 
 from .cli import USER_ERROR, finish
 
-# name -> (module, or module.function, of words -> exit code; what it does)
+# name -> (module or module.function of words -> exit code, help)
 COMMANDS = {
     "train": ("cli", "train a model from a configuration file"),
     "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
-    "parity": (
-        "cli_inspect.main_parity",
-        "the first step in a layout beside plain torch: what differs first",
-    ),
-    "watch": ("cli_watch", "runs as they train, beside each other in the terminal"),
-    "report": (
-        "cli_watch.main_report",
-        "one or several runs as a page: curves, numbers, configuration",
-    ),
+    "parity": ("cli_inspect.main_parity", "compare the first step in a layout with plain torch"),
+    "watch": ("cli_watch", "show runs in the terminal as they train"),
+    "report": ("cli_watch.main_report", "write runs as a page: curves, numbers, configuration"),
     "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),
-    "chat": ("cli_generate.main_chat", "speak to what was trained, in the terminal"),
-    "generate": ("cli_generate", "answers of what was trained to the evaluation set"),
-    "doctor": ("cli_doctor", "whether this machine is ready to train, with remedies"),
+    "chat": ("cli_generate.main_chat", "chat with the trained model in the terminal"),
+    "generate": ("cli_generate", "answer the evaluation set with the trained model"),
+    "doctor": ("cli_doctor", "check this machine for training, with remedies"),
     "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
 }
 _NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command that the first of the words (None: of the command line) names; training where
-    it is no command -> exit code."""
+    """Run the command of the first word (None: of the command line), or training if it is no
+    command -> exit code."""
     words = sys.argv[1:] if words is None else words
     name, *rest = words or ["--help"]
     if name in ("-h", "--help"):
         return finish(_list_commands)
     if name.isidentifier() and name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        reason = f", did you mean {near[0]}?" if near else ":"
-        print(f"error: there is no command {name}{reason} see --help", file=sys.stderr)
+        hint = f", did you mean {near[0]}?" if near else ":"
+        print(f"error: there is no command {name}{hint} see --help", file=sys.stderr)
         return USER_ERROR
     if name not in COMMANDS:
         name = "train"

@@ -24,13 +24,13 @@ from .files import describe_error, printable, users_place
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
 
-USER_ERROR = UserError.exit_code  # for what a user can put right
+USER_ERROR = UserError.exit_code  # of errors that a user can put right
 DEFECT = 1
 INTERRUPTED = 130  # of Ctrl-C with nothing to save
 NOT_READ = 141  # as other programs exit after `| head` has closed the pipe
-WAIT_S = 1.0  # for torchrun to end ranks that would print the same error
+WAIT_S = 1.0  # for torchrun to end ranks with the same error
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # in errors of torch
-_LIMITS = {  # of the system -> what to set
+_LIMITS = {  # of the system -> remedy
     "Too many open files": "raise the limit, ulimit -n 65536",
     "can't start new thread": "raise the limits of threads and processes, ulimit -u and the job's",
     "Resource temporarily unavailable": "raise the limits of threads and processes, ulimit -u",
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = run.make_plan(arguments)
         callbacks = [generation.Answers(), log.Pictures(log_html.draw)]
         run.train(plan, callbacks, plan_memory.explained(arguments))
-    except KeyboardInterrupt:  # outside of the loop, which saves on it
+    except KeyboardInterrupt:  # outside of the loop, with nothing to save
         if world.current().is_main:
             print("interrupted outside of training: nothing was saved", file=sys.stderr)
         return INTERRUPTED
@@ -89,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the docstring of a command and its options. Options are whole words:
+    """A parser with the docstring of a command as its help. Options are whole words:
     an abbreviation may be a key of the configuration."""
     return _Parser(
         prog=f"python -m mca_lite {command}",
@@ -123,8 +123,8 @@ def has_colors() -> bool:
 
 
 def finish(work: Callable[..., int | None], *args) -> int:
-    """Run a command that trains nothing -> the exit code that it returns (None: 0), or that of its
-    error, which is printed."""
+    """Run a command other than training -> its exit code (None: 0). An error is printed, and gives
+    its exit code."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
@@ -163,7 +163,7 @@ def end(error: Exception, output_dir: str | None) -> int:
 
 
 def user_words(error: Exception) -> str | None:
-    """The message of an error that a user can put right, None for a defect."""
+    """The message of an error for the user to put right, None for a defect."""
     text = str(error)
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UserError)
     lacks_memory = is_of_torch and any(words in text for words in _NO_MEMORY)
@@ -186,10 +186,10 @@ def user_words(error: Exception) -> str | None:
 
 
 def _with_traceback(error: Exception, text: str | None, output_dir: str | None) -> str:
-    """The message of an error of the user's code or of a defect, whose traceback is kept in a file;
+    """The message of a defect, or of an error of the user's code, with the file of its traceback;
     `text` for other errors."""
     lines = f"{type(error).__name__}: {error}".splitlines()
-    in_worker = "in DataLoader worker" in lines[0]  # its last line is that of the worker's error
+    in_worker = "in DataLoader worker" in lines[0]  # the last line names the worker's error
     first = lines[-1] if in_worker else lines[0]
     if lost_a_rank(error):
         kept = _keep_traceback(error, output_dir)
@@ -220,7 +220,7 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
 
 
 def _wait_for_the_first() -> None:
-    """Give the rank that leaves first the time to end this one by SIGTERM: torchrun's summary would
+    """Give the first rank to leave the time to end this one by SIGTERM: torchrun's summary would
     list it as a failure."""
     before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(WAIT_S)

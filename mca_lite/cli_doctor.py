@@ -39,7 +39,7 @@ _PROBLEM = 2
 _GIB = 2**30
 _MIB = 2**20
 _ROOT = Path(__file__).parents[1]  # of a checkout: setup.cfg and constraints.txt
-_WAIT_S = 60  # in which ranks must meet
+_WAIT_S = 60  # for the ranks to meet
 _PROBE = 64 * _MIB  # bytes written to the disk, and reduced over ranks
 _LEAST_FILES = 4096
 _LEAST_SHM = _GIB
@@ -75,7 +75,7 @@ def _doctor(words: list[str]) -> int:
 
 
 def _folder(words: list[str]) -> Path:
-    """The folder that one word names, else the output_dir of a configuration."""
+    """The folder of a single word, else the output_dir of a configuration."""
     is_configuration = re.search(r"^--|\.(yaml|yml|json)$", "".join(words))
     if len(words) < 2 and not is_configuration:
         return Path(*words)

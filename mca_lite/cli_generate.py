@@ -26,7 +26,7 @@ from .tables import OBJECTIVES
 _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
 _THINK = "<think>"
 _END_THINK = "</think>"
-_SHOWN = 3  # answers that generate prints
+_SHOWN = 3  # answers
 _MOST_CHARACTERS = 100  # of a printed line
 _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
 
@@ -64,7 +64,9 @@ def main_chat(words: list[str]) -> int:
 def _add_options(parser: argparse.ArgumentParser, temperature: float | None) -> None:
     """Add the options of both commands. temperature: the default; None: the model's."""
     of_model = "as generation_config.json says"
-    default = of_model if temperature is None else f"{temperature:g}"
+    default = of_model
+    if temperature is not None:
+        default = f"{temperature:g}"
     rows = (
         ("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known"),
         ("--max-new-tokens", "N", at_least(1), f"the longest answer ({of_model}, or 512)"),
@@ -123,11 +125,11 @@ def _chat(options) -> None:
 
 def _lines(is_terminal: bool) -> Iterator[str]:
     """Read the user's lines, without spaces at their ends, up to the end of input."""
-    newline = "\n" if is_terminal else ""
+    newline = "\n" * is_terminal
     while True:
         try:
             print(end=newline)
-            line = input("> " if is_terminal else "")
+            line = input("> " * is_terminal)
         except KeyboardInterrupt:  # no answer is under way
             print()
         except EOFError:
@@ -146,7 +148,7 @@ class _Speaker:
     def __init__(self, name: str, options, decoding, keys):
         from .generation import load_for_generation
 
-        trusted = (options.model, options.base) if options.trust_remote_code else ()
+        trusted = [options.model, options.base] * options.trust_remote_code
         self.model, self.tokenizer = load_for_generation(
             options.model, options.base, name == "before", trusted
         )
@@ -158,7 +160,7 @@ class _Speaker:
         self.begin(keys.default_system or "")
 
     def begin(self, system: str | None = None) -> None:
-        """Begin a conversation; system: its system message, and that of later ones."""
+        """Begin a conversation; system: its system message, and of later ones."""
         if system is not None:
             self.system = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.system)
@@ -170,7 +172,7 @@ class _Speaker:
         return f"{self.name or model.name_or_path}: {words} on {model.device}"
 
     def answer(self, question: str) -> None:
-        """Print the answer as it comes. An answer that Ctrl-C ends stays in the conversation."""
+        """Print the answer as it comes. An answer cut by Ctrl-C stays in the conversation."""
         from jinja2.exceptions import TemplateError
 
         from . import generation
@@ -213,9 +215,11 @@ class _Printer:
     def _print_part(self, text: str) -> None:
         if text and self.is_start:
             self.is_start = False
-            label = "[thinking] " if self.is_thinking else "\n[answer] " * self.has_thought
-            self._print(label, is_dim=True)
-            self.has_thought |= self.is_thinking
+            if self.is_thinking:
+                self.has_thought = True
+                self._print("[thinking] ", is_dim=True)
+            elif self.has_thought:
+                self._print("\n[answer] ", is_dim=True)
         self._print(text, self.is_thinking)
 
     def _print(self, text: str, is_dim: bool) -> None:
@@ -243,12 +247,10 @@ def _generate(words: list[str], options) -> None:
 
     output_dir = Path(arguments.training.output_dir)
     decoding = _decoding(options)
-    trusted: tuple[str | None, ...] = ()
-    if arguments.model.trust_remote_code:
-        trusted = (str(output_dir), options.base, arguments.model.model_name_or_path)
+    names = [str(output_dir), options.base, arguments.model.model_name_or_path]
+    trusted = names * arguments.model.trust_remote_code
     rows: list[dict] = []
-    for name in ["answer", "before"] if options.before else ["answer"]:
-        is_before = name == "before"
+    for is_before in [False, True][: 1 + options.before]:
         model, tokenizer = load_for_generation(output_dir, options.base, is_before, trusted)
         if not is_before:
             samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
@@ -257,32 +259,32 @@ def _generate(words: list[str], options) -> None:
         texts = answers(model, tokenizer, prompts, decoding, options.batch_size)
         del model  # there may be no room for two
         for row, sample, text in zip(rows, samples, texts, strict=True):
-            row[name] = text
+            row["before" if is_before else "answer"] = text
             if sample.expected is not None:
                 row["expected"] = sample.expected
                 matches = text.strip() == sample.expected.strip()
-                row["exact_match_before" if is_before else "exact_match"] = matches
+                row["exact_match" + "_before" * is_before] = matches
     path = output_dir / GENERATIONS_NAME
     write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     for row, sample in zip(rows[:_SHOWN], samples, strict=False):
-        print(_line(tokenizer.decode(sample.prompt, skip_special_tokens=True)))
+        prompt = tokenizer.decode(sample.prompt, skip_special_tokens=True)
+        print(_line(prompt, -_MOST_CHARACTERS))  # the question is at its end
         for name in ("before", "answer", "expected"):
             if name in row:
-                print(f"    {name:9} {_line(row[name], is_end=False)}")
+                print(f"    {name:9} {_line(row[name])}")
     print(_result(rows), f"all answers are in {path}", sep="\n")
 
 
-def _line(text: str, is_end: bool = True) -> str:
-    """The text in one line of at most _MOST_CHARACTERS: its end, with the question of a prompt, or
-    its beginning."""
+def _line(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """The first `most` characters of a text in one line; the last ones if it is negative."""
     text = printable(" ".join(text.split()))
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= abs(most):
         return text
-    return f"... {text[-_MOST_CHARACTERS:]}" if is_end else f"{text[:_MOST_CHARACTERS]} ..."
+    return f"{text[:most]} ..." if most > 0 else f"... {text[most:]}"
 
 
 def _result(rows: list[dict]) -> str:
-    """The share of answers that match the expected ones."""
+    """The share of exactly matching answers."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
         return f"{len(rows)} answers, and no expected ones to compare them with"
@@ -333,7 +335,7 @@ def _evaluation_set(arguments, tokenizer) -> list[list[dict]]:
         samples = load(**keys, train_on_prompt=False).eval
     elif data.train_on_prompt and data.val_size and not data.streaming:
         # A prompt of cutoff_len leaves no answer to train: with train_on_prompt there are more
-        # samples, of which val_size takes others.
+        # samples, and val_size takes others.
         held_out = [sample[0]["input_ids"].tobytes() for sample in load().eval]
         keys = dict(val_size=0, mix_weights=None, mix_strategy="concat")
         trained = load(**keys, train_on_prompt=False).train

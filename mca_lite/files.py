@@ -20,7 +20,7 @@ from .errors import Judge, UserError
 
 # -- names
 
-IGNORE_INDEX = -100  # a label that carries no loss
+IGNORE_INDEX = -100  # a label without loss
 GENERATION_METRICS = ("exact_match", "rouge_l")  # of predict_with_generate
 
 # Hugging Face's file names
@@ -29,7 +29,7 @@ HF_GENERATION_CONFIG_NAME = "generation_config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
-# of tokenizers: fast ones, WordPiece, BPE, sentencepiece, and those that transformers adds
+# of tokenizers: fast ones, WordPiece, BPE, sentencepiece, and files of transformers
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -68,8 +68,8 @@ _OF_MODELSCOPE = {"USE_MODELSCOPE", "USE_MODELSCOPE_HUB"}  # variables without e
 def write_file(path: str | os.PathLike, data: str | bytes) -> None:
     """Write a file atomically: a reader sees the old content or the new one, never a part of it.
 
-    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError if
-    that fails; the old content is untouched.
+    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError
+    leaves the old content.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -103,7 +103,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary folder, whose files then replace those of `folder` one by one, each
+    """Yield a temporary folder; its files then replace those of `folder` one by one, each
     atomically. Links in `folder` are replaced, and their targets left alone."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,8 +148,8 @@ def is_there(path: Path) -> bool:
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """True for a file that stands in the folder once links are followed; a snapshot of the hub's
-    cache is links to the blobs beside it."""
+    """True for a file in the folder once links are followed; a snapshot of the hub's cache is links
+    to the blobs beside it."""
     real = Path(os.path.realpath(path))
     home = Path(os.path.realpath(folder))
     is_inside = real.is_relative_to(home)
@@ -159,8 +159,8 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def check_can_write(folder: str | os.PathLike, key: str) -> None:
-    """ValueError for a folder that cannot be made or written, from the nearest folder that exists.
-    Nothing is made or changed."""
+    """ValueError if a folder cannot be made or written, by its nearest existing parent. Nothing is
+    changed."""
     wanted = existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -179,7 +179,7 @@ def check_can_write(folder: str | os.PathLike, key: str) -> None:
 def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
     """The local folder of a model: itself, or the hub's snapshot, downloaded if it is not cached.
 
-    ValueError for a name that is neither; a path is never looked up on the hub.
+    ValueError for other names; a path is never looked up on the hub.
     """
     if Path(model_name_or_path).is_dir():
         return Path(model_name_or_path)
@@ -202,7 +202,7 @@ def read_model_config(
     folder = Path(name)
     remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
     existing = [folder / file for file in files if (folder / file).is_file()]
-    of_mcore_adapter = why_mcore_adapters(folder) if own_weights else None
+    of_mcore_adapter = own_weights and why_mcore_adapters(folder)
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
         reason = "it holds adapters, without the model that they belong to"
         remedy = f"that model, and adapter_name_or_path: {name}"
@@ -223,7 +223,7 @@ def read_model_config(
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     """The hub's cached folder with a model's files, downloaded if they are missing. ValueError in a
-    line. A hub that does not answer is tried once."""
+    line. A silent hub is tried once."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -248,9 +248,9 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def why_no_model(name: str) -> str | None:
-    """Why a name that is no folder is no model of the hub either; None if it may be one.
+    """The reason against a model of the hub with this name, None if there may be one.
 
-    A path is recognised by its form, or by a parent folder that exists.
+    A path is recognised by its form, or by an existing parent folder.
     """
     path = Path(name)
     if path.is_file():
@@ -265,11 +265,13 @@ def why_no_model(name: str) -> str | None:
         return f"{reason}, nor is {parent} there"
     folders = [entry.name for entry in parent.iterdir() if entry.is_dir()]
     near = [str(parent / entry) for entry in difflib.get_close_matches(path.name, folders)]
-    return f"{reason}: did you mean {' or '.join(near)}?" if near else reason
+    if near:
+        reason += f": did you mean {' or '.join(near)}?"
+    return reason
 
 
 def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
-    """True for a folder whose mca_config.json mcore_adapter wrote: that of mca_lite names its model
+    """True for a folder with an mca_config.json of mcore_adapter: that of mca_lite names its model
     class."""
     path = Path(folder) / MCA_CONFIG_NAME
     return path.is_file() and "model_class" not in read_json(path)
@@ -303,15 +305,18 @@ def describe_error(error: BaseException) -> str:
         cause = error.__context__
         full = OSError("a file could not be written whole: No space left on device, or a limit")
         error = cause if isinstance(cause, OSError) else full
-    is_plain = isinstance(error, (UserError, ValueError, OSError)) and str(error) != ""
-    text = str(error) if is_plain else f"{type(error).__name__}: {error}"
+    text = str(error)
+    if not text or not isinstance(error, (UserError, ValueError, OSError)):
+        text = f"{type(error).__name__}: {text}"
     is_full = "No space left on device" in text or getattr(error, "errno", None) == errno.EDQUOT
-    return f"disk full: {text}" if is_full and "disk full" not in text else text
+    if is_full and "disk full" not in text:
+        text = f"disk full: {text}"
+    return text
 
 
 def users_place(error: BaseException) -> str | None:
-    """The function, file and line of the user's code that raised an error; None if the innermost
-    frame outside of libraries is this package's."""
+    """The function, file and line of an error in the user's code; None if the innermost frame
+    outside of libraries is this package's."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     for file, line, function in reversed(_FRAME.findall(text)):
         if Path(file).is_relative_to(Path(__file__).parent):
@@ -327,7 +332,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def show_name(path: str | os.PathLike) -> str:
-    """The name of a file, with bytes that are no UTF-8 escaped."""
+    """The name of a file, with bytes other than UTF-8 escaped."""
     return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
 
 
@@ -337,8 +342,8 @@ def parse_size(size: str | int) -> int:
     if match is None:
         raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
     number, prefix, binary = match.groups()
-    unit = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
-    return math.ceil(float(number) * unit)
+    unit = 1024 if binary else 1000
+    return math.ceil(float(number) * unit ** " KMGT".index(prefix.upper() or " "))
 
 
 def show_size(count: float) -> str:

@@ -1,5 +1,5 @@
-"""Text that a trained model generates: loading what a run or PEFT wrote, answers to prompts, and
-answers as metrics of an evaluation.
+"""Text from a trained model: loading what a run or PEFT wrote, answers to prompts, and answers as
+metrics of an evaluation.
 
 transformers' generate() does the work, on a whole model. Prompts are lists of token ids.
 """
@@ -44,7 +44,7 @@ from .files import (
 from .model import load_torch_model
 
 MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
-# keys of a run's config.yaml about the model that it started from
+# keys of a run's config.yaml about its first model
 _ORIGIN_KEYS = "model_name_or_path model_revision adapter_name_or_path train_from_scratch seed"
 _TYPES: dict[str, tuple] = {  # of keys of generation_config.json; None is valid for each
     **dict.fromkeys("temperature top_p top_k repetition_penalty".split(), (int, float)),
@@ -77,11 +77,11 @@ def load_for_generation(
 ):
     """(transformers model, tokenizer) of a folder, ready to generate, in the dtype of its files.
 
-    path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
-    before: load the model that training started from instead, with the tokenizer of `path`. base:
+    path: a model in Hugging Face's format, or an adapter, merged into its base in memory.
+    before: load the model before training instead, with the tokenizer of `path`. base:
     the place of that model, or of the adapter's base; None: from the run's config.yaml or the
-    adapter. trusted: names of models whose code may run, as given here or in that file.
-    ValueError for other folders, and for parts that do not belong together.
+    adapter. trusted: names of models with permission to run code, as given here or in that file.
+    ValueError for other folders, and for parts of different models.
     """
     disable_progress_bar()
     folder = resolve_folder(str(path))
@@ -103,8 +103,8 @@ def load_for_generation(
         _note(f"{role}: {origin}")
     is_fresh = keys.train_from_scratch and not base and origin != folder
     places = [place for place in (folder, _run_folder(folder)) if any(place.glob("tokenizer*"))]
-    tokens_of = str(path) if places else name
-    tokenizer = model_config.load_tokenizer([*places, origin][0], tokens_of in trusted)
+    place, place_name = [*((place, str(path)) for place in places), (origin, name)][0]
+    tokenizer = model_config.load_tokenizer(place, place_name in trusted)
     config = model_config.load_hf_config(str(origin), name in trusted)
     check_generation_config(origin)
     model = load_torch_model(
@@ -125,7 +125,7 @@ def load_for_generation(
 
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
-    """The name and the folder of the model that training started from."""
+    """The name and the folder of the model before training."""
     adapter_config = folder / ADAPTER_CONFIG_NAME
     name = base or keys.model_name_or_path
     if not name and adapter_config.is_file():
@@ -147,15 +147,17 @@ def _run_folder(folder: Path) -> Path:
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """Keys (by spaces) from the config.yaml of the run that wrote a folder, with defaults for keys
-    that it lacks; prints those that it has.
+    """Keys (by spaces) from the config.yaml of a folder's run, with defaults for missing keys;
+    prints the others.
 
     The user did not name that file: no name in it may let code run. ConfigError if it cannot be
     read.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
-    written = read_config_file(path) if path.is_file() else {}
-    taken = {name: written[name] for name in names.split() if written.get(name) is not None}
+    taken = {}
+    if path.is_file():
+        written = read_config_file(path)
+        taken = {name: written[name] for name in names.split() if written.get(name) is not None}
     judge = Judge(None)
     values: dict[str, Any] = {}
     for group in GROUPS:
@@ -170,9 +172,11 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """ValueError for a value in generation_config.json that generate() cannot use."""
+    """ValueError for a value of the wrong type in generation_config.json."""
     path = folder / HF_GENERATION_CONFIG_NAME
-    values = read_json(path) if path.is_file() else {}
+    if not path.is_file():
+        return
+    values = read_json(path)
     for key, types in _TYPES.items():
         value = values.get(key)
         parts = [value]
@@ -194,7 +198,9 @@ def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = N
     the last message's text. enable_thinking: for the template; None: not given."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]["content"])
-    keys = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    keys = {}
+    if enable_thinking is not None:
+        keys["enable_thinking"] = enable_thinking
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **keys
     )
@@ -202,15 +208,16 @@ def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = N
 
 
 def stop_ids(model, tokenizer) -> list[int]:
-    """The tokens that end an answer: those of generation_config.json, of the tokenizer, and of the
-    chat template, which a base model's generation_config.json does not know."""
-    of_model = model.generation_config.eos_token_id
-    ids = of_model if isinstance(of_model, list) else [of_model]
+    """The end tokens of generation_config.json, of the tokenizer, and of the chat template: a base
+    model's generation_config.json lacks the last."""
+    ids = model.generation_config.eos_token_id
+    if not isinstance(ids, list):
+        ids = [ids]
     if tokenizer.chat_template:
         end_of_turn = ChatRenderer(tokenizer).end_of_turn()
         end_ids = tokenizer.encode(end_of_turn, add_special_tokens=False)
         if len(end_ids) == 1:
-            ids = [*ids, *end_ids]
+            ids = ids + end_ids
     return sorted({*ids, tokenizer.eos_token_id} - {None})
 
 
@@ -254,7 +261,7 @@ def continuations(
     batch_size: int = 32,
     streamer=None,
 ) -> list[list[int]]:
-    """The new tokens after each prompt, without the one of `stop` that ends them.
+    """The new tokens after each prompt, up to the first one of `stop`.
 
     Prompts of similar length share a batch [b, s], padded on the left: generation continues at the
     end of a row. streamer: transformers', for one prompt.
@@ -310,7 +317,7 @@ def stream(
 
 
 class _Streamer(TextStreamer):
-    """Whole words of an answer, without the prompt and the token that ends it."""
+    """Whole words of an answer, without the prompt and the end token."""
 
     def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -331,8 +338,8 @@ class _Streamer(TextStreamer):
 class Answers(TrainerCallback):
     """Generated answers as metrics of evaluate() and predict(): exact_match and rouge_l.
 
-    A callback of a McaTrainer with predict_with_generate. `lines`: see generate(), of the data set
-    that was measured last.
+    A callback of a McaTrainer with predict_with_generate. `lines`: see generate(), of the last data
+    set measured.
     """
 
     metrics = GENERATION_METRICS
@@ -368,8 +375,9 @@ class Answers(TrainerCallback):
 
     @torch.no_grad()
     def generate(self, dataset) -> list[dict]:
-        """{"index", "prompt", "answer", "expected", "exact_match"} of those among the first
-        generation_num_samples samples that have an answer, in order, on every rank. Collective."""
+        """{"index", "prompt", "answer", "expected", "exact_match"} of the first
+        generation_num_samples samples, less those without an answer, in order, on every rank.
+        Collective."""
         args = self.trainer.args
         backend = self.trainer.backend
         dataset = samples_of(dataset)
@@ -445,7 +453,7 @@ def check_room(backend) -> None:
 
 
 def free_memory() -> float:
-    """Bytes that this rank can still take on its device."""
+    """Free bytes for this rank on its device."""
     if torch.cuda.is_available():
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached

@@ -3,7 +3,7 @@
 Each rank notes its phases: the count of phases is the same on all ranks, and a note is a few
 assignments. A thread watches the count of its rank. After hang_timeout seconds without progress it
 asks all ranks, through the process group's store, for count, phase and Python stack, and prints the
-ranks behind. After ddp_timeout seconds all ranks leave. A rank that dies of an exception leaves its
+late ranks. After ddp_timeout seconds all ranks leave. A rank that dies of an exception leaves its
 message in the store for ranks that lose their connection to it.
 
 No collective is added; without a hang each rank reads two small keys of the store now and then.
@@ -30,7 +30,7 @@ from typing import Any
 from .errors import UserError
 from .world import tell_torchrun
 
-HANG_EXIT_CODE = 87  # of a run with a rank that hung
+HANG_EXIT_CODE = 87  # of a run with a hanging rank
 # phases of unknown length, like all before the end of the first step: reported at half of
 # ddp_timeout
 STARTING = "starting"
@@ -38,24 +38,24 @@ SAVING = "saving a checkpoint"
 ENDING = "ending the run, with its export"
 BETWEEN_STEPS = "between steps"
 _LONG = (STARTING, SAVING, ENDING)
-_SHOWN = 3  # ranks whose stacks are printed
+_SHOWN = 3  # stacks that are printed
 _FRAMES = 25  # the innermost ones of a stack
 _LEAVE_S = 10.0  # for a rank to end by itself after another one died
-_ANSWER_S = 3.0  # for the store to answer a rank that has lost another one
+_ANSWER_S = 3.0  # for the store to answer a rank without its connection
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_LOST = (  # words of gloo or nccl about a rank that is gone
+_LOST = (  # words of gloo or nccl about a lost rank
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
     "remote process exiting",
     "Connection was likely closed",
-    "wait timeout after",  # of the store, about a rank that left before it gave its address
+    "wait timeout after",  # of the store, about a rank without an address
 )
 
 
 class RankFailed(UserError, RuntimeError):
-    """Another rank failed, and this one lost it. The text names that rank, and its error."""
+    """This rank lost its connection to a failed rank. The text names that rank and its error."""
 
     same_on_all_ranks = True
 
@@ -65,7 +65,7 @@ class RankFailed(UserError, RuntimeError):
 
 
 def lost_a_rank(error: BaseException) -> bool:
-    """True for an error about the connection to a rank that is gone."""
+    """True for an error about the connection to a lost rank."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
 
 
@@ -83,7 +83,7 @@ _current: "Watchdog | None" = None
 
 def note(phase: str, step: int | None = None) -> None:
     """Begin a phase of this rank, after `step` steps (None: as before). All ranks must call it
-    equally often: a rank with fewer calls is behind."""
+    equally often: a rank with fewer calls is late."""
     if _current is not None:
         _current.note(phase, step)
 
@@ -126,10 +126,10 @@ def watch(args) -> Iterator[None]:
 
 
 class Watchdog:
-    """The notes of one rank, and its part in the search for ranks behind.
+    """The notes of one rank, and its part in the search for late ranks.
 
-    store: that of the ranks, as torch.distributed's. The thread that makes a Watchdog is the one
-    whose stack is shown. A thread calls look() every `poll_s` seconds.
+    store: that of the ranks, as torch.distributed's. The stack of the thread that makes a
+    Watchdog is shown. Another thread calls look() every `poll_s` seconds.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class Watchdog:
         self._seen = (0, 0)
         self.waited = 0.0
         self._looked = clock()
-        self._answered: str | None = None  # the last question that this rank has answered
-        self._question: str | None = None  # that of this rank, ...
+        self._answered: str | None = None  # the last question, answered by this rank
+        self._question: str | None = None  # put by this rank, ...
         self._answers_due = 0.0  # ... the time limit of its answers, ...
-        self._behind: list[int] | None = None  # ... and the ranks behind according to them
+        self._behind: list[int] | None = None  # ... and the late ranks according to them
         self._leave_at: float | None = None  # once there is a verdict
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -181,7 +181,7 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=1.0)  # it may wait for a store that is gone
+        self._thread.join(timeout=1.0)  # it may wait for a lost store
 
     def _run(self) -> None:
         has_store = True
@@ -204,9 +204,9 @@ class Watchdog:
         return min(self.hang_timeout, half) if is_short else half
 
     def look(self) -> None:
-        """Answer a question, ask one if this rank makes no progress, and leave with the ranks."""
+        """Answer a question, ask one if this rank makes no progress, and leave with all ranks."""
         now = self._clock()
-        # a process that was suspended has not waited all that time
+        # not the time of a suspended process
         elapsed = min(now - self._looked, 2 * self.poll_s)
         self._looked = now
         if (self.count, self.ticks) == self._seen:
@@ -234,7 +234,7 @@ class Watchdog:
         answer |= dict(stack=stack, is_waiting=is_waiting)
         self.store.set(f"answer/{question}/{self.rank}", json.dumps(answer))
 
-    # -- ranks behind: one rank asks and prints
+    # -- late ranks: one rank asks and prints
 
     def _investigate(self, now: float) -> None:
         if self._question is None:
@@ -265,7 +265,7 @@ class Watchdog:
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
-        # nothing is deleted: a rank that has just seen a key would wait for it in get()
+        # nothing is deleted: get() of a rank between check() and get() would wait
         if self._behind is not None:
             _print(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
             self.store.set("report", "")
@@ -286,7 +286,7 @@ class Watchdog:
         self.store.compare_set("verdict", "", verdict)
 
     def _obey(self, verdict: dict, now: float) -> None:
-        """Leave: no exception reaches a rank that waits for others."""
+        """Leave: no exception reaches a waiting rank."""
         if self._leave_at is None:
             # after an error of another rank this one may notice, and end in its way
             self._leave_at = now if verdict["code"] == HANG_EXIT_CODE else now + _LEAVE_S
@@ -298,7 +298,7 @@ class Watchdog:
         self._leave(verdict["code"])
 
     def tell(self, error: Exception) -> RankFailed | None:
-        """Leave the message of the error that ends this rank for the others. For a lost connection
+        """Leave the message of this rank's last error for the others. For a lost connection
         -> the error to raise in its place, None if the lost rank left no message."""
         answers: list[RankFailed | None] = []
 
@@ -334,8 +334,8 @@ class Watchdog:
 
 
 def ranks_behind(answers: dict[int, dict], size: int) -> list[int]:
-    """Ranks that did not answer, else those with the fewest phases, and among them those that wait
-    for nobody; [] if no rank is behind."""
+    """Ranks without an answer, else those with the fewest phases, and among them those without a
+    wait for others; [] if no rank is late."""
     silent = [rank for rank in range(size) if rank not in answers]
     if silent:
         return silent
@@ -346,7 +346,7 @@ def ranks_behind(answers: dict[int, dict], size: int) -> list[int]:
 
 
 def describe(behind: list[int], answers: dict[int, dict], names: list[str]) -> str:
-    """The ranks behind with phase, host and stack, and the phases of the others, in lines."""
+    """The late ranks with phase, host and stack, and the phases of the others, in lines."""
     places = {
         rank: f"after step {answer['step']}, {answer['phase']}" for rank, answer in answers.items()
     }
@@ -391,7 +391,7 @@ def stack_of(thread_id: int) -> tuple[str, bool]:
 
 
 def may_wait(frame: FrameType) -> bool:
-    """True for a frame of a module that waits for other ranks."""
+    """True for a frame of a module with collectives."""
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("torch.", "megatron.", f"{__package__}."))
 

@@ -1,6 +1,6 @@
 """The world of a launcher: torchrun's variables, or SLURM's under the same names.
 
-A world that is half described is refused: each process would take itself for the whole run, and
+A half-described world is refused: each process would take itself for the whole run, and
 all of them would write to one folder.
 """
 
@@ -31,7 +31,7 @@ class World(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """True for the rank that prints and writes."""
+        """True for rank 0: it prints and writes."""
         return self.rank == 0
 
     @property
@@ -41,7 +41,7 @@ class World(NamedTuple):
 
 
 def current() -> World:
-    """Read the World from the environment; one process where no launcher described any."""
+    """Read the World from the environment; a world of one without a launcher."""
 
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "")
@@ -58,7 +58,7 @@ def current() -> World:
 
 @contextlib.contextmanager
 def planned_world(size: int) -> Iterator[None]:
-    """Let current() describe a world of `size` ranks, for commands that plan one."""
+    """Let current() describe a world of `size` ranks, for commands that plan a run."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(size)
     try:
@@ -72,7 +72,7 @@ def planned_world(size: int) -> Iterator[None]:
 def settle() -> None:
     """Bring the environment to torchrun's variables, from SLURM's if there are none of those.
 
-    Without either this process is a world of one. ValueError for a world that is half described.
+    Without either this process is a world of one. ValueError for a half-described world.
     Idempotent; does nothing if the host program has made a process group already.
     """
     torch = sys.modules.get("torch")
@@ -87,8 +87,8 @@ def settle() -> None:
 
 
 def end_second_run() -> None:
-    """Exit from a process that multiprocessing spawned while it imports the user's script: the
-    script starts its run without a main guard."""
+    """Exit from a process of multiprocessing while it imports the user's script: the script starts
+    its run without a main guard."""
     # multiprocessing itself refuses further processes by this attribute
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(
@@ -97,70 +97,81 @@ def end_second_run() -> None:
         )
 
 
-def _number(name: str) -> int | None:
-    """The whole number in a variable, None if it is not set."""
-    text = os.environ.get(name)
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
     try:
-        return None if text is None else int(text)
+        return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}, expected a whole number: {_START}") from None
 
 
 def _check() -> None:
-    """ValueError for variables that describe a world by half, or numbers that do not fit."""
-    rank = _number("RANK")
-    size = _number("WORLD_SIZE")
-    if rank is None and size in (None, 1):
+    """ValueError for variables of a half-described world, or numbers that do not fit."""
+    given = os.environ.keys()
+    size = _number("WORLD_SIZE", 1)
+    if "RANK" not in given and size == 1:
         return
-    if rank is None:
-        one = "for one process unset WORLD_SIZE"
-        raise ValueError(f"WORLD_SIZE is {size} and RANK is not set: {_START}; {one}")
-    if size is None:
-        one = "for one process unset RANK"
-        raise ValueError(f"RANK is {rank} and WORLD_SIZE is not set: {_START}; {one}")
-    if not 0 <= rank < size:
-        wanted = f"expected 0 to {size - 1}"
-        raise ValueError(f"RANK is {rank} in a world of WORLD_SIZE {size}: {wanted}; {_START}")
-    local_rank = _number("LOCAL_RANK")
-    if local_rank is not None and local_rank < 0:
-        raise ValueError(f"LOCAL_RANK is {local_rank}, expected 0 or more: {_START}")
-    if size == 1:
-        return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ValueError(
-            f"RANK is {rank} of WORLD_SIZE {size}, and {' and '.join(missing)} {verb} not set, so "
-            "that the ranks cannot meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
-            f"a free port there, or {_START}"
-        )
-    port = _number("MASTER_PORT")
-    if port not in range(1, 65536):
-        raise ValueError(f"MASTER_PORT is {port}, expected a free port from 1 to 65535: {_START}")
+    rank = _number("RANK", 0)
+    local_rank = _number("LOCAL_RANK", 0)
+    port = _number("MASTER_PORT", 1)
+    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given)
+    meet = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+    problems = {
+        f"WORLD_SIZE is {size} and RANK is not set; for one process unset WORLD_SIZE": (
+            "RANK" not in given
+        ),
+        f"RANK is {rank} and WORLD_SIZE is not set; for one process unset RANK": (
+            "WORLD_SIZE" not in given
+        ),
+        f"RANK is {rank} in a world of WORLD_SIZE {size}: expected 0 to {size - 1}": (
+            rank not in range(size)
+        ),
+        f"LOCAL_RANK is {local_rank}, expected 0 or more": local_rank < 0,
+        f"RANK is {rank} of WORLD_SIZE {size}, without {missing}: {meet}": size > 1 and missing,
+        f"MASTER_PORT is {port}, expected a free port from 1 to 65535": port not in range(1, 65536),
+    }
+    for text, is_so in problems.items():
+        if is_so:
+            raise ValueError(f"{text}; {_START}")
 
 
 def why_not_met(error: Exception) -> str:
-    """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and what to
-    set."""
+    """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and the
+    remedy."""
     here = current()
     text = str(error)
     host = os.environ["MASTER_ADDR"]
-    place = f"MASTER_ADDR {host}, MASTER_PORT {os.environ['MASTER_PORT']}"
-    joined = re.search(r"(\d+)/\d+ clients joined", text)
-    reason = f"the others do not answer ({text.splitlines()[0]})"
-    remedy = "See why one of them ended, or was not started"
-    if "address already in use" in text:
-        reason = f"MASTER_PORT {os.environ['MASTER_PORT']} of this host is in use"
-        remedy = "Set it to a free port, and give each process a RANK of its own"
-    elif joined:
-        reason = f"{joined[1]} of {here.size} ranks came to {place}"
-        remedy = "See why the others ended or were not started, or raise ddp_timeout"
-    elif not _resolves(host):
-        reason = f"MASTER_ADDR {host!r} is no host that this machine knows"
-        remedy = "Set it to the name or address of the host of rank 0"
-    elif "client socket has timed out" in text:
-        reason = f"nothing answers at {place}"
-        remedy = "Rank 0 has ended, was not started, or runs on another host: see its own words"
+    port = os.environ["MASTER_PORT"]
+    place = f"MASTER_ADDR {host}, MASTER_PORT {port}"
+    joined = "".join(re.findall(r"(\d+)/\d+ clients joined", text)[:1])
+    rows = (
+        (
+            "address already in use" in text,
+            f"MASTER_PORT {port} of this host is in use",
+            "Set it to a free port, and give each process a RANK of its own",
+        ),
+        (
+            joined,
+            f"{joined} of {here.size} ranks came to {place}",
+            "See why the others ended or were not started, or raise ddp_timeout",
+        ),
+        (
+            not _resolves(host),
+            f"MASTER_ADDR {host!r} is no host that this machine knows",
+            "Set it to the name or address of the host of rank 0",
+        ),
+        (
+            "client socket has timed out" in text,
+            f"nothing answers at {place}",
+            "Rank 0 has ended, was not started, or runs on another host: see its own words",
+        ),
+        (
+            True,
+            f"the others do not answer ({text.splitlines()[0]})",
+            "See why one of them ended, or was not started",
+        ),
+    )
+    reason, remedy = next(row[1:] for row in rows if row[0])
     return f"rank {here.rank} of {here.size} could not meet the others: {reason}. {remedy}"
 
 
@@ -223,7 +234,7 @@ def _num_nodes() -> str | None:
 
 def _first_host() -> str | None:
     """The host of task 0, from variables of srun alone: a batch script has SLURM_NTASKS too, and
-    one process would wait for tasks that nobody starts."""
+    one process would wait for tasks without a launcher."""
     hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if (hosts or launcher) and _num_nodes() == "1":
@@ -234,7 +245,7 @@ def _first_host() -> str | None:
 
 
 def _port() -> int:
-    """A port below those that the system gives away: the same on all tasks of a step, another one
+    """A port below the ephemeral ones: the same on all tasks of a step, another one
     for other jobs on the node."""
     numbers = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 20000 + sum(int(text) for text in numbers if text.isdigit()) % 10000

@@ -45,8 +45,8 @@ def settled(monkeypatch, **variables) -> dict:
 @pytest.mark.parametrize(
     "variables, words",
     [
-        (dict(RANK="1", WORLD_SIZE="2"), "MASTER_ADDR and MASTER_PORT are not set"),
-        (dict(TORCHRUN, MASTER_ADDR=""), "MASTER_ADDR is not set"),
+        (dict(RANK="1", WORLD_SIZE="2"), "without MASTER_ADDR and MASTER_PORT"),
+        (dict(TORCHRUN, MASTER_ADDR=""), "without MASTER_ADDR"),
         (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2 and RANK is not set"),
         (dict(RANK="0"), "RANK is 0 and WORLD_SIZE is not set"),
         (dict(TORCHRUN, RANK="2"), "RANK is 2 in a world of WORLD_SIZE 2: expected 0 to 1"),

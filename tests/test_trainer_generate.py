@@ -204,9 +204,10 @@ def test_generation_that_cannot_be_compared_is_refused_when_the_trainer_is_made(
 
 
 def test_predict_with_generate_names_the_callback_that_it_needs(folder):
-    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite import McaTrainer, TrainingArguments, parallel
     from mca_lite.model import load_torch_model
 
     args = TrainingArguments(output_dir="unused", predict_with_generate=True)
     with pytest.raises(ValueError, match=r"callbacks=\[mca_lite.generation.Answers"):
         McaTrainer(load_torch_model(str(folder / "model")), args, word_tokenizer())
+    parallel.shutdown()  # tests of other files start a world in this process
