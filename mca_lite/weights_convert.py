@@ -275,9 +275,9 @@ def _written_here(
         full = None
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(parameters[key].detach(), row.axis, group)
-        if here == holder != writer:
-            parallel.exchange({writer: full.contiguous()}, {})
-        elif here == writer != holder:
+            if here == holder != writer:
+                parallel.exchange({writer: full.contiguous()}, {})
+        if here == writer != holder:
             size = _whole_shape(row, shape, config)
             full = torch.empty(size, dtype=dtype, device=parallel.device())
             parallel.exchange({}, {holder: full})

@@ -281,7 +281,8 @@ class SafetensorsSource:
         expert, of_expert = index
         start, stop, _ = part[0].indices(of_expert.stop - of_expert.start)
         rows = slice(of_expert.start + start, of_expert.start + stop)
-        return self._slice(stored)[(slice(expert, expert + 1), rows, *part[1:])][0]
+        part = (slice(expert, expert + 1), rows, *part[1:])
+        return self._slice(stored)[part][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored, index = self._part_of[name]
