@@ -250,11 +250,11 @@ class TokenStream:
         if self._speaks:
             for line in total.first_bad[listed:]:
                 print(f"stream: left out {line}", flush=True)
-            for what, more in tally.counts.items():
-                count = total.counts[what]
-                if count == more or len(str(count - more)) < len(str(count)):
-                    first = tally.places[what]
-                    print(f"stream: {count:,} {what}, one of them at {first}", flush=True)
+            for text, new in tally.counts.items():
+                count = total.counts[text]
+                before = count.number - new.number
+                if not before or len(str(before)) < len(str(count.number)):
+                    print(f"stream: {count}, one of them at {new.place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
 
