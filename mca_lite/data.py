@@ -18,7 +18,7 @@ from . import world
 from .args_rules import check_named, check_records, name_of_set
 from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
-from .data_encode import BAD, Encoder, Reader, Shard, load_shard, shifted
+from .data_encode import BAD, UNUSABLE, Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
 from .errors import Judge, refuse
@@ -220,6 +220,7 @@ def _describe(
 ) -> list[str]:
     """Lines for the report. first: the first sample, None where there is none."""
     meta = shard.meta
+    tally = shard.tally
     lengths = shard.document_lengths.sum(axis=1)
     # The cache knows a file by its content: it may have had another name when it was written.
     names = dict(zip(meta["sources"], spec.files, strict=True))
@@ -234,24 +235,24 @@ def _describe(
         if objective.has_pairs and source in meta["formats"]:
             form += "-chosen-rejected"
         lines.append(f"{file}: {form} records")
-    line = f"{spec.name}: {meta['records']:,} records -> {len(lengths):,} {objective.unit}s, "
+    line = f"{spec.name}: {tally.records:,} records -> {len(lengths):,} {objective.unit}s, "
     line += f"{lengths.sum():,} tokens"
     if first is not None:
         share = 100 * shard.learned.sum() / max(lengths.sum(), 1)
         line += f" ({share:.1f} % trained), longest {lengths.max():,}"
     lines += [line, *(f"  note: {note}" for note in spec.notes)]
-    bad = {}
-    for what, count in meta["counts"].items():
-        if what.startswith(BAD):
-            bad[what.removeprefix(BAD)] = count
-        else:
-            place = renamed(meta["places"][what])
-            lines.append(f"  warning: {count:,} {what}, the first at {place}")
+    counts = list(tally.counts.values())
+    bad = [count for count in counts if count.kind == BAD]
+    lines += [
+        f"  warning: {count}, the first at {renamed(count.place)}"
+        for count in counts
+        if count.kind != BAD
+    ]
     if bad:
-        lines.append(f"  warning: {sum(bad.values()):,} {BAD.removesuffix(': ')}")
-        lines += [f"    {count:,}: {reason}" for reason, count in bad.items()]
+        lines.append(f"  warning: {tally.number(BAD):,} {UNUSABLE}")
+        lines += [f"    {count.number:,}: {count.text}" for count in bad]
         lines.append("  the first of them:")
-        lines += [f"    {renamed(line)}" for line in meta["first_bad"]]
+        lines += [f"    {renamed(line)}" for line in tally.first_bad]
     return lines + _show(first, tokenizer)
 
 

@@ -1,13 +1,17 @@
-"""Conversations as text: which chat template writes them, and which characters of it the assistant
-says.
+"""Conversations as text, with the spans to be trained.
 
-A template says what it writes, not where the answers are. Its {% generation %} marks tell it;
-without them it is found by rendering parts of the conversation and comparing. Thinking and tools
-are written as text where a template has no place for them.
+A chat template writes a conversation, without telling its answers apart. Two ways find them:
+
+1. The template's {% generation %} marks.
+2. Without marks, each answer is replaced by a marker, and the conversation rendered again. The text
+   before the marker and the text after it stand in the real conversation too: between them is the
+   answer. It ends with the end-of-turn token. It begins after the prompt of inference, which puts
+   the thinking before the marker into it.
+
+Thinking and tools are written as text if a template has no place for them.
 """
 
 import contextlib
-import copy
 import inspect
 import json
 import os
@@ -16,7 +20,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +35,17 @@ from .errors import refuse
 from .tables import BUILT_IN_FOR, TEMPLATES
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# texts to try a template with; no template trims or changes them
+# texts to try a template with: a template that changes answers changes these too
 _QUESTION = "mcaquestion"
 _ANSWER = "mcaanswer"
-RENDER_S = 30.0  # at most, for these two, and for a record: usual templates take milliseconds
-_TRIAL_BYTES = 4 << 30  # at most, for these two
+RENDER_S = 30.0  # limit of a trial, and of a record: usual templates take milliseconds
+_TRIAL_BYTES = 4 << 30  # limit of a trial
 _trial = threading.Lock()
-# what apply_chat_template takes beside the variables of a template
+# arguments of apply_chat_template, not variables of a template
 _TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "documents"
 }
-# keys of messages: those that are read here, and those that say nothing of the text
+# keys of messages: read here, and without effect on the text
 _READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
 _HARMLESS_KEYS = """
 name id uuid message_id turn_id parent_id conversation_id index turn turn_index
@@ -54,7 +58,7 @@ _NO_TEMPLATE = (
     "the tokenizer has no chat template, which conversations need: set chat_template to one "
     f"of {', '.join(TEMPLATES)} or a jinja file, or model_name_or_path to an instruct or chat model"
 )
-# what a family's templates write -> the built-in one that takes a system message
+# a mark of a family's templates -> the built-in one that takes a system message
 _TAKES_SYSTEM = {"<start_of_turn>": "gemma", "[INST]": "mistral"}
 
 _TOOLS = """# Tools
@@ -75,12 +79,11 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass
 class _Style:
-    """How a chat template writes a turn of the assistant, found by rendering one question and one
-    answer.
+    """Parts of a rendered turn of the assistant, from a trial with one question and one answer.
 
-    prompted: the prompt is rendered with add_generation_prompt; lead: what stands between that
-    prompt and the answer (a header that the assistant does not say); closing: the end-of-turn
-    token; tail: all that follows the answer.
+    prompted: the prompt is rendered with add_generation_prompt. lead: untrained text between that
+    prompt and the answer, such as a header. closing: the end-of-turn token. tail: all text after
+    the answer.
     """
 
     prompted: bool
@@ -90,8 +93,8 @@ class _Style:
 
 
 class Rendered(NamedTuple):
-    """text: of a document. spans: [start, end) in characters of what is learned. is_plain: the
-    tokenizer adds its special tokens, which a chat template writes itself."""
+    """text: of a document. spans: [start, end) in characters, to be trained. is_plain: the
+    tokenizer has to add special tokens, for no chat template wrote them."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -99,7 +102,7 @@ class Rendered(NamedTuple):
 
 
 def in_time(render: Callable, place: Callable[[], str]):
-    """What render() returns or raises, ValueError where it stays at one place() for RENDER_S."""
+    """Call render() and return its result. ValueError if place() stays the same for RENDER_S."""
     answer: futures.Future = futures.Future()
 
     def work() -> None:
@@ -108,7 +111,7 @@ def in_time(render: Callable, place: Callable[[], str]):
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()  # it cannot be ended, and ends with us
+    threading.Thread(target=work, daemon=True).start()  # ends with this process at the latest
     before = None
     while not answer.done():
         now = place()
@@ -124,13 +127,13 @@ def in_time(render: Callable, place: Callable[[], str]):
 
 @contextlib.contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """A process that gets _TRIAL_BYTES more at most: MemoryError, not a machine without any."""
+    """Limit this process to _TRIAL_BYTES more: a MemoryError instead of an exhausted machine."""
     kind = resource.RLIMIT_AS
     with _trial:
         soft, hard = resource.getrlimit(kind)
         limit = psutil.Process().memory_info().vms + _TRIAL_BYTES
-        if resource.RLIM_INFINITY != soft < limit:
-            limit = soft
+        if soft != resource.RLIM_INFINITY:
+            limit = min(limit, soft)
         resource.setrlimit(kind, (limit, hard))
         try:
             yield
@@ -139,11 +142,11 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
-    """(the renderer of a run, lines for the report), by the keys of DataArguments. In place, the
-    tokenizer gets the template that they name.
+    """(the renderer of a run, lines for the report), by the keys of DataArguments. Sets the
+    template of these keys in the tokenizer, in place.
 
-    Raises: ConfigError for a file that cannot be read; ValueError for a tokenizer that cannot be
-    used, and for a template that does not end.
+    Raises: ConfigError for an unreadable file; ValueError for a tokenizer without offsets or
+    template, and for an endless template.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
@@ -160,10 +163,10 @@ def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
 
 
 def _set_template(tokenizer, chat_template: str | None, template: str | None) -> list[str]:
-    """Give the tokenizer the template of the keys, in place -> lines for the report.
+    """Set the tokenizer's template by the keys, in place -> lines for the report.
 
-    chat_template: the name of a built-in one, a jinja text or a file, used before the tokenizer's
-    own. template: a name of LLaMA-Factory's, whose built-in one is used where there is none.
+    chat_template: the name of a built-in one, a jinja text or a file; it replaces the tokenizer's.
+    template: a name of LLaMA-Factory's; its built-in one is used if the tokenizer has none.
     """
     if chat_template in TEMPLATES:
         text = TEMPLATES[chat_template]
@@ -197,8 +200,8 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
 
 
 class ChatRenderer:
-    """Renders conversations with the tokenizer's chat template and finds what the assistant says in
-    them. enable_thinking: given to the template, None: not given.
+    """Renders conversations with the tokenizer's chat template and finds the spans of the answers.
+    enable_thinking: variable of the template, None: not given.
 
     Raises: ValueError for a tokenizer without character offsets (not a fast one).
     """
@@ -212,27 +215,25 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[str, _Style] = {}
-        self._whole: set[int] = set()  # shapes of conversations of which no message is left out
+        self._whole: set[int] = set()  # shapes of conversations rendered with all their messages
         self._others: dict[str, ChatRenderer] = {}
 
     def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        """The samples of a conversation. trained: "all" of it; what the assistant says in all
-        "answers", or in the "last" one, with the end-of-turn token; of these what the conversation
-        itself does not exclude.
+        """The samples of a conversation. trained: "all" of it; all "answers", or the "last" one,
+        with the end-of-turn token; without the messages of weight 0.
 
-        One sample a conversation; of answers several where the template strips thinking from
-        earlier turns, so that each turn is trained once, after the history that it has when the
-        model is used.
+        One sample a conversation, unless the template strips thinking from earlier turns: then each
+        turn is trained once, after the same history as at inference.
         Raises: ValueError with the place."""
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
         if not self.tokenizer.chat_template:
             raise ValueError(f"{where}: {_NO_TEMPLATE}")
-        renderer = self
         if conversation.options:
             renderer = self._with(conversation.options, where)
+            return renderer.render(replace(conversation, options={}), trained, where)
         try:
-            return renderer._samples(conversation, trained, where)
+            return self._samples(conversation, trained, where)
         except TemplateError as error:
             reason = f"the chat template refuses the conversation: {error}"
             if any(message["role"] == "system" for message in conversation.messages):
@@ -242,7 +243,7 @@ class ChatRenderer:
             raise ValueError(f"{where}: {reason}") from error
 
     def reads(self, option: str) -> bool:
-        """Whether a template of the tokenizer names this option."""
+        """True if a template of the tokenizer names this option."""
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[dict], trained: str) -> Rendered:
@@ -258,7 +259,7 @@ class ChatRenderer:
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def _with(self, options: dict, where: str) -> "ChatRenderer":
-        """This renderer with options of one conversation, which count before those of the run."""
+        """A renderer with the options of one conversation over those of the run."""
         if taken := sorted(_TAKEN.intersection(options)):
             raise ValueError(
                 f"{where}: chat_template_kwargs: {taken[0]!r}: expected variables of the template"
@@ -267,73 +268,72 @@ class ChatRenderer:
         if key not in self._others:
             if len(self._others) >= 64:
                 self._others.clear()
-            other = self._others[key] = copy.copy(self)
-            other.options = {**self.options, **options}
-            other._styles = {}
-            other._whole = set()
+            self._others[key] = ChatRenderer(self.tokenizer)
+            self._others[key].options = {**self.options, **options}
         return self._others[key]
 
     def _samples(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        """The samples of a conversation, for which the options are those of this renderer."""
         _check_weights(conversation, trained == "all", where)
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         messages = [_with_known_keys(m, template, where) for m in conversation.messages]
-        said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        # among the answers, for messages of tools may be joined
-        hidden = {k for k, n in enumerate(said) if not conversation.weights.get(n, True)}
+        # numbers among the answers: _for_template may join messages of tools
+        weights = [conversation.weights.get(n, True) for n in _answers(messages)]
+        hidden = {k for k, weight in enumerate(weights) if not weight}
         messages, tools = _for_template(messages, conversation.tools, template)
         self._check_whole(messages, tools, template, where)
-        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = _answers(messages)
         if trained == "all":
             text = self._render(messages, tools)
             spans: list = []
             if hidden:
-                _, spans = self._sample(messages, tools, sorted(hidden), template, where)
+                spans = self._sample(messages, tools, sorted(hidden), template, where).spans
             borders = [-1, *(border for span in spans for border in span), len(text) + 1]
             return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
-        parts = [(len(messages), len(messages) - 1)]
+        parts = [(len(messages), turns[-1])]
         if trained == "answers":
             parts = self._parts(messages, tools)
         samples = []
         for end, first in parts:
-            answers = [k for k, n in enumerate(turns) if first <= n < end]
-            wanted = [k for k in answers if k not in hidden]
+            wanted = [k for k, n in enumerate(turns) if first <= n < end and k not in hidden]
             if wanted:
-                text, spans = self._sample(messages[:end], tools, wanted, template, where)
-                samples.append(Rendered(text, spans))
+                samples.append(self._sample(messages[:end], tools, wanted, template, where))
         return samples or [Rendered(self._render(messages, tools), [])]
 
     def _check_whole(self, messages: list[dict], tools, template: str, where: str) -> None:
-        """ValueError with the place for a message that the template does not write."""
-        roles = [(message["role"], bool(message["content"].strip())) for message in messages]
-        shape = hash((template, bool(tools), *roles))
+        """ValueError with the place for a message left out by the template."""
+        marks: dict[int, str] = {}
+        marked = list(messages)
+        for number, message in enumerate(messages):
+            # not of the assistant, whose thinking a template may leave out
+            if message["role"] != "assistant" and message["content"].strip():
+                marks[number] = f"mcatext{number}x"
+                marked[number] = message | {"content": marks[number]}
+        roles = [message["role"] for message in messages]
+        shape = hash((template, bool(tools), *roles, *marks))
         if shape in self._whole:
             return
-        marked: list[dict] = []
-        marks: dict[int, str] = {}
-        for number, (role, has_text) in enumerate(roles):
-            message = messages[number]
-            if has_text and role != "assistant":  # whose thinking a template may leave out
-                marks[number] = f"mcatext{number}x"
-                message = message | {"content": marks[number]}
-            marked.append(message)
         try:
             text = self._render(marked, tools).lower()  # templates may write in capitals
-        except TemplateError:  # it reads what it writes, and a mark says nothing
+        except TemplateError:  # the template parses the content
             return
-        if lost := [messages[number] for number, mark in marks.items() if mark not in text]:
-            role = lost[0]["role"]
-            content = lost[0]["content"]
-            known = " (most know system)" if role == "developer" else ""
-            raise ValueError(
-                f"{where}: the chat template leaves out the message {content!r:.60} of {role}: "
-                f"expected a role that it writes{known}, or another chat_template"
-            )
+        for number, mark in marks.items():
+            if mark not in text:
+                role = roles[number]
+                content = messages[number]["content"]
+                known = " (most know system)" if role == "developer" else ""
+                raise ValueError(
+                    f"{where}: the chat template leaves out the message {content!r:.60} of {role}: "
+                    f"expected a role that it writes{known}, or another chat_template"
+                )
         self._whole.add(shape)
 
     def _parts(self, messages: list[dict], tools: list | None) -> list[tuple[int, int]]:
-        """(end, first) of each sample: it is messages[:end], in which the turns from `first` on are
-        trained."""
+        """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
+
+        A template may strip the thinking of earlier turns once another question follows. The last
+        sample is the whole conversation. If it lacks the thinking of a turn, the sample before ends
+        with the last turn in whose history this thinking is still shown, and so on.
+        """
         marked, marks = _mark_thinking(messages)
 
         def shows(end: int, number: int) -> bool:
@@ -341,27 +341,30 @@ class ChatRenderer:
 
         parts: list[tuple[int, int]] = []
         end = len(messages)
-        while True:
-            others = [number for number in marks if number < end - 1]
-            text = self._render(marked[:end], tools) if others else ""
-            lost = [n for n in others if marks[n] not in text and shows(n + 1, n)]
-            if not lost:
-                return [(end, 0), *parts]
-            turns = [n for n in range(lost[-1], end - 1) if messages[n]["role"] == "assistant"]
-            start = next(n + 1 for n in reversed(turns) if shows(n + 1, lost[-1]))
-            parts.insert(0, (end, start))
-            end = start
+        while end:
+            stripped = []
+            earlier = [number for number in marks if number < end - 1]
+            if earlier:
+                text = self._render(marked[:end], tools)
+                stripped = [n for n in earlier if marks[n] not in text and shows(n + 1, n)]
+            first = 0
+            if stripped:
+                turns = [n for n in _answers(messages[: end - 1]) if n >= stripped[-1]]
+                first = next(n + 1 for n in reversed(turns) if shows(n + 1, stripped[-1]))
+            parts.insert(0, (end, first))
+            end = first
+        return parts
 
     def _sample(
         self, messages: list[dict], tools: list | None, wanted: list[int], template: str, where: str
-    ) -> tuple[str, list]:
-        """(text, spans) of messages, of which the answers of these numbers are trained."""
+    ) -> Rendered:
+        """The conversation as text, with the spans of the answers of these numbers."""
         style = self._style(template)
+        turns = _answers(messages)
         text = ""
         spans: list = []
-        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if _GENERATION_MARK.search(template):
-            text, spans = self._said_by_template(messages, tools, template, style)
+            text, spans = self._marked_spans(messages, tools, template, style)
             if len(spans) == len(turns):
                 spans = [spans[k] for k in wanted]
             elif len(wanted) < len(turns):  # several of a turn
@@ -370,22 +373,21 @@ class ChatRenderer:
                 of = np.searchsorted(begins, [start for start, _ in spans], side="right") - 1
                 spans = [span for span, k in zip(spans, of, strict=True) if k in wanted]
         text = text or self._render(messages, tools)
-        trained = [turns[k] for k in wanted]
-        spans = spans or self._said_after_prompts(text, messages, tools, trained, style)
-        if not spans and (every := self._said_between(text, messages, tools, style)):
-            spans = [every[k] for k in wanted]
+        with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
+            trained = [turns[k] for k in wanted]
+            spans = spans or self._answer_spans(text, messages, tools, trained, style)
         if not spans:
             raise ValueError(
                 f"{where}: cannot tell which part of the rendered conversation the assistant says; "
-                f"{self._what_differs(text, messages, tools)}; put {{% generation %}} and "
+                f"{self._difference(text, messages, tools)}; put {{% generation %}} and "
                 "{% endgeneration %} round it in the chat template, or set train_on_prompt: true"
             )
-        return text, spans
+        return Rendered(text, spans)
 
     def end_of_turn(self) -> str:
-        """What the template writes after an answer to end it, "" for nothing or without a template.
+        """The template's end-of-turn token, "" if it has none or without a template.
 
-        Raises: ValueError for a template that does not end by itself, as a made up one may."""
+        Raises: ValueError for a template that refuses a question and its answer, or is endless."""
         if not self.tokenizer.chat_template:
             return ""
         template = self.tokenizer.get_chat_template()
@@ -412,18 +414,17 @@ class ChatRenderer:
             both = self._render([question, {"role": "assistant", "content": _ANSWER}], None)
             plain = self._render([question], None)
             prompt = self._render([question], None, prompt=True)
-            # Phi-3 ends every unprompted text with eos, so that `plain` need not be a beginning of
-            # `both`.
+            # `plain` may have more than `both` begins with: Phi-3 ends it with eos
             prompted = both.startswith(prompt)
             start = len(prompt) if prompted else len(os.path.commonprefix([plain, both]))
             lead, _, tail = both[start:].partition(_ANSWER)
             if prompted and (prompt != plain or not lead.strip()):
-                lead = ""  # think marks or a space, which the model has to produce itself
+                lead = ""  # think marks or a space, to be produced by the model
             self._styles[template] = _Style(prompted, lead, self._end_of_turn(tail), tail)
         return self._styles[template]
 
     def _end_of_turn(self, tail: str) -> str:
-        """tail up to and with its first special token; without one, tail without the white space at
+        """tail to the end of its first special token; without one, tail without the white space at
         its end."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = [*added, *self.tokenizer.all_special_tokens]
@@ -433,12 +434,11 @@ class ChatRenderer:
         start, minus_length = min(ends)  # of those that begin there the longest
         return tail[: start - minus_length]
 
-    def _said_by_template(self, messages, tools, template: str, style: _Style) -> tuple[str, list]:
-        """(text, the spans of the template's own {% generation %} marks, made to end after the
-        end-of-turn token)."""
-        # apply_chat_template would map the marks to tokens itself, one conversation at a time, and
-        # a mark that ends in white space which the tokenizer drops would reach to the end of the
-        # text.
+    def _marked_spans(self, messages, tools, template: str, style: _Style) -> tuple[str, list]:
+        """(text, spans of the template's {% generation %} marks, to the end of the end-of-turn
+        token)."""
+        # not apply_chat_template: its mask of tokens reaches to the end of the text if the
+        # tokenizer drops white space at the end of a mark
         with _as_template_error():
             texts, marks = render_jinja_template(
                 conversations=[messages],
@@ -452,86 +452,81 @@ class ChatRenderer:
         spans = []
         for start, end in marks[0]:
             if style.closing:
-                said, closing, rest = text[start:end].rpartition(style.closing)
+                answer, closing, rest = text[start:end].rpartition(style.closing)
                 if closing and not rest.strip():
-                    end = start + len(said) + len(closing)
+                    end = start + len(answer) + len(closing)
                 elif text.startswith(style.closing, end):
                     end += len(style.closing)
             spans.append((start, end))
         return text, spans
 
-    def _said_after_prompts(
-        self, text: str, messages, tools, trained: list[int], style: _Style
-    ) -> list:
-        """Renders the conversation up to each trained turn, and up to and with it. [] where the
-        whole begins otherwise."""
-        spans = []
-        for number in trained:
+    def _answer_spans(
+        self, text: str, messages, tools, numbers: list[int], style: _Style
+    ) -> list[tuple[int, int]]:
+        """[start, end) of the answers of these messages, by markers; [] if there is no such part.
+
+        All answers begin after their prompts. If one of the prompts is written otherwise in the
+        conversation, all begin with their contents: a system message may move to the last question.
+        Raises: TemplateError for a conversation refused by the template.
+        """
+        ends = []
+        at_markers = []
+        at_prompts = []
+        for number in numbers:
+            message = messages[number]
+            before, after = self._around_marker(messages, tools, number)
+            ending = style.closing
+            if not after.startswith(ending):  # tool calls, or more after the answer
+                _, rest = self._around_marker(messages[: number + 1], tools, number)
+                ending = rest.removesuffix(style.tail) + style.closing
+            end = len(text) - len(after) + len(ending)
+            thinking = _before_answer(message["content"])
+            answer = message["content"].removeprefix(thinking).strip()
+            is_part = text.startswith(before) and text.endswith(after) and answer in text[:end]
+            if not (is_part and after.startswith(ending)):
+                return []
+            ends.append(end)
+            if not message.get("tool_calls"):
+                untrained = before.removesuffix(thinking).removesuffix(thinking.lstrip())
+                at_markers.append(len(untrained))
+            prompt = self._prompt(before, messages[:number], tools, style)
+            if prompt is not None:
+                at_prompts.append(len(prompt))
+        starts = at_prompts if len(at_prompts) == len(numbers) else at_markers
+        if len(starts) < len(numbers):
+            return []
+        return list(zip(starts, ends, strict=True))
+
+    def _around_marker(self, messages: list[dict], tools, number: int) -> tuple[str, str]:
+        """Texts before and after a marker in the place of an answer, or of the name of the first
+        function it calls. Thinking in the message stays."""
+        message = messages[number]
+        if calls := message.get("tool_calls"):
+            function = calls[0]["function"] | {"name": _ANSWER}
+            marked = message | {"tool_calls": [calls[0] | {"function": function}, *calls[1:]]}
+        else:
+            marked = message | {"content": _before_answer(message["content"]) + _ANSWER}
+        text = self._render([*messages[:number], marked, *messages[number + 1 :]], tools)
+        before, *after = re.split(_ANSWER, text, maxsplit=1, flags=re.IGNORECASE)
+        return before, "".join(after)
+
+    def _prompt(self, before: str, messages, tools, style: _Style) -> str | None:
+        """The prompt of the next answer with `lead`, None if `before` does not begin with it."""
+        # with enable_thinking: false the prompt has an empty block, which history has not
+        for options in (self.options, {}):
             try:
-                before = self._prompt(text, messages[:number], tools, style)
-                until = self._render(messages[: number + 1], tools)
+                prompt = self._render(messages, tools, style.prompted, options)
             except TemplateError:  # a template may refuse a part of a conversation
-                return []
+                return None
             if not style.prompted:
-                before = os.path.commonprefix([before, until])
-            if not (text.startswith(before) and until.startswith(before + style.lead)):
-                return []
-            start = len(before) + len(style.lead)
-            turn = until[start:]
-            if turn.endswith(style.tail):
-                turn = turn.removesuffix(style.tail) + style.closing
-            else:
-                turn = turn.rstrip()
-            kept = _longest_end(turn, text, start)
-            # the answer without its thinking, the names of called functions
-            answer = messages[number]
-            said = [answer.get("content", "").rpartition("</think>")[2].strip()]
-            said += [call["function"]["name"] for call in answer.get("tool_calls", ())]
-            if not kept.endswith(style.closing) or not all(part in kept for part in said):
-                return []
-            spans.append((start, start + len(kept)))
-        return spans
+                prompt = os.path.commonprefix([prompt, before])
+            if before.startswith(prompt + style.lead):
+                return prompt + style.lead
+        return None
 
-    def _prompt(self, text: str, messages, tools, style: _Style) -> str:
-        """What stands before the next turn of the assistant."""
-        if not messages:
-            return ""
-        prompt = self._render(messages, tools, style.prompted)
-        if self.options and not text.startswith(prompt):
-            # with enable_thinking: false the prompt has an empty block, which history has not
-            return self._render(messages, tools, style.prompted, options={})
-        return prompt
-
-    def _said_between(self, text: str, messages, tools, style: _Style) -> list:
-        """Renders the conversation with a marker for each answer: what stands between the markers
-        must be what stands between the answers in the real text, from its first character to its
-        last. The spans of all answers, [] where it is not."""
-        answers = [message.get("content") for message in messages if message["role"] == "assistant"]
-        if not all(answers) or any("tool_calls" in message for message in messages):
-            return []
-        markers = iter([f"{_ANSWER}{number}x" for number in range(len(answers))])
-        marked = [
-            m | {"content": next(markers)} if m["role"] == "assistant" else m for m in messages
-        ]
-        between = re.split(rf"{_ANSWER}\d+x", self._render(marked, tools))
-        if len(between) != len(answers) + 1 or not text.startswith(between[0]):
-            return []
-        spans = []
-        at = len(between[0])
-        for answer, rest in zip(answers, between[1:], strict=True):
-            forms = (answer, answer.strip(), answer.rpartition("</think>")[2].strip())
-            said = next((form for form in forms if text.startswith(form + rest, at)), None)
-            if said is None or not rest.startswith(style.closing):
-                return []
-            spans.append((at, at + len(said) + len(style.closing)))
-            at += len(said) + len(rest)
-        return spans if at == len(text) else []
-
-    def _what_differs(self, text: str, messages, tools) -> str:
-        """Why what the assistant says was not found."""
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not number:
-                continue
+    def _difference(self, text: str, messages, tools) -> str:
+        """The first place at which a prompt and the whole conversation differ, in words."""
+        for number in _answers(messages):
             here = f"message {number + 1}"
             try:
                 before = self._render(messages[:number], tools, prompt=True)
@@ -548,8 +543,8 @@ class ChatRenderer:
 
 @contextlib.contextmanager
 def _as_template_error() -> Iterator[None]:
-    """A TemplateError for whatever a template meets: a division by 0, macros without end, files
-    that it would include, no memory."""
+    """Raise a TemplateError for any error in a template: a division by 0, endless macros, a missing
+    file to include, no memory."""
     try:
         yield
     except TemplateError:
@@ -558,17 +553,18 @@ def _as_template_error() -> Iterator[None]:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
-def _longest_end(turn: str, text: str, start: int) -> str:
-    """The longest end of `turn` that stands in `text` from `start` on, "" where none does.
-
-    A turn may lose its beginning, the thinking, once others follow.
-    """
-    first = text[start : start + 1]
-    ends = (turn[at:] for at, character in enumerate(turn) if character == first)
-    return next((end for end in ends if text.startswith(end, start)), "")
+def _answers(messages: list[dict]) -> list[int]:
+    """Numbers of the assistant's messages."""
+    return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-# -- keys of messages -----------------------------------------------------------------------------
+def _before_answer(content: str) -> str:
+    """The thinking and white space at the beginning of a message."""
+    match = re.match(r"(?:.*</think>)?(?:\s*(?=\S))?", content, re.DOTALL)
+    return match.group() if match else ""
+
+
+# -- keys of messages
 
 
 def _check_weights(conversation: Conversation, trains_all: bool, where: str) -> None:
@@ -605,7 +601,7 @@ def _with_known_keys(message: dict, template: str, where: str) -> dict:
     return message
 
 
-# -- thinking and tools ---------------------------------------------------------------------------
+# -- thinking and tools
 
 
 def _for_template(

@@ -1,13 +1,12 @@
-"""A training set that is tokenised as it is read, and kept nowhere: the key streaming.
+"""A training set tokenised as it is read, without a cache: the key streaming.
 
     records -> blocks of buffer_size, each shuffled -> samples -> rows -> micro-batches
 
-All of it follows from the seed and a Position, which a checkpoint keeps. Every rank does the same:
-it reads and tokenises all records, and keeps the rows of its own data parallel rank. A run that
-goes on seeks the bytes where its block began, reads that block again, and tokenises what is left of
-a chunk of records; what was trained on before the block is not read (but for compressed files, and
-.json, .csv and .parquet, which are read from their beginning). After the last record the first
-follows, in another order; a step may hold both.
+All of it follows from the seed and a Position, kept in checkpoints. Every rank does the same: it
+reads and tokenises all records, and keeps the rows of its data parallel rank. A resumed run seeks
+the bytes at which its block began, reads that block again, and tokenises the rest of a chunk of
+records. Earlier records are not read, except in compressed, .json, .csv and .parquet files. After
+the last record the first follows, in another order; a step may have both.
 """
 
 import dataclasses
@@ -31,6 +30,7 @@ from .data_encode import (
     Record,
     Sample,
     Tally,
+    row_spans,
     shifted,
     tokenizer_identity,
 )
@@ -39,15 +39,15 @@ from .files import IGNORE_INDEX
 from .watchdog import end_with_rank
 
 CHUNK_RECORDS = 100  # tokenised at once
-_FEW_RECORDS = 1000  # of which a tenth may be bad before all are read
-_HEAD_BYTES = 1 << 20  # of a file: with its size they stand for its content
+_FEW_RECORDS = 1000  # a tenth of them may be bad at the beginning of a stream
+_HEAD_BYTES = 1 << 20  # of a file, to identify it with its size
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a stream goes on. passes: times that all records were read. turns, exhausted: of Turns.
-    places: of each dataset (None: their beginnings). chunk, sample, token: how much of the block
-    that begins there is behind, and of the sample."""
+    """A place in a stream. passes: completed passes through all records. turns, exhausted: of
+    Turns. places: of each dataset at the beginning of a block (None: their beginnings). chunk,
+    sample, token: number of each in the block, the chunk and the sample."""
 
     passes: int = 0
     turns: int = 0
@@ -59,18 +59,19 @@ class Position:
 
 
 class _Source:
-    """The records of one dataset, over and over. One is read ahead, to know which is the last."""
+    """The records of one dataset, again and again. One is read ahead, to recognise the last."""
 
     def __init__(self, reader: Reader, start: Place):
         self.reader = reader
         self.start = start
 
     def begin(self, place: Place) -> None:
-        self.place, self._items = place, self.reader.records(place)
+        self.place = place
+        self._items = self.reader.records(place)
         self._next = next(self._items)
 
     def take(self) -> tuple[Record, bool]:
-        """(the next record, whether it is the last)."""
+        """(the next record, True if it is the last)."""
         record, self.place = self._next
         self._next = next(self._items, None)
         return record, self._next is None
@@ -101,11 +102,14 @@ class _Records:
     def _begin_pass(self, position: Position) -> None:
         for source, place in zip(self.sources, position.places or self.stream.starts, strict=True):
             source.begin(place)
-        args = self.stream.args
-        count = len(self.sources)
-        seed = self.stream.seed
-        behind = position.turns, position.exhausted
-        self.turns = Turns(count, args.mix_strategy, args.mix_weights, seed, *behind)
+        self.turns = Turns(
+            len(self.sources),
+            self.stream.args.mix_strategy,
+            self.stream.args.mix_weights,
+            self.stream.seed,
+            position.turns,
+            position.exhausted,
+        )
         self._records = self._one_pass()
 
     def _one_pass(self) -> Iterator[Record]:
@@ -119,11 +123,11 @@ class _Records:
 
 
 class TokenStream:
-    """The rows of datasets that are read over and over.
+    """The rows of datasets, read again and again.
 
     readers: of each dataset. data_args: DataArguments. packs: samples are put into rows of at most
-    cutoff_len tokens in the order in which they come, and documents do not see each other. Every
-    rank must read the same files.
+    cutoff_len tokens in their order, without attention across documents. Every rank must read the
+    same files.
     """
 
     def __init__(self, readers: list[Reader], encoder: Encoder, data_args, packs: bool, seed: int):
@@ -141,8 +145,8 @@ class TokenStream:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Names the files, by their size and how they begin, and all that decides on the order of
-        the rows: a run that goes on must have the same."""
+        """Name of the files, by sizes and beginnings, and of all that determines the rows and their
+        order. A resumed run must have the same."""
         args = self.args
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = {name: getattr(args, name) for name in names}
@@ -161,13 +165,13 @@ class TokenStream:
         return f"streamed-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def rows(self, position: Position | None = None) -> Iterator[tuple[list[dict], Position]]:
-        """(documents {"input_ids", "labels"} of a row, position behind it), without end."""
+        """(documents {"input_ids", "labels"} of a row, position after it), without end."""
         position = position or Position()
         return self._in_rows(self._samples(position), position.token)
 
     def hold_out(self, count: int) -> "HeldOut":
-        """The first records of the datasets, which are not trained on from here on: their samples,
-        or rows of them where texts are joined."""
+        """Take the first records of the datasets out of the stream -> their samples, or rows of
+        joined texts."""
         records = _Records(self, Position())
         self.num_held_out = count
         _, block = records.next_block(count)
@@ -181,11 +185,11 @@ class TokenStream:
         return HeldOut(rows)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
-        """A DataLoader of this rank's micro-batches from a position on: each mapping of `collate`
-        has "data_position", where the step after its own begins.
+        """A DataLoader of this rank's micro-batches from a position on. Each mapping of `collate`
+        has "data_position", the beginning of the next step.
 
-        plan: sizes and ranks of a step. state: of a micro-batch, None: the beginning. num_workers:
-        above 0 one process reads ahead. speaks: whether to print what happens to records.
+        plan: sizes and ranks of a step. state: data_position of a micro-batch, None: the beginning.
+        num_workers: above 0 one process reads ahead. speaks: print the counts of records.
         Raises: ValueError for a state of another stream.
         """
         self._speaks = speaks
@@ -202,16 +206,15 @@ class TokenStream:
     def _position_of(self, state: dict | None) -> Position:
         try:
             position = Position(**state or {})
-            places = position.places or [BEGINNING] * len(self.readers)
+            places = position.places or self.starts
             numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
             numbers += [position.sample, position.token, *itertools.chain(*places)]
-            fits = [len(place) for place in places] == [len(BEGINNING)] * len(self.readers)
-            fits = fits and all(type(number) is int and number >= 0 for number in numbers)
+            is_count = all(type(number) is int and number >= 0 for number in numbers)
+            if is_count and list(map(len, places)) == list(map(len, self.starts)):
+                return position
         except TypeError:
-            fits = False
-        if not fits:
-            raise ValueError(f"data_position {state!r:.200}: no position of this stream")
-        return position
+            pass
+        raise ValueError(f"data_position {state!r:.200}: no position of this stream")
 
     # -- records to samples to rows
 
@@ -221,14 +224,14 @@ class TokenStream:
         chunk = position.chunk
         done = position.sample
         passes = position.passes
-        found = 1
+        count = 1  # samples of a pass; of the first one the rest may have none
         while True:
             begin, block = records.next_block(self.block_records)
-            if begin.passes > passes and not found:
-                raise ValueError("no record of the datasets gives a sample to train on")
             if begin.passes > passes:
+                if not count:
+                    raise ValueError("no record of the datasets gives a sample to train on")
                 passes = begin.passes
-                found = 0
+                count = 0
             if self.shuffles:
                 draws = np.random.default_rng([self.seed, begin.passes, begin.turns])
                 block = [block[i] for i in draws.permutation(len(block))]
@@ -237,14 +240,13 @@ class TokenStream:
                 for number, documents in enumerate(samples[done:], done):
                     chunk = first // CHUNK_RECORDS
                     yield dataclasses.replace(begin, chunk=chunk, sample=number), documents
-                found = found + len(samples)
+                count += len(samples)
                 done = 0
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of some records. Says what happened to records, at each first time and each
-        tenfold, and lists the first ten that cannot be used. ValueError where these are too many.
-        """
+        """The samples of some records. Prints each count at its first time and each tenfold, and
+        the first ten unusable records. ValueError for too many of these."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         listed = len(total.first_bad)
@@ -252,17 +254,17 @@ class TokenStream:
         if self._speaks:
             for line in total.first_bad[listed:]:
                 print(f"stream: left out {line}", flush=True)
-            for what, more in tally.counts.items():
-                count = total.counts[what]
-                if count == more or len(str(count - more)) < len(str(count)):
-                    first = tally.places[what]
-                    print(f"stream: {count:,} {what}, one of them at {first}", flush=True)
+            for text, new in tally.counts.items():
+                count = total.counts[text]
+                before = count.number - new.number
+                if not before or len(str(before)) < len(str(count.number)):
+                    print(f"stream: {count}, one of them at {new.place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
 
     def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
         if self.encoder.joins:
-            return _joined(samples, self.args.cutoff_len, token)
+            return _joined(samples, self.args.cutoff_len + 1, token)
         if self.packs:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
@@ -270,12 +272,12 @@ class TokenStream:
 
 def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
     for position, documents in samples:
-        behind = dataclasses.replace(position, sample=position.sample + 1)
-        yield [shifted(*document) for document in documents], behind
+        after = dataclasses.replace(position, sample=position.sample + 1)
+        yield [shifted(*document) for document in documents], after
 
 
 def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Position]]:
-    """Samples in one row as long as the next one fits."""
+    """Rows of as many samples as fit, in their order."""
     row = []
     used = 0
     for position, documents in samples:
@@ -285,51 +287,50 @@ def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Posi
             yield row, position
             row = []
             used = 0
-        row = row + more
-        used = used + length
+        row += more
+        used += length
 
 
-def _joined(samples: Iterator, length: int, token: int) -> Iterator[tuple[list[dict], Position]]:
-    """Documents joined and cut into rows of `length`, from a token of the first on. Neighbours
-    share the token at which they meet, as the last target of one and the first input of the next.
-    """
-    tokens, begins = np.zeros(0, np.int32), []  # of the documents: where in tokens, position
+def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
+    """Rows of row_spans, cut from joined documents; of the first one from a token on."""
+    tokens = np.zeros(0, np.int32)
+    begins: list[tuple[int, Position]] = []  # of the documents: number in tokens, position
     position = Position()
     for position, [(ids, *_)] in samples:
         begins.append((len(tokens) - token, position))
         tokens = np.concatenate([tokens, ids[token:]])
         token = 0
-        at = 0
-        while at + length < len(tokens):
-            row = tokens[at : at + length + 1]
-            at = at + length
-            while len(begins) > 1 and begins[1][0] <= at:
+        num_full = max(len(tokens) - 1, 0) // (row_length - 1)
+        for start, stop in row_spans(len(tokens), row_length)[:num_full]:
+            while len(begins) > 1 and begins[1][0] < stop:
                 begins.pop(0)
             begin, first = begins[0]
-            yield [shifted(row, None)], dataclasses.replace(first, token=at - begin)
-        tokens = tokens[at:]
-        begins = [(begin - at, first) for begin, first in begins]
+            after = dataclasses.replace(first, token=int(stop) - 1 - begin)
+            yield [shifted(tokens[start:stop], None)], after
+        used = num_full * (row_length - 1)
+        tokens = tokens[used:]
+        begins = [(begin - used, first) for begin, first in begins]
     if len(tokens) > 1:  # of records that are held out
         yield [shifted(tokens, None)], position
 
 
 class HeldOut(list):
-    """Samples of one document in memory, with the counts that TokenDataset has, and what Packs
-    asks of it."""
+    """Samples of one document in memory, with the counts of TokenDataset and the attributes used by
+    Packs."""
 
     fingerprint = "held out"
     documents_per_sample = 1
 
     def __init__(self, rows: list[list[dict]]):
         super().__init__(rows)
-        labels = [document["labels"] for row in rows for document in row]
+        labels = [document["labels"] for document in itertools.chain(*rows)]
         self.document_lengths = np.array([[len(row)] for row in labels])
         self.num_tokens = sum(map(len, labels))
         self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
 
 
 class _MicroBatches(IterableDataset):
-    """This rank's micro-batches, one after another, each with the position behind its step."""
+    """This rank's micro-batches, each with the position after its step."""
 
     def __init__(self, stream: TokenStream, collate, plan: BatchPlan, position: Position):
         self.stream = stream
@@ -342,13 +343,13 @@ class _MicroBatches(IterableDataset):
         rows = self.stream.rows(self.position)
         size = plan.micro_batch_size
         while True:
-            own = []
+            kept = []
             for number in range(plan.global_batch_size):
                 row, position = next(rows)
-                if number // size % plan.dp_size == plan.dp_rank:  # as BatchPlan deals them
-                    own.append(row)
-            for first in range(0, len(own), size):
-                batch = self.collate(own[first : first + size])
+                if number // size % plan.dp_size == plan.dp_rank:  # the order of BatchPlan
+                    kept.append(row)
+            for first in range(0, len(kept), size):
+                batch = self.collate(kept[first : first + size])
                 yield {**batch, "data_position": dataclasses.asdict(position)}
 
 

@@ -24,7 +24,7 @@ from .backend_torch import TorchBackend
 from .data import TokenDataset, marked_runs, tokens_of
 from .data_batches import Packs, make_loader, samples_of
 from .data_chat import ChatRenderer
-from .data_encode import BAD, CUT, NO_LABELS, cache_folder, joins_texts
+from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, cache_folder, joins_texts
 from .data_files import SIDES
 from .data_stream import TokenStream
 from .files import check_can_write
@@ -113,18 +113,11 @@ class DataInspector:
         """Counts of records over the files of all datasets."""
         sets = self.sets.values()
         shards = {shard.folder: shard for one in sets for shard in samples_of(one).shards}
-        counts = dict.fromkeys(("read", "bad", "truncated", "label-less", "left out besides"), 0)
+        counts = dict.fromkeys(("read", BAD, CUT, UNLABELED, LEFT_OUT), 0)
         for shard in shards.values():
-            counts["read"] += shard.meta["records"]
-            for what, count in shard.meta["counts"].items():
-                if what.startswith(BAD):
-                    counts["bad"] += count
-                elif CUT in what:
-                    counts["truncated"] += count
-                elif NO_LABELS in what:
-                    counts["label-less"] += count
-                elif "left out" in what:
-                    counts["left out besides"] += count
+            counts["read"] += shard.tally.records
+            for kind in (BAD, CUT, UNLABELED, LEFT_OUT):
+                counts[kind] += shard.tally.number(kind)
         return counts
 
     def parts(self) -> Iterator[Part]:

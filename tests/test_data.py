@@ -508,7 +508,7 @@ def test_a_dead_writer_blocks_nobody_and_leaves_nothing(tmp_path, another_proces
     assert names_in(tmp_path) == ["target"]
 
 
-def test_who_waits_says_for_whom_and_goes_on_when_it_dies(
+def test_a_waiting_process_prints_so_and_goes_on_when_the_other_dies(
     tmp_path, monkeypatch, another_process, capsys
 ):
     monkeypatch.setattr(data_encode, "SAY_EVERY_S", 0.2)
@@ -519,8 +519,7 @@ def test_who_waits_says_for_whom_and_goes_on_when_it_dies(
     waiting.start()
     time.sleep(0.7)
     assert waiting.is_alive()
-    owner = f"{socket.gethostname()}:{another_process.pid}"
-    assert f"waiting for process {owner} (starting), building\n" in capsys.readouterr().err
+    assert "waiting for another process, building\n" in capsys.readouterr().err
     another_process.kill()
     waiting.join(timeout=10)
     assert names_in(tmp_path) == ["target"]
@@ -607,7 +606,9 @@ def test_checksums_are_compared_once_in_a_process(tokenizer, tmp_path, monkeypat
     monkeypatch.setattr(
         data_encode, "checksum", lambda path: (read.append(path.name), checksum(path))[1]
     )
-    for _ in range(3):
+    load(tokenizer, "sft", file)
+    read.clear()  # of writing
+    for _ in range(2):
         load(tokenizer, "sft", file)
     assert sorted(read) == ["ids.bin", "learned.bin", "mask.bin", "spans.bin"]
 

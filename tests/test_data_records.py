@@ -381,7 +381,7 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch):
 
 
 def test_a_template_that_does_not_end_for_one_record_is_refused_with_its_place(monkeypatch):
-    monkeypatch.setattr(data_chat, "RENDER_S", 0.3)
+    monkeypatch.setattr(data_chat, "RENDER_S", 0.1)
     late = f"{{% if 'sesame' in messages[0]['content'] %}}{LOOPS}{{% endif %}}" + CHATML
     assert trained_texts(TWO_TURNS, late)[-1] == "5<|im_end|>"
     for skips in ("stop", "skip"):  # it cannot be ended, and would take the time of the others

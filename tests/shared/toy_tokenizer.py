@@ -90,5 +90,5 @@ def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> Simple
         ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, *_ in documents)]),
         mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask, _ in documents)]),
         lengths=[len(ids) for ids, *_ in documents],
-        tallies={what: (count, tally.places[what]) for what, count in tally.counts.items()},
+        tallies={what: (count.number, count.place) for what, count in tally.counts.items()},
     )
