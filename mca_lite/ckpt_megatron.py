@@ -190,6 +190,9 @@ def _shape(value) -> torch.Size:
 # -- the distributed checkpoint
 
 DIST_NAME = "dist"
+# Joined states wait on the GPU up to this sum, and beyond it in host memory: a copy there takes as
+# long as the message.
+JOINED_ON_GPU_BYTES = 1 << 30
 
 
 class MegatronSnapshot:
@@ -478,6 +481,7 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
     out = {}
+    joined_bytes = 0
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor = tensors[id(parameter)]
         holder = holders[id(parameter)]
@@ -487,7 +491,9 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 part = _state_of(*held[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                if copy or len(holder.pieces) > 1:  # what was joined takes no room on a GPU
+                is_joined = len(holder.pieces) > 1
+                joined_bytes += is_joined * value.nbytes
+                if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
                     value = value.to("cpu", copy=copy)
                 replica = _replica(tensor, True)
                 out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)

@@ -154,11 +154,10 @@ def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
 
 # -- the names of rows are compared in no file but their tables
 
-TABLES = {"objectives", "loss_preference", "optimizers"}
+TABLES = {"tables", "kernels"}
 NAMES = {"pt", "sft", "dpo", "sigmoid", "orpo", "adam", "adamw_torch", "sgd"}
 # the router's score function of a model is called so too
 OTHER_MEANINGS = {
-    ("model_routing", "sigmoid"),
     ("model_config", "sigmoid"),
     ("model_moe", "sigmoid"),
 }
