@@ -250,6 +250,8 @@ class Watchdog:
         elif self._behind and self.waited >= self.ddp_timeout - 2 * self.poll_s:
             names = _first(self._names(self._behind), _SHOWN)
             self._judge(f"{names} hung for {self.waited:.0f} s (ddp_timeout): see above")
+            # now: the store may end with the next rank that leaves
+            self._obey(json.loads(self._read("verdict")), now)
 
     def _report(self, answers: dict[int, dict]) -> None:
         """Print the answers of the ranks."""
