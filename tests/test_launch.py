@@ -101,8 +101,8 @@ def test_sruns_variables_describe_a_world(monkeypatch, variables, host):
 
 HOLD = """
 import sys, time
-from mca_lite import output_folder
-with output_folder.hold(sys.argv[1]):
+from mca_lite import ckpt_folder
+with ckpt_folder.hold(sys.argv[1]):
     print("has it", flush=True)
     time.sleep(120)
 """
