@@ -5,20 +5,31 @@ A place in the user's data is "file:line" throughout (parquet: file:row), so tha
 name it.
 """
 
+import contextlib
 import csv
 import difflib
+import errno
 import gzip
 import importlib.util
 import io
 import itertools
 import json
+import os
 import re
+import shutil
+import socket
+import sys
+import time
+import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .files import describe_error
+from filelock import FileLock, Timeout
+
+from . import world
+from .files import describe_error, sync
 from .tables import Objective
 
 _COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
@@ -443,3 +454,130 @@ def _read_parquet(file: str, raw) -> Iterator[tuple[str, object]]:
                 yield f"{file}:{row}", record
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file}:{row + 1}: no valid parquet: {error}") from None
+
+
+# -- files built once: one process builds, the others wait
+
+POLL_S = 0.2  # between two tries to take another process's lock
+
+
+SAY_EVERY_S = 10.0  # between two lines on stderr
+
+
+Progress = Callable[[str], None]  # called by a build with the amount done
+
+
+Build = Callable[[Path, Progress], None]
+
+
+Check = Callable[[], bool]
+
+
+def build_once(target: Path, build: Build, what: str, is_ready: Check | None = None) -> None:
+    """Make `target` exist: one process runs build(temporary path, progress) and renames the path,
+    the others wait.
+
+    The operating system frees the lock of a dead process, and the next one builds. what: for the
+    lines on stderr. is_ready: True if target is good as it is (default: if it exists); else it is
+    replaced.
+    Raises: the error of build, in the process that builds and (ValueError or RuntimeError of the
+    same text) in those that wait for it; ValueError for a folder that cannot be written.
+    """
+    is_ready = is_ready or target.exists
+    if is_ready():
+        return
+    error_file = _beside(target, ".error")
+    # never removed: a process waiting for a removed file would not exclude one that makes it anew
+    lock = FileLock(_beside(target, ".lock"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        old_error = _read(error_file)
+        _acquire(lock, what)
+    except OSError as error:
+        raise _not_writable(target.parent, error) from error
+    try:
+        if is_ready():  # built by the process that had the lock
+            return
+        error_text = _read(error_file)
+        if error_text != old_error:  # of the process that had the lock
+            kind, message, _ = json.loads(error_text)
+            raise (ValueError if kind == "ValueError" else RuntimeError)(message)
+        try:
+            _build_and_rename(target, build, what, is_ready)
+            error_file.unlink(missing_ok=True)
+        except Exception as error:
+            record = [type(error).__name__, str(error), uuid.uuid4().hex]
+            with contextlib.suppress(OSError):  # a full disk takes no file
+                error_file.write_text(json.dumps(record))
+            raise
+    finally:
+        lock.release()
+
+
+def _acquire(lock: FileLock, what: str) -> None:
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=SAY_EVERY_S, poll_interval=POLL_S)
+        except Timeout:
+            _say(f"waiting for another process, {what}")
+
+
+def _build_and_rename(target: Path, build: Build, what: str, is_ready: Check) -> None:
+    """Build beside the target, then rename. The caller has the lock.
+
+    Raises: ValueError in place of an OSError of writing.
+    """
+    host = socket.gethostname()
+    temporary = _beside(target, f".{host}-{os.getpid()}.tmp")
+    printed = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= SAY_EVERY_S:
+            printed = time.monotonic()
+            _say(f"{what}: {text}")
+
+    try:
+        # Processes of this machine that left these are dead, or they would have the lock. Those of
+        # others may be alive: not every file system shares locks.
+        for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
+            _remove(left)
+        build(temporary, progress)
+        if not is_ready():  # else another machine's process, without a shared lock, was faster
+            _remove(target)
+            os.replace(temporary, target)
+            sync(target.parent)
+    except OSError as error:
+        # not for an error of reading data
+        is_inside = str(error.filename or "").startswith(str(target.parent))
+        if is_inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise _not_writable(target.parent, error) from error
+        raise
+    finally:
+        _remove(temporary)
+
+
+def _say(text: str) -> None:
+    if world.current().local_rank == 0:  # a line a machine is enough
+        print(text, file=sys.stderr, flush=True)
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(target.name + suffix)
+
+
+def _read(path: Path) -> str:
+    """The text of a file, "" without one."""
+    return path.read_text() if path.exists() else ""
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"the cache folder {folder} cannot be written ({error.strerror or error}): set cache_dir, "
+        "or the environment variable MCA_LITE_CACHE, to a folder that can, with room"
+    )

@@ -252,7 +252,8 @@ class McaTrainer:
         it is.
         """
         inputs = self._arranged(inputs)
-        params = packed_row(inputs["cu_seqlens"], *self.backend.context_parallel, parallel.device())
+        cp_size, cp_rank = self.backend.context_parallel
+        params = packed_row(inputs["cu_seqlens"], cp_size, cp_rank, parallel.device())
         return {**inputs, "packed_seq_params": params}
 
     @property

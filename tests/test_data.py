@@ -22,7 +22,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mca_lite import data, data_encode
+from mca_lite import data, data_encode, data_files
 from mca_lite.args import DataArguments
 from mca_lite.data import load_datasets, show_document
 from mca_lite.data_batches import (
@@ -34,7 +34,8 @@ from mca_lite.data_batches import (
     check_batch,
     make_loader,
 )
-from mca_lite.data_encode import Encoder, build_once
+from mca_lite.data_encode import Encoder
+from mca_lite.data_files import build_once
 from mca_lite.files import IGNORE_INDEX
 from mca_lite.trainer import McaTrainer
 
@@ -69,7 +70,7 @@ def tokenizer():
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_encode, "POLL_S", 0.01)
+    monkeypatch.setattr(data_files, "POLL_S", 0.01)
 
 
 def write(path, *answers: str) -> str:
@@ -511,7 +512,7 @@ def test_a_dead_writer_blocks_nobody_and_leaves_nothing(tmp_path, another_proces
 def test_a_waiting_process_prints_so_and_goes_on_when_the_other_dies(
     tmp_path, monkeypatch, another_process, capsys
 ):
-    monkeypatch.setattr(data_encode, "SAY_EVERY_S", 0.2)
+    monkeypatch.setattr(data_files, "SAY_EVERY_S", 0.2)
     waiting = threading.Thread(
         target=build_once,
         args=(tmp_path / "target", lambda temporary, progress: temporary.mkdir(), "building"),

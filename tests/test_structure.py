@@ -5,6 +5,7 @@ name what is there.
 import ast
 import configparser
 import functools
+import math
 import re
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mca_lite import __main__, cli
+from tests.tools.house import core_of, house, measure
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
@@ -210,3 +212,40 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
     first, second = tmp_path / "test_a.py", tmp_path / "test_b.py"
     assert [one.take(first), other.take(first), other.take(second)] == [True, False, True]
     assert [one.take(second), one.take(first)] == [False, True]
+
+
+# What tests.tools.house counts -> (the least, the most). A change that moves a limit says why.
+LIMITS = {
+    "modules": (0, 64),
+    "core modules": (0, 50),
+    "core tokens": (0, 153_000),
+    "tool tokens": (0, 33_000),
+    "tokens": (0, 186_000),
+    "decisions": (0, 5_400),
+    "decisions a 1,000 tokens": (0, 29.2),
+    "parallel assignments": (0, 1.3),
+    "conditional expressions": (0, 2.1),
+    "docstrings": (1_390, math.inf),
+    "docstrings with a relative opening": (0, 10),
+    "relative words": (0, 1.5),
+    "private reads": (0, 24),
+    "functions that take trainer": (0, 12),
+}
+
+
+def test_the_house_keeps_its_limits():
+    counts = house(PACKAGE)
+    assert counts.keys() - LIMITS.keys() == set()
+    beyond = {
+        name: counts[name]
+        for name, (low, high) in LIMITS.items()
+        if not low <= counts[name] <= high
+    }
+    assert not beyond, f"{beyond}: limits are {LIMITS}"
+
+
+def test_the_core_imports_no_tool():
+    """Training needs no command: `watch`, `plan`, the page and answers are brought by cli.py."""
+    modules_of_core = core_of({path.stem: measure(path) for path in PACKAGE.glob("*.py")})
+    tools = {"generation", "inspection", "log_html", "parity", "plan_memory", "__main__"}
+    assert not {name for name in modules_of_core if name in tools or name.startswith("cli")}
