@@ -1,11 +1,11 @@
 """Record formats: from a record to a document, a conversation, or a pair of conversations, in
 OpenAI's form.
 
-A new format is one row of FORMATS with its functions: `fits` says whether a record has this format,
-`prompt` reads the turns that come before the answer, `answer` the answer itself (nothing where
-`prompt` reads it too), and `alone` and `in_pairs` name the columns in error messages: without them
-a row is not tried for conversations, or for pairs. Rows are tried in their order, on the first
-record of a file; the answers of a pair are the columns chosen and rejected, whatever the format.
+A new format is one row of FORMATS with its functions: `fits` recognises a record, `prompt` reads
+the turns before the answer, `answer` the answer itself (nothing if `prompt` reads it too). `alone`
+and `in_pairs` name the columns in error messages: without them a row is not tried for
+conversations, or for pairs. Rows are tried in their order, on the first record of a file. The
+answers of a pair are the columns chosen and rejected in every format.
 """
 
 from collections.abc import Callable, Collection
@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from .data_files import SIDES, TAGS, DatasetSpec, parse_json
 from .tables import Objective, registered_columns
 
-# -- what all formats share ----------------------------------------------------------------------
+# -- what all formats share
+
+
+_KINDS = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
 
 
 def get_column(record, column: str, where: str, kind=str, required=True):
@@ -23,36 +26,31 @@ def get_column(record, column: str, where: str, kind=str, required=True):
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {_kind_of(record)}")
     value = record.get(column)
-    if value is None:
-        if required:
-            raise ValueError(
-                f"{where}: the column {column!r} is missing or null; it has {sorted(record)}"
-            )
-    elif not isinstance(value, kind):
-        names = {str: "a text", list: "a list", dict: "an object"}
-        expected = names.get(kind, "a list or a text")
+    if value is None and required:
+        raise ValueError(
+            f"{where}: the column {column!r} is missing or null; it has {sorted(record)}"
+        )
+    if value is not None and not isinstance(value, kind):
+        expected = _KINDS.get(kind, "a list or a text")
         got = _kind_of(value)
         raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {got}")
     return value
 
 
 def _kind_of(value) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
-    return names.get(type(value), repr(value))
+    return _KINDS.get(type(value), repr(value))
 
 
 def _first_turn(turns) -> dict:
-    """The first of a list of turns; {} where there is none."""
-    first = turns[0] if isinstance(turns, list) and turns else None
+    """The first of a list of turns; {} without one."""
+    first = next(iter(turns), None) if isinstance(turns, list) else None
     return first if isinstance(first, dict) else {}
 
 
 def _turns_column(record: dict, spec: DatasetSpec) -> str | None:
-    """The column that holds a list of turns."""
-    for column in (spec.columns.get("messages"), "messages", "conversations"):
-        if column and column in record:
-            return column
-    return None
+    """The column with a list of turns."""
+    columns = (spec.columns.get("messages"), "messages", "conversations")
+    return next((column for column in columns if column in record), None)
 
 
 def _message(role: str, content: str) -> dict:
@@ -60,21 +58,26 @@ def _message(role: str, content: str) -> dict:
 
 
 def _other_keys(turn: dict, role_tag: str, content_tag: str) -> dict:
-    """What a turn has beside its role and content, without what is null."""
-    known = (role_tag, content_tag)
-    return {key: value for key, value in turn.items() if value is not None and key not in known}
+    """The keys of a turn beside its role and content, without null ones."""
+    others = _without((role_tag, content_tag), turn)
+    return {key: value for key, value in others.items() if value is not None}
+
+
+def _without(ignored: Collection[str], message: dict) -> dict:
+    """The message without these keys."""
+    return {key: value for key, value in message.items() if key not in ignored}
 
 
 def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
     return []
 
 
-# tags of dataset_info.json, and the role of those that they name
+# tags of dataset_info.json -> roles
 _ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
 _ROLE_TAGS["observation_tag"] = "tool"
 
 
-# -- registered columns --------------------------------------------------------------------------
+# -- registered columns
 
 
 def dataset_columns(dataset: str) -> dict[str, float | None]:
@@ -100,17 +103,15 @@ def column_values(record, of_dataset: dict[str, float | None], where: str) -> di
     return values
 
 
-# -- alpaca --------------------------------------------------------------------------------------
+# -- alpaca
 
 
 def _is_alpaca(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    columns = spec.columns
-    if not pairs and ("prompt" in columns or "response" in columns):
+    if not pairs and {"prompt", "response"} & spec.columns.keys():
         return True
     if _turns_column(record, spec):
         return False
-    declared = "prompt" in columns and isinstance(record.get(columns["prompt"]), str)
-    return "instruction" in record or declared
+    return "instruction" in record or isinstance(record.get(spec.columns.get("prompt")), str)
 
 
 def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -120,13 +121,12 @@ def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
     history = get_column(record, columns.get("history", "history"), where, list, required=False)
     messages = []
     for turn in history or []:
-        is_pair = isinstance(turn, list) and len(turn) == 2
-        if not is_pair or not all(isinstance(text, str) for text in turn):
+        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
             raise ValueError(
                 f"{where}: history: expected a list of [question, answer] pairs of texts"
             )
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
-    return [*messages, _message("user", "\n".join(part for part in (prompt, query) if part))]
+    return [*messages, _message("user", "\n".join(filter(None, (prompt, query))))]
 
 
 def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -134,7 +134,7 @@ def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
     return [_message("assistant", answer)]
 
 
-# -- sharegpt ------------------------------------------------------------------------------------
+# -- sharegpt
 
 
 def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
@@ -142,9 +142,7 @@ def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
 
 
 def _sharegpt(record, spec: DatasetSpec, where: str) -> list[dict]:
-    default = "conversations"
-    if isinstance(record, dict) and "conversations" not in record:
-        default = "messages"
+    default = "conversations" if "conversations" in record else "messages"
     turns = get_column(record, spec.columns.get("messages", default), where, list)
     return _sharegpt_turns(turns, spec, where)
 
@@ -173,7 +171,8 @@ def _function_call(text: str, where: str) -> dict:
     """{"name", "arguments"} or a list of them as JSON text -> an assistant message with tool
     calls."""
     calls = parse_json(text, f"{where}: function_call")
-    calls = calls if isinstance(calls, list) else [calls]
+    if not isinstance(calls, list):
+        calls = [calls]
     return {**_message("assistant", ""), "tool_calls": [_tool_call(call, where) for call in calls]}
 
 
@@ -191,7 +190,7 @@ def _tool_call(call, where: str) -> dict:
     return {**outer, "function": {**function, "arguments": arguments}}
 
 
-# -- OpenAI --------------------------------------------------------------------------------------
+# -- OpenAI
 
 
 def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
@@ -208,8 +207,9 @@ def _messages(value: str | dict | list, role: str, tags: dict, where: str) -> li
     """A text of `role`, a message of OpenAI's or a list of them, as messages."""
     if isinstance(value, str):
         return [_message(role, value)]
-    turns = value if isinstance(value, list) else [value]
-    return [_openai_message(turn, tags, where) for turn in turns]
+    if isinstance(value, dict):
+        value = [value]
+    return [_openai_message(turn, tags, where) for turn in value]
 
 
 def _openai_message(turn, tags: dict, where: str) -> dict:
@@ -229,7 +229,7 @@ def _openai_message(turn, tags: dict, where: str) -> dict:
 
 
 def _read_blocks(blocks: list, where: str) -> dict:
-    """{"content", and "reasoning_content" and "tool_calls" where there are some} of a list of
+    """{"content"}, with "reasoning_content" and "tool_calls" if there are any, of a list of
     OpenAI's text blocks, or LLaMA-Factory's {"type": text, reasoning or tool_call, "value"}."""
     texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
     for block in blocks:
@@ -241,15 +241,15 @@ def _read_blocks(blocks: list, where: str) -> dict:
                 "only text can be trained on"
             )
         texts[kind].append(text)
-    found: dict = {"content": "".join(texts["text"])}
+    message: dict = {"content": "".join(texts["text"])}
     if texts["reasoning"]:
-        found["reasoning_content"] = "".join(texts["reasoning"])
+        message["reasoning_content"] = "".join(texts["reasoning"])
     if texts["tool_call"]:
-        found["tool_calls"] = [parse_json(text, where) for text in texts["tool_call"]]
-    return found
+        message["tool_calls"] = [parse_json(text, where) for text in texts["tool_call"]]
+    return message
 
 
-# -- prompt and completion -----------------------------------------------------------------------
+# -- prompt and completion
 
 
 def _has_prompt_and_completion(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
@@ -271,28 +271,28 @@ def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
 
 
 def is_plain(record, form: str) -> bool:
-    """Whether prompt and completion are texts, which TRL trains without a chat template."""
-    texts = [record.get(column) for column in ("prompt", "completion")]
-    return form == "prompt-completion" and all(isinstance(text, str) for text in texts)
+    """True if prompt and completion are texts, trained without a chat template as by TRL."""
+    columns = ("prompt", "completion")
+    return form == "prompt-completion" and all(isinstance(record.get(c), str) for c in columns)
 
 
-# -- pairs of whole conversations ----------------------------------------------------------------
+# -- pairs of whole conversations
 
 
 def _has_whole_conversations(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    """Whether an answer begins with the prompt: its first turn is not the assistant's."""
+    """True if an answer begins with the prompt: its first turn is not the assistant's."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
 
-# -- the table -----------------------------------------------------------------------------------
+# -- the table
 
 
 @dataclass(frozen=True)
 class Format:
-    """How conversations stand in a record. fits: (record, spec, whether pairs are wanted) -> bool.
-    prompt, answer: (record, spec, place) -> messages, or ValueError with the place. alone: the
-    columns of a conversation; in_pairs: those beside chosen and rejected; None: there are none."""
+    """Layout of conversations in a record. fits: (record, spec, True for pairs) -> bool. prompt,
+    answer: (record, spec, place) -> messages, or ValueError with the place. alone: the columns of
+    a conversation; in_pairs: those beside chosen and rejected; None: not of this kind."""
 
     fits: Callable
     prompt: Callable
@@ -326,34 +326,35 @@ def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -
 
     Raises: ValueError with the place for a record that the objective cannot use.
     """
-    stage = objective.stage
     pairs = objective.has_pairs
     is_object = isinstance(record, dict)
     got = f"got the columns {sorted(record)}" if is_object else f"got {_kind_of(record)}"
+    expected = f"stage {objective.stage} expects"
     if objective.joins_documents:
         column = _text_column(spec)
         if isinstance(record, str) or (is_object and column in record):
             return "text"
         raise ValueError(
-            f"{where}: stage {stage} expects the column {column!r} or plain text, {got}: set "
+            f"{where}: {expected} the column {column!r} or plain text, {got}: set "
             "columns: {prompt: <name>} in dataset_info.json, or stage: sft for conversations"
         )
-    rows = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
-    listed = ", ".join(f"{name} ({columns})" for name, columns in rows.items() if columns)
-    also = "pairs: the columns chosen and rejected, and " if pairs else ""
-    expected = f"stage {stage} expects {also}{listed}"
+    columns = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
+    usable = [name for name in FORMATS if columns[name]]
+    if pairs:
+        expected += " pairs: the columns chosen and rejected, and"
+    expected += " " + ", ".join(f"{name} ({columns[name]})" for name in usable)
     other_names = "other names: columns in dataset_info.json"
-    if not is_object and not pairs:
-        raise ValueError(f"{where}: {expected}, {got}; plain text is for stage: pt")
     has_pair = is_object and all(spec.columns.get(side, side) in record for side in SIDES)
     if pairs and not has_pair:
         raise ValueError(f"{where}: {expected}, {got}; {other_names}")
+    if not is_object:
+        raise ValueError(f"{where}: {expected}, {got}; plain text is for stage: pt")
     if has_pair and not pairs and not _holds_an_answer(record, spec):
         raise ValueError(f"{where}: chosen and rejected answers are for stage dpo: {expected}")
     if spec.formatting:
         return spec.formatting
-    for name, columns in rows.items():
-        if columns and FORMATS[name].fits(record, spec, pairs):
+    for name in usable:
+        if FORMATS[name].fits(record, spec, pairs):
             return name
     if pairs:
         raise ValueError(f"{where}: {expected}, got texts without a prompt in {sorted(record)}")
@@ -362,18 +363,17 @@ def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -
 
 
 def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
-    """Whether one conversation can be read from a record that has chosen and rejected answers
-    too."""
+    """True if a record has an answer beside chosen and rejected ones."""
     if {spec.columns.get("response", "output"), "completion", "response"} & record.keys():
         return True
     tags = TAGS | spec.tags
     turns = record.get(_turns_column(record, spec))
-    last = _first_turn(turns[-1:] if isinstance(turns, list) else None)
+    last = _first_turn(turns[::-1]) if isinstance(turns, list) else {}
     role = last.get(tags["role_tag"], last.get("role"))
     return role in (tags["assistant_tag"], "gpt", "assistant")
 
 
-# -- documents -----------------------------------------------------------------------------------
+# -- documents
 
 
 def _text_column(spec: DatasetSpec) -> str:
@@ -387,10 +387,10 @@ def document(record, spec: DatasetSpec, where: str) -> str:
     parts = [get_column(record, _text_column(spec), where)]
     if "query" in spec.columns:
         parts.append(get_column(record, spec.columns["query"], where, required=False))
-    return "\n".join(part for part in parts if part)
+    return "\n".join(filter(None, parts))
 
 
-# -- conversations, alone or in pairs ---------------------------------------------------------
+# -- conversations, alone or in pairs
 
 
 @dataclass(frozen=True)
@@ -398,8 +398,8 @@ class Conversation:
     """Messages in OpenAI's form: an optional system message, then user and assistant in turn,
     ending with the assistant; tool messages follow an assistant's tool calls.
 
-    weights: number of a message -> whether it is trained, where the data says so. options: of the
-    chat template, for this one. is_plain: a prompt and its completion, without a chat template.
+    weights: number of a message -> True if it is trained, as declared by the record. options: of
+    the chat template. is_plain: a prompt and its completion, without a chat template.
     """
 
     messages: list[dict]
@@ -418,12 +418,11 @@ def conversations(
     where: str,
     ignored: Collection[str] = (),
 ) -> list[Conversation]:
-    """The conversation of a record, or for pairs chosen and rejected, which differ at most in their
-    last message.
+    """The conversation of a record; of pairs chosen and rejected, equal but for the last message.
 
-    form: a name in FORMATS. default_system: where a record has no system message. ignored: keys of
-    messages that are left out.
-    Raises: ValueError with the place for a record that is none.
+    form: a name in FORMATS. default_system: for a record without a system message. ignored: keys of
+    messages to leave out.
+    Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
     prompt = row.prompt(record, spec, where)
@@ -432,9 +431,9 @@ def conversations(
         answers[f"{where}: {side}"] = _pair_answer(record, side, spec, form, where)
     if not pairs:
         answers[where] = row.answer(record, spec, where)
-    system = get_column(record, spec.columns.get("system", "system"), where, required=False)
-    system = system or default_system
-    found = []
+    column = spec.columns.get("system", "system")
+    system = get_column(record, column, where, required=False) or default_system
+    read = []
     tools = _tools(record, spec, where)
     options = _template_options(record, where)
     plain = not pairs and is_plain(record, form)
@@ -444,33 +443,28 @@ def conversations(
             "there is no place for a system message, tools or chat_template_kwargs: write messages"
         )
     for place, answer in answers.items():
-        messages = _without(ignored, [*prompt, *answer])
+        messages = [_without(ignored, message) for message in [*prompt, *answer]]
         if system and messages and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, _message("system", system))
         _check_turns(messages, place)
         weights = _take_weights(messages, place)
         if pairs and not weights.get(len(messages) - 1, True):
             raise ValueError(f"{place}: weight 0 of an answer: expected 1, for two are compared")
-        found.append(Conversation(messages, tools, weights, options, plain))
+        read.append(Conversation(messages, tools, weights, options, plain))
     if pairs:
-        chosen, rejected = (conversation.messages for conversation in found)
+        chosen, rejected = (conversation.messages for conversation in read)
         _check_shared_prompt(chosen, rejected, where)
         if form == "conversations":
             _check_prompt_column(record, spec, chosen[:-1], where, ignored)
-    return found
+    return read
 
 
-def _without(ignored: Collection[str], messages: list[dict]) -> list[dict]:
-    """The messages without the keys that are ignored."""
-    return [{k: value for k, value in m.items() if k not in ignored} for m in messages]
-
-
-# keys of a message that say whether it is trained: OpenAI's, LLaMA-Factory's, axolotl's two
+# weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)
 _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 
 
 def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
-    """Number of a message -> whether its keys say that it is trained; these are removed from it."""
+    """Remove the weights of messages -> number of a message: True if it is trained."""
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}
@@ -479,7 +473,7 @@ def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
                 f"{where}: message {number + 1} has {given!r:.80}: expected 0 or 1 (false or true),"
                 " since a message is trained or is not"
             )
-        values = {bool(value) for value in given.values()}
+        values = set(map(bool, given.values()))
         if len(values) > 1:
             raise ValueError(f"{where}: message {number + 1} has {given}: expected them to agree")
         if values:
@@ -488,7 +482,7 @@ def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
 
 
 def _template_options(record, where: str) -> dict:
-    """What a record gives the chat template, as TRL has it, without what is null."""
+    """Variables of the chat template in a record, under TRL's name, without null ones."""
     column = "chat_template_kwargs"
     options = get_column(record, column, where, dict, required=False) or {}
     return {key: value for key, value in options.items() if value is not None}
@@ -540,7 +534,7 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
     ]
 
 
-# -- the answers of a pair -----------------------------------------------------------------------
+# -- the answers of a pair
 
 
 def _pair_answer(record, side: str, spec: DatasetSpec, form: str, where: str) -> list[dict]:
@@ -561,7 +555,7 @@ def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -
         return
     both = enumerate(zip(chosen, rejected, strict=False), 1)
     shorter = min(len(chosen), len(rejected))
-    number = next((n for n, (ours, theirs) in both if ours != theirs), shorter + 1)
+    number = next((n for n, (one, other) in both if one != other), shorter + 1)
     raise ValueError(
         f"{where}: chosen and rejected differ from message {number} on, and have {len(chosen)} and "
         f"{len(rejected)} messages: expected one prompt, and one answer of each, the last message"
@@ -571,12 +565,11 @@ def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -
 def _check_prompt_column(
     record, spec: DatasetSpec, before: list[dict], where: str, ignored: Collection[str]
 ) -> None:
-    """Many files repeat the prompt in a column of its own; where it says something else, nobody
-    knows which is meant."""
+    """ValueError with the place for a column with another prompt than the pair's."""
     column = spec.columns.get("prompt", "prompt")
     prompt = get_column(record, column, where, (str, list), required=False)
     if isinstance(prompt, list):
-        messages = _without(ignored, _messages(prompt, "user", {}, where))
+        messages = [_without(ignored, m) for m in _messages(prompt, "user", {}, where)]
         _take_weights(messages, where)
         same = messages in (before, [m for m in before if m["role"] != "system"])
     else:
