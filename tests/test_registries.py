@@ -157,10 +157,7 @@ def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
 TABLES = {"tables", "kernels"}
 NAMES = {"pt", "sft", "dpo", "sigmoid", "orpo", "adam", "adamw_torch", "sgd"}
 # the router's score function of a model is called so too
-OTHER_MEANINGS = {
-    ("model_config", "sigmoid"),
-    ("model_moe", "sigmoid"),
-}
+OTHER_MEANINGS = {("model_config", "sigmoid"), ("model_moe", "sigmoid")}
 
 
 def compared(tree: ast.Module) -> set[str]:
