@@ -84,19 +84,27 @@ def start_process_group(timeout_s: float = 1800) -> None:
     else:
         world.stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.HashStore()
-    if here.size > 1:
-        try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=_time_to_meet(timeout)))
-        except dist.DistError as error:
-            raise ValueError(world.why_not_met(error)) from error
-        store.set_timeout(timeout)
-        # after a restart on this machine torchrun's store still has the addresses of dead ranks
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if here.is_one_machine else "0"
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore() if here.size == 1 else _store_of_all(timeout),
+            rank=here.rank,
+            world_size=here.size,
+            timeout=timeout,
+        )
+    except dist.DistError as error:
+        raise ValueError(world.why_not_met(error)) from error
+
+
+def _store_of_all(timeout: datetime.timedelta):
+    """The store of torchrun, or of rank 0."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=_time_to_meet(timeout)))
+    store.set_timeout(timeout)
+    if world.current().is_one_machine:
+        # after a restart torchrun's store still has the addresses of dead ranks
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start-{start}", store)
-    dist.init_process_group(
-        backend, store=store, rank=here.rank, world_size=here.size, timeout=timeout
-    )
+    return store
 
 
 def _time_to_meet(timeout: datetime.timedelta) -> datetime.timedelta:
