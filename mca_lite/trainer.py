@@ -78,7 +78,7 @@ class McaTrainer:
     _micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     limits = Limits()  # of the model: ids and positions of the data
     answers: Any = None  # of predict_with_generate: set by generation.Answers
-    _loss_of_logits = None  # a subclass's method: loss_logits.Logits -> losses of tokens
+    _loss_of_logits = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
 
     def __init__(
         self,
