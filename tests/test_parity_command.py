@@ -42,7 +42,13 @@ def double_attention(trainer):
 
 
 def other_rope(trainer):
-    trainer.backend.config.rotary_base *= 50
+    from mca_lite.model_layers import Rope
+
+    config = trainer.backend.config
+    config.rotary_base *= 50
+    for module in trainer.backend.model[0].modules():
+        if hasattr(module, "rope"):
+            module.rope = Rope.of(config)
 
 
 def scale_embedding(trainer):
