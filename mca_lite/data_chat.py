@@ -379,8 +379,8 @@ class ChatRenderer:
         if not spans:
             raise ValueError(
                 f"{where}: cannot tell which part of the rendered conversation the assistant says: "
-                "the template rewrites it; put {% generation %} and {% endgeneration %} round it in "
-                "the chat template, or set train_on_prompt: true"
+                "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
+                "it there, or set train_on_prompt: true"
             )
         return Rendered(text, spans)
 

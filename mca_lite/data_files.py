@@ -11,7 +11,6 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -165,7 +164,7 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
         if kind_of(path) in SUFFIXES and not path.name.startswith("dataset_info")
     }
     for key in ("folder", "subset"):
-        start = os.path.join(folder, entry.get(key) or "", "")
+        start = f"{Path(folder, entry.get(key) or '')}/"
         files = {file: words for file, words in files.items() if file.startswith(start)}
     chosen = [file for file, words in files.items() if entry.get("split", "train") in words]
     if not chosen and "split" not in entry:
