@@ -1,9 +1,7 @@
-"""The datasets of a run: shards from the token cache, put together, split, mixed, packed and
-described.
+"""The datasets of a run: shards from the token cache, joined, split, mixed, packed and described.
 
-A sample is a list of documents {"input_ids", "labels"}, shifted: labels[t] is the token that
-position t has to predict, or IGNORE_INDEX. Nothing here talks to other ranks: every rank calls the
-same and gets the same.
+A sample is a list of documents {"input_ids", "labels"}, shifted: labels[t] is the target of
+position t, or IGNORE_INDEX. No collectives: every rank calls the same and gets the same.
 """
 
 import hashlib
@@ -27,7 +25,7 @@ from .tables import Objective, objective_of
 
 _SHOWN_CHARS = 600  # of a sample, in the report
 
-# -- the dataset ---------------------------------------------------------------------------------
+# -- the dataset
 
 
 class TokenDataset(Dataset):
@@ -35,9 +33,9 @@ class TokenDataset(Dataset):
     read from memory-mapped files: one document for a conversation or a piece of text, chosen and
     rejected for a pair.
 
-    shards: all with as many documents a sample. index: the samples and their order, numbers in the
-    shards laid end to end (None: all). num_tokens and num_trained_tokens count inputs, and labels
-    that are not IGNORE_INDEX.
+    shards: all with equally many documents a sample. index: the samples and their order, as numbers
+    in the shards laid end to end (None: all). num_tokens and num_trained_tokens count inputs, and
+    labels that are not IGNORE_INDEX.
     """
 
     def __init__(self, shards: list[Shard], index: np.ndarray | None = None):
@@ -61,8 +59,13 @@ class TokenDataset(Dataset):
         return shard, int(row - self._starts[shard])
 
     @property
+    def shard_numbers(self) -> np.ndarray:
+        """int64 [samples]: number of each sample's shard."""
+        return np.searchsorted(self._starts, self.index, side="right") - 1
+
+    @property
     def document_lengths(self) -> np.ndarray:
-        """int64 [samples, documents of a sample]: their inputs, without reading a sample."""
+        """int64 [samples, documents of a sample]: numbers of inputs, without reading a sample."""
         return np.concatenate([shard.document_lengths for shard in self.shards])[self.index]
 
     @property
@@ -76,20 +79,22 @@ class TokenDataset(Dataset):
 
     @property
     def costs(self) -> np.ndarray | None:
-        """Tokens of each pair, by which BatchPlan deals those of a step to the ranks; None for
-        samples of one document, which are dealt in their order."""
-        return self.lengths.astype(np.float64) if self.documents_per_sample > 1 else None
+        """Tokens of each pair, for BatchPlan to balance the ranks of a step; None for samples of
+        one document, dealt in their order."""
+        if self.documents_per_sample == 1:
+            return None
+        return self.lengths.astype(np.float64)
 
     @property
     def fingerprint(self) -> str:
-        """Names the tokens of the samples and their order, with the code that made them: what is
-        computed from them may be kept under it."""
+        """Name of the tokens of the samples, their order and the code of tokenising: a key for
+        results computed from them."""
         return self._digest([shard.folder.name for shard in self.shards])
 
     @property
     def identity(self) -> str:
-        """Names the samples by their files, keys and tokenizer, and their order: a run that goes on
-        must have the same, and may have newer code."""
+        """Name of the samples by their files, keys, tokenizer and order. A resumed run must have
+        the same, and may have newer code."""
         return self._digest([shard.identity for shard in self.shards])
 
     def _digest(self, names: list[str]) -> str:
@@ -125,15 +130,15 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): the samples as mix_strategy and mix_weights have them."""
+    """(dataset, lines for the report): the samples by mix_strategy and mix_weights."""
     strategy = data_args.mix_strategy
     weights = data_args.mix_weights
     if strategy == "concat" and not weights:
         return dataset, []
-    shard_of = np.searchsorted(dataset._starts, dataset.index, side="right") - 1
+    shard_of = dataset.shard_numbers
     shards = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
-    for number, own in enumerate(shards, 1):
-        if not len(own):
+    for number, rows_of_shard in enumerate(shards, 1):
+        if not len(rows_of_shard):
             reason = f"it leaves no sample of dataset {number} of {len(shards)} to mix"
             refuse("val_size", None, reason, "a lower val_size")
     if strategy == "concat":
@@ -141,12 +146,12 @@ def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list
         name = "mix"
     else:
         turns = Turns(len(shards), strategy, weights, seed)
-        rows = _in_turns(shards, turns)
+        rows = np.array(_in_turns(shards, turns))
         name = f"mix: {strategy}"
     counts = np.bincount(shard_of[rows], minlength=len(shards)).tolist()
     lines = [
-        f"{name}: {count:,} samples an epoch from the {len(own):,} of dataset {number}"
-        for number, (count, own) in enumerate(zip(counts, shards, strict=True), 1)
+        f"{name}: {counts[n]:,} samples an epoch from the {len(shards[n]):,} of dataset {n + 1}"
+        for n in range(len(shards))
     ]
     return dataset.subset(rows), lines
 
@@ -154,9 +159,8 @@ def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list
 def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.ndarray:
     """As many rows as the shards have, in the proportions of the weights.
 
-    A shard that is too small repeats, one that is too large is subsampled (the same choice in every
-    epoch). The shards are spread evenly over the result, so that the proportions hold without
-    shuffling too.
+    A shard too small for its share repeats, one too large is subsampled (the same choice in every
+    epoch). The shards are spread evenly over the result: the proportions hold without shuffling.
     """
     size = sum(map(len, shards))
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * size
@@ -165,48 +169,49 @@ def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.
     counts[largest_remainders] += 1
     rows = []
     places = []
-    for number, (own, count) in enumerate(zip(shards, counts.tolist(), strict=True)):
-        repeats, rest = divmod(count, len(own))
-        extra = np.sort(np.random.default_rng([seed, number]).permutation(len(own))[:rest])
-        rows += [np.tile(own, repeats), own[extra]]
+    for number, (shard, count) in enumerate(zip(shards, counts.tolist(), strict=True)):
+        repeats, rest = divmod(count, len(shard))
+        extra = np.sort(np.random.default_rng([seed, number]).permutation(len(shard))[:rest])
+        rows += [np.tile(shard, repeats), shard[extra]]
         places.append((np.arange(count) + 0.5) / max(count, 1))
     return np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
-    """The rows of the shards in turns, each shard's in their order, and from the beginning again
-    where the strategy repeats them."""
+    """The rows of the shards in turns. Each shard is read in its order, and again if the strategy
+    repeats it."""
     counts = [0] * len(shards)
     rows = []
     for number in turns:
-        own = shards[number]
-        rows.append(own[counts[number] % len(own)])
+        shard = shards[number]
+        rows.append(shard[counts[number] % len(shard)])
         counts[number] += 1
-        if counts[number] >= len(own):
+        if counts[number] >= len(shard):
             turns.exhausted.add(number)
     return rows
 
 
-# -- what is said of them --------------------------------------------------------------------------
+# -- the report
 
 
 def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, whether each carries loss) of a document that is shifted, both [n + 1]; [n] where
-    nothing predicts the last token: then the document does not hold it."""
+    """(tokens, True for each with loss) of a shifted document, both [n + 1]; [n] if the last label
+    is IGNORE_INDEX: the document lacks that token."""
     tokens = np.append(document["input_ids"], document["labels"][-1:])
     trained = np.append(False, document["labels"] != IGNORE_INDEX)
-    return (tokens, trained) if trained[-1] else (tokens[:-1], trained[:-1])
+    count = len(tokens) - int(not trained[-1])
+    return tokens[:count], trained[:count]
 
 
 def marked_runs(tokens: np.ndarray, trained: np.ndarray, tokenizer) -> list[tuple[str, bool]]:
-    """(text, whether it carries loss) of each run of tokens that all do, or do not."""
+    """(text, True if it has loss) of each run of tokens with loss, or without."""
     borders = np.flatnonzero(np.diff(trained)) + 1
     runs = zip(np.split(tokens, borders), np.split(trained, borders), strict=True)
     return [(tokenizer.decode(ids.tolist()), bool(mask[0])) for ids, mask in runs if len(ids)]
 
 
 def show_document(document: dict, tokenizer) -> str:
-    """The document decoded, with «» round what carries loss; long ones are cut in the middle."""
+    """The document decoded, with «» around text with loss, and long text cut in the middle."""
     text = ""
     for piece, is_trained in marked_runs(*tokens_of(document), tokenizer):
         text += f"«{piece}»" if is_trained else piece
@@ -218,12 +223,12 @@ def show_document(document: dict, tokenizer) -> str:
 def _describe(
     spec: DatasetSpec, shard: Shard, first: list[dict] | None, objective: Objective, tokenizer
 ) -> list[str]:
-    """Lines for the report. first: the first sample, None where there is none."""
-    meta = shard.meta
+    """Lines for the report. first: the first sample, None without one."""
+    formats = shard.meta["formats"]
     tally = shard.tally
     lengths = shard.document_lengths.sum(axis=1)
     # The cache knows a file by its content: it may have had another name when it was written.
-    names = dict(zip(meta["sources"], spec.files, strict=True))
+    names = dict(zip(shard.meta["sources"], spec.files, strict=True))
 
     def renamed(line: str) -> str:
         file = next((file for file in names if line.startswith(f"{file}:")), "")
@@ -231,81 +236,84 @@ def _describe(
 
     lines = []
     for source, file in names.items():
-        form = meta["formats"].get(source, "not read")
-        if objective.has_pairs and source in meta["formats"]:
+        form = formats.get(source, "not read")
+        if objective.has_pairs and source in formats:
             form += "-chosen-rejected"
         lines.append(f"{file}: {form} records")
-    line = f"{spec.name}: {tally.records:,} records -> {len(lengths):,} {objective.unit}s, "
+    line = f"{tally.records:,} records -> {len(lengths):,} {objective.unit}s, "
     line += f"{lengths.sum():,} tokens"
     if first is not None:
         share = 100 * shard.learned.sum() / max(lengths.sum(), 1)
         line += f" ({share:.1f} % trained), longest {lengths.max():,}"
-    lines += [line, *(f"  note: {note}" for note in spec.notes)]
-    counts = list(tally.counts.values())
-    bad = [count for count in counts if count.kind == BAD]
-    lines += [
-        f"  warning: {count}, the first at {renamed(count.place)}"
-        for count in counts
-        if count.kind != BAD
-    ]
+    lines += [f"{spec.name}: {line}", *_notes(spec)]
+    bad = []
+    for count in tally.counts.values():
+        if count.kind == BAD:
+            bad.append(f"    {count.number:,}: {count.text}")
+        else:
+            lines.append(f"  warning: {count}, the first at {renamed(count.place)}")
     if bad:
-        lines.append(f"  warning: {tally.number(BAD):,} {UNUSABLE}")
-        lines += [f"    {count.number:,}: {count.text}" for count in bad]
-        lines.append("  the first of them:")
+        lines += [f"  warning: {tally.number(BAD):,} {UNUSABLE}", *bad, "  the first of them:"]
         lines += [f"    {renamed(line)}" for line in tally.first_bad]
     return lines + _show(first, tokenizer)
 
 
 def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
-    """Lines for the report, for which only the first records are read."""
+    """Lines for the report, from the first records."""
     records = itertools.islice(reader.records(), CHUNK_RECORDS)
     samples, _ = encoder.encode([record for record, _ in records])
     spec = reader.spec
-    first = next(iter(reader.spec.files))
+    first = next(iter(spec.files))
     size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
     lines = [
         f"{first}: {reader.formats.get(first, 'not read')} records",
         f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read",
-        *(f"  note: {note}" for note in spec.notes),
+        *_notes(spec),
     ]
-    is_whole = (".json", ".csv", ".json.gz", ".csv.gz")
-    if whole := [file for file, kind in spec.files.items() if kind in is_whole]:
+    whole = [file for file, kind in spec.files.items() if kind.startswith((".json", ".csv"))]
+    whole = [file for file in whole if not spec.files[file].startswith(".jsonl")]
+    if whole:
         note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
         lines.append(f"  note: {note}")
     sample = [shifted(*document) for document in samples[0]] if samples else None
     return lines + _show(sample, encoder.tokenizer)
 
 
+def _notes(spec: DatasetSpec) -> list[str]:
+    return [f"  note: {note}" for note in spec.notes]
+
+
 def _show(sample: list[dict] | None, tokenizer) -> list[str]:
     """Lines with the text of each document."""
-    parts = SIDES if sample and len(sample) > 1 else ("sample",)
+    documents = sample or []
+    parts = SIDES if len(documents) > 1 else ("sample",)
     return [
         f"  first {part}, trained tokens in «»: {show_document(document, tokenizer)}"
-        for part, document in zip(parts, sample or (), strict=False)
+        for part, document in zip(parts, documents, strict=False)
     ]
 
 
-# -- the front door ------------------------------------------------------------------------------
+# -- all of a run
 
 
 @dataclass
 class DatasetBundle:
-    """What load_datasets returns. report: lines to print on one rank."""
+    """Datasets of a run, from load_datasets. report: lines to print on one rank."""
 
     train: TokenDataset | Packs | TokenStream | None
-    # a dict: of each name
+    # a dict: by name
     eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
     report: list[str]
 
 
 def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
-    """The datasets of a run, tokenised or from the cache, with the lines that describe them.
+    """The datasets of a run, tokenised or from the cache, with lines for the report.
 
-    data_args: DataArguments. stage: a name in OBJECTIVES, whose records say what a sample is.
-    tokenizer: gets the chat template of the keys, with which it is exported. Every rank may call
-    it: one process of those that share cache_dir writes, the others wait; nothing collective
-    happens. The split of val_size and the mixing depend on the seed and the files alone.
-    Raises: ConfigError for keys, ValueError with file and line for input that cannot be used.
+    data_args: DataArguments. stage: a name in OBJECTIVES, which determines samples. tokenizer:
+    gets the chat template of the keys, in place, to be exported with it. No collectives: of the
+    processes that share cache_dir one writes, the others wait. The split of val_size and the mixing
+    depend on the seed and the files alone.
+    Raises: ConfigError for keys, ValueError with file and line for unusable input.
     """
     world.end_second_run()
     objective = objective_of(stage)

@@ -378,9 +378,9 @@ class ChatRenderer:
             spans = spans or self._answer_spans(text, messages, tools, trained, style)
         if not spans:
             raise ValueError(
-                f"{where}: cannot tell which part of the rendered conversation the assistant says; "
-                f"{self._difference(text, messages, tools)}; put {{% generation %}} and "
-                "{% endgeneration %} round it in the chat template, or set train_on_prompt: true"
+                f"{where}: cannot tell which part of the rendered conversation the assistant says: "
+                "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
+                "it there, or set train_on_prompt: true"
             )
         return Rendered(text, spans)
 
@@ -523,22 +523,6 @@ class ChatRenderer:
             if before.startswith(prompt + style.lead):
                 return prompt + style.lead
         return None
-
-    def _difference(self, text: str, messages, tools) -> str:
-        """The first place at which a prompt and the whole conversation differ, in words."""
-        for number in _answers(messages):
-            here = f"message {number + 1}"
-            try:
-                before = self._render(messages[:number], tools, prompt=True)
-            except TemplateError as error:
-                return f"{here}: the template refuses the messages before it: {error}"
-            at = len(os.path.commonprefix([before, text]))
-            if at < len(before):
-                return (
-                    f"{here}: the prompt before it and the whole conversation differ from "
-                    f"character {at} on: {before[at : at + 60]!r} and {text[at : at + 60]!r}"
-                )
-        return "the template changes what it says"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Where the records of a dataset come from: files, folders, dataset_info.json, and the readers of
-each kind of file.
+"""The files of a dataset: paths, folders, dataset_info.json, the hub, and the readers of each kind
+of file.
 
-A place in the user's data is "file:line" throughout (parquet: file:row), so that every error can
-name it.
+A place in the user's data is "file:line" throughout (parquet: file:row), for errors.
 """
 
 import contextlib
@@ -35,13 +34,13 @@ from .tables import Objective
 _COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_AS_A_WHOLE = " as a whole"  # ends the kind of a text file that is one document
+_AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
 _TOO_DEEP = "it is nested too deep"
 _MOST_LEVELS = 256  # Python's recursion ends at 1000; templates and pickles take several a level
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
-# What dataset_info.json of LLaMA-Factory may hold
+# keys of LLaMA-Factory's dataset_info.json
 _HUB_KEYS = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
 _KEYS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "ranking")
@@ -61,12 +60,12 @@ TAGS = {
 
 @dataclass
 class DatasetSpec:
-    """One dataset: its files, and how dataset_info.json declares it (None, {}: found by the first
-    record).
+    """One dataset: its files, and its declaration in dataset_info.json (None, {}: detected by the
+    first record).
 
-    files: each with its kind, which says how it is read. formatting: the name of a record format.
-    columns: our name of a column -> the file's. tags: names within messages. num_samples: only the
-    first so many records. notes: lines for the report.
+    files: path -> kind, which selects the reader. formatting: the name of a record format. columns:
+    name of a column in dataset_info.json -> in the files. tags: names within messages. num_samples:
+    only the first so many records. notes: lines for the report.
     """
 
     name: str
@@ -78,15 +77,15 @@ class DatasetSpec:
     notes: list[str] = field(default_factory=list)
 
 
-# -- which files ---------------------------------------------------------------------------------
+# -- which files
 
 
 def resolve(entries: list[str], data_args, objective: Objective) -> list[DatasetSpec]:
     """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
-    (as given, or in dataset_dir), else a dataset of the Hugging Face hub, whose files are taken
-    from its cache where they are there.
+    (as given, or in dataset_dir), else a dataset of the Hugging Face hub, from its cache if it is
+    there.
 
-    Raises: ValueError for an entry that is none of these, or a declaration that cannot be honoured.
+    Raises: ValueError for an entry of no such kind, or a declaration that cannot be honoured.
     """
     folder = Path(data_args.dataset_dir)
     info_file = folder / "dataset_info.json"
@@ -109,22 +108,27 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
                 + _did_you_mean(entry, info, "; ")
             )
         spec.files = {file: kind_of(file) for file in files}
+        _sample_texts(spec, data_args.sample_by)
         specs.append(spec)
-        if texts := [file for file in files if spec.files[file].startswith(".txt")]:
-            by = data_args.sample_by
-            what = "each line"
-            if by == "document":
-                what = "the whole file"
-                spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
-            spec.notes.append(f"of a .txt file {what} is a document (sample_by: {by})")
-        elif data_args.sample_by != "line":
-            spec.notes.append("sample_by: no effect, since it has no .txt file")
     return specs
+
+
+def _sample_texts(spec: DatasetSpec, sample_by: str) -> None:
+    """Make documents of the lines or files of .txt, in place."""
+    texts = [file for file, kind in spec.files.items() if kind.startswith(".txt")]
+    what = "each line"
+    if sample_by == "document":
+        what = "the whole file"
+        spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
+    if texts:
+        spec.notes.append(f"of a .txt file {what} is a document (sample_by: {sample_by})")
+    elif sample_by != "line":
+        spec.notes.append("sample_by: no effect, since it has no .txt file")
 
 
 def _did_you_mean(given: str, known, before: str) -> str:
     near = difflib.get_close_matches(given, known, n=1)
-    return f"{before}did you mean {near[0]!r}?" if near else ""
+    return "".join(f"{before}did you mean {name!r}?" for name in near)
 
 
 def _files_of(path: Path) -> list[str]:
@@ -142,15 +146,17 @@ def _files_of(path: Path) -> list[str]:
 
 
 def kind_of(file: str | Path) -> str:
-    """The suffix that says how a file is read: one of SUFFIXES, where it can be."""
+    """The suffix that selects the reader: one of SUFFIXES for a readable file."""
     path = Path(file)
-    return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
+    if path.suffix == ".gz":
+        return Path(path.stem).suffix + path.suffix
+    return path.suffix
 
 
 def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
     """The files of a dataset of the Hugging Face hub, through its cache: those below `folder` or
-    `subset` whose path names `split`, as dataset_info.json has them. Where no split is given, it is
-    train, or all files where none names it."""
+    `subset` with `split` in their path, by the keys of dataset_info.json. The default split is
+    train, or all files if no path has it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -169,17 +175,17 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
         if kind_of(path) in SUFFIXES and not path.name.startswith("dataset_info")
     }
     for key in ("folder", "subset"):
-        if wanted := entry.get(key):
-            start = f"{Path(folder) / wanted}/"
-            files = {file: words for file, words in files.items() if file.startswith(start)}
+        start = f"{Path(folder, entry.get(key) or '')}/"
+        files = {file: words for file, words in files.items() if file.startswith(start)}
     chosen = [file for file, words in files.items() if entry.get("split", "train") in words]
     if not chosen and "split" not in entry:
         chosen = list(files)
     if not chosen:
-        asked = {key: entry[key] for key in _UNUSED_KEYS if key in entry}
+        selection = {key: entry[key] for key in _UNUSED_KEYS if key in entry}
         names = ", ".join(path.relative_to(folder).as_posix() for path in paths if path.is_file())
         raise ValueError(
-            f"{here}: {repository} has no {', '.join(SUFFIXES)} file for {asked}; it has {names}"
+            f"{here}: {repository} has no {', '.join(SUFFIXES)} file for {selection}; "
+            f"it has {names}"
         )
     return chosen
 
@@ -230,17 +236,19 @@ def _declared(
 
 
 def _check_entry(entry: dict, columns: dict, tags: dict, objective: Objective, here: str) -> None:
-    """ValueError for what of a declaration cannot be honoured."""
-    has_pairs = objective.has_pairs
+    """ValueError for a declaration that cannot be honoured."""
     stage = objective.stage
-    num_samples = entry.get("num_samples")
-    if entry.get("ranking") and not has_pairs:
+    usable = _TEXT_COLUMNS
+    if objective.has_pairs:
+        usable += SIDES
+    elif entry.get("ranking"):
         raise ValueError(
             f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
         )
     for key in ("file_name", "hf_hub_url", *_UNUSED_KEYS):
         if not isinstance(entry.get(key, ""), str):
             raise ValueError(f"{here}: {key}: expected a path or a name, got {entry[key]!r:.80}")
+    num_samples = entry.get("num_samples")
     if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
         raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
     for kind, given, known in (
@@ -248,33 +256,30 @@ def _check_entry(entry: dict, columns: dict, tags: dict, objective: Objective, h
         ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
         ("tag", tags, tuple(TAGS)),
     ):
-        for key in given:
-            if key not in known:
-                raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
-    usable = _TEXT_COLUMNS + SIDES if has_pairs else _TEXT_COLUMNS
+        for key in given.keys() - set(known):
+            raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
     if other := [column for column in columns if column not in usable]:
         raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
-    if entry.get("formatting") not in (None, *_FORMATTINGS):
-        got = repr(entry["formatting"])
-        raise ValueError(f"{here}: formatting {got}: expected alpaca, sharegpt or openai")
+    formatting = entry.get("formatting")
+    if formatting not in (None, *_FORMATTINGS):
+        expected = "expected alpaca, sharegpt or openai"
+        raise ValueError(f"{here}: formatting {formatting!r}: {expected}")
 
 
 def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
-    """The columns or tags of a declaration, {} where there are none or null."""
-    names = entry.get(key)
-    if names is None:
-        return {}
+    """The columns or tags of a declaration, {} for none or null."""
+    names = {} if entry.get(key) is None else entry[key]
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{here}: {key}: expected an object of names, got {names!r:.80}")
     return names
 
 
-# -- readers -------------------------------------------------------------------------------------
+# -- readers
 
 
 @dataclass
 class Cursor:
-    """How far a file was read: lines, or records of files that are not read by lines, and bytes."""
+    """Number of lines read of a file (or of records if it is no file of lines) and of bytes."""
 
     number: int = 0
     offset: int = 0
@@ -283,15 +288,13 @@ class Cursor:
 def read_records(
     file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) in the file's order. A .txt file has one document a line, where blank
-    lines are no records, or is one. A .csv file has the columns of its first line.
+    """Yield (place, record) in the file's order. A .txt file has one document a line, without blank
+    lines, or is one. A .csv file has the columns of its first line.
 
-    kind: as DatasetSpec.files has it (None: that of the file's name). skip: a record of .jsonl or
-    .txt that cannot be read is yielded as its ValueError. cursor: begin there; with each record it
-    moves behind it. Lines are found again by their bytes; records of other files are read, and left
-    out.
-    Raises: ValueError with the place for what is not UTF-8 or not JSON; for parquet without
-    pyarrow.
+    kind: of DatasetSpec.files (None: by the file's name). skip: an unreadable record of .jsonl or
+    .txt is yielded as its ValueError. cursor: begin there; it moves with each record. Files of
+    lines are sought by bytes, records of other files read again.
+    Raises: ValueError with the place for invalid UTF-8 or JSON; for parquet without pyarrow.
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
@@ -313,13 +316,14 @@ def _read_lines(
 ) -> Iterator[tuple[str, object]]:
     is_text = kind.startswith(".txt")
     is_whole = kind.endswith(_AS_A_WHOLE)
+    lines = raw  # bytes: text mode would break lines at "\r" too
     if is_whole:
         lines = [raw.read()][cursor.number :]
     else:
         raw.seek(cursor.offset)
-        lines = raw  # bytes: text mode would break lines at "\r" too
     for line in lines:
-        cursor.number, cursor.offset = cursor.number + 1, cursor.offset + len(line)
+        cursor.number += 1
+        cursor.offset += len(line)
         where = f"{file}:{cursor.number}"
         try:
             text = _decode(line, where).strip()
@@ -348,32 +352,28 @@ def _read_csv(file: str, raw) -> Iterator[tuple[str, object]]:
         raise ValueError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
 
 
-def _check_text(record, where: str):
-    """The record. Raises: ValueError with the place where it holds what no UTF-8 text can: half of
-    a pair of surrogates."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        bad = ascii(error.object[error.start])
-        raise ValueError(
-            f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair or "
-            "remove it"
-        ) from None
-    return record
-
-
-def _check_depth(value, text: str, start: int, end: int, where: str) -> None:
-    """ValueError with the place for a value of text[start:end] of more than _MOST_LEVELS levels."""
-    if text.count("[", start, end) + text.count("{", start, end) <= _MOST_LEVELS:
-        return
+def _check_value(value, text: str, where: str):
+    """The value of a JSON text. Raises: ValueError with the place for half of a surrogate pair, and
+    for more than _MOST_LEVELS levels."""
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            bad = ascii(error.object[error.start])
+            raise ValueError(
+                f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair "
+                "or remove it"
+            ) from None
     level = [value]
     levels = 0
-    while level:
+    has_depth = text.count("[") + text.count("{") > _MOST_LEVELS
+    while level and has_depth:
         levels += 1
         boxes = [box.values() if isinstance(box, dict) else box for box in level]
         level = [inner for box in boxes for inner in box if isinstance(inner, (dict, list))]
     if levels > _MOST_LEVELS:
         raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected at most {_MOST_LEVELS}")
+    return value
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -395,18 +395,16 @@ def parse_json(text: str, where: str):
         raise ValueError(f"{where}: expected one JSON value: {_TOO_DEEP}") from None
     except ValueError as error:  # a number of more digits than Python reads
         raise ValueError(f"{where}: {error}") from None
-    _check_depth(value, text, 0, len(text), where)
-    return _check_text(value, where) if _SURROGATE.search(text) else value
+    return _check_value(value, text, where)
 
 
 def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
-    """A list of records, or objects one after another. Elements are decoded one by one to know
-    their lines."""
+    """Yield a list of records, or objects one after another, decoded one by one with their
+    lines."""
     text = _decode(raw.read(), file)
     invalid = "not valid JSON:"
     decoder = json.JSONDecoder()
     space = re.compile(r"\s*")
-    may_be_no_text = _SURROGATE.search(text) is not None
     at = space.match(text).end()
     is_list = text.startswith("[", at)
     at = space.match(text, at + is_list).end()
@@ -424,12 +422,13 @@ def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
             raise ValueError(f"{where}: {invalid} {_TOO_DEEP}") from None
         except ValueError as error:  # a number of more digits than Python reads
             raise ValueError(f"{where}: {error}") from None
-        _check_depth(record, text, counted, at, where)
-        yield where, _check_text(record, where) if may_be_no_text else record
+        yield where, _check_value(record, text[counted:at], where)
         at = space.match(text, at).end()
         if is_list and text[at : at + 1] not in (",", "]"):
             line += text.count("\n", counted, at)
-            got = repr(text[at : at + 20]) if at < len(text) else "the end of the file"
+            got = repr(text[at : at + 20])
+            if at == len(text):
+                got = "the end of the file"
             reason = f"expected ',' or ']' after a record, got {got}"
             raise ValueError(f"{file}:{line}: {invalid} {reason}")
         if is_list and text[at] == ",":
@@ -444,7 +443,7 @@ def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
 def _read_parquet(file: str, raw) -> Iterator[tuple[str, object]]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
-    import pyarrow.parquet  # an extra: only who reads parquet needs it
+    import pyarrow.parquet  # an extra, for parquet alone
 
     row = 0
     try:
