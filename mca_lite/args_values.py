@@ -202,6 +202,8 @@ def _cast_bool(value: Any) -> bool:
 
 
 def _cast_int(value: Any) -> int:
+    if re.fullmatch(r"\s*[-+]?\d+\s*", str(value)):
+        return int(value)  # exact: a float has 53 bits
     try:
         number = _cast_float(value)
     except ValueError:

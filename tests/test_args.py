@@ -846,3 +846,11 @@ def test_a_key_twice_under_both_of_its_names_is_one_problem(base, tmp_path):
 
 def test_one_of_a_thing_is_said_so():
     assert [show_count(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+def test_a_whole_number_beyond_those_of_a_float_is_kept():
+    assert cast("9007199254740993", int) == cast(9007199254740993, int) == 2**53 + 1
+    assert cast("1e3", int) == 1000
+    for value in (True, "1.5", "nan"):
+        with pytest.raises(ValueError, match="a whole number"):
+            cast(value, int)
