@@ -490,6 +490,7 @@ def normalise_schedule(a: Any) -> None:
     fixed = _fixed_kwargs(a)
     given = a.lr_scheduler_kwargs
     values: dict[str, Any] = {}
+    types = {key: type(value) for key, value in fixed.items()} | SCHEDULE_KWARGS
     for name, value in given.items():
         key = OTHER_SPELLINGS.get(name, name)
         ends_with_run = name == "lr_decay_steps" and a.lr_scheduler_type == STABLE
@@ -497,7 +498,7 @@ def normalise_schedule(a: Any) -> None:
             key = name
         if value == "1-sqrt":  # Hugging Face's name
             value = "minus_sqrt"
-        value = _cast_or_keep(value, SCHEDULE_KWARGS.get(key, type(fixed.get(key, value))))
+        value = _cast_or_keep(value, types.get(key, Any))
         is_unset = value is None and key in SCHEDULE_KWARGS
         is_fixed = key in fixed and value == fixed[key]
         if not is_unset and not is_fixed:

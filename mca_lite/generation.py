@@ -182,7 +182,8 @@ def check_generation_config(folder: Path) -> None:
         parts = [value]
         if key == "eos_token_id" and isinstance(value, list):
             parts = value
-        if not all(isinstance(part, (*types, type(None))) for part in parts):
+        fits = all(isinstance(part, (*types, type(None))) for part in parts)
+        if not fits or (key == "max_new_tokens" and value is not None and value < 1):
             raise ValueError(f"{path}: {key} cannot be {value!r:.40}: correct it, or leave it out")
 
 

@@ -136,7 +136,7 @@ def test_adapters_alone_are_no_model(base, tmp_path):
     world.run(train_from_adapter, 1, path, str(tmp_path / "run"), adapter, **{**SAVE, "steps": 2})
     checkpoint = tmp_path / "run" / "checkpoint-2"
     code, _, error = convert(checkpoint, tmp_path / "out")
-    assert code == 2 and "--merge" in error and "adapters, without the model" in error, error
+    assert code == 2 and "--merge" in error and "a checkpoint of adapters" in error, error
     for folder in (checkpoint, adapter):
         with pytest.raises(ConfigError, match=f"adapter_name_or_path: {folder}"):
             parse_args([f"model_name_or_path={folder}", "dataset=x.jsonl", "output_dir=out"])
