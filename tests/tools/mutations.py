@@ -96,8 +96,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a process that was suspended has waited",
-        "min(now - self._looked, 2 * self.poll_s), now",
-        "now - self._looked, now",
+        "elapsed = min(now - self._looked, 2 * self.poll_s)",
+        "elapsed = now - self._looked",
         "test_watchdog.py::test_micro_batches_are_progress_and_a_suspended_process_has_not_waited",
     ),
     (
