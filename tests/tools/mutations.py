@@ -139,13 +139,13 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "of many answers the second is asked for",
-        "trained[gaps[-1] + 1]",
-        "trained[gaps[0] + 1]",
+        "np.flatnonzero(np.diff(trained) > 1) + 1)[-1]",
+        "np.flatnonzero(np.diff(trained) > 1) + 1)[:2][-1]",
         "test_trainer_generate.py::test_the_last_answer_is_asked_for",
     ),
     (
         "adapters on some experts of a layer pass",
-        "if meant and meant != modules:",
+        "if others and others != modules:",
         "if False:",
         "test_lora_errors.py::test_adapters_on_some_experts_of_a_layer_are_refused",
     ),
