@@ -85,11 +85,9 @@ class Numbers:
     def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
         self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
 
-    def read(self) -> tuple[float | None, list[float]]:
-        """(the mean of the first metric, None without a count; [tokens, sum of squared document
-        lengths, positions]). Waits for the device."""
-        total, count, *rest = self.vector.tolist()
-        return total / count if count else None, rest[-_COUNTS:]
+    def counts(self) -> list[float]:
+        """[tokens, sum of squared document lengths, positions]. Waits for the device."""
+        return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
         """Metric -> sum / count, `uncounted` for a count of 0. Waits for the device."""
@@ -191,11 +189,11 @@ class StepEvents:
             self._act()
 
     def agree(self) -> list[int]:
-        """[a signal, 1 while a checkpoint is being written, 1 for a loss spike] over all ranks; a
-        flag raised on any rank is raised on all."""
+        """[a signal, 1 while a checkpoint is being written] over all ranks; a flag raised on any
+        rank is raised on all."""
         trainer = self.trainer
         control = trainer.control
-        of_rank = [trainer.signals.received, trainer.checkpoints.is_writing, trainer.guard.is_spike]
+        of_rank = [trainer.signals.received, trainer.checkpoints.is_writing]
         flags = [getattr(control, name) for name in FLAGS]
         largest = parallel.largest(*map(int, of_rank + flags))
         for name, raised in zip(FLAGS, largest[len(of_rank) :], strict=True):
@@ -215,20 +213,18 @@ class StepEvents:
         """Follow the flags and signals of any rank -> the flags raised."""
         trainer = self.trainer
         done = []
-        signal, is_writing, is_spike = self._agree_on_epoch()
+        signal, is_writing = self._agree_on_epoch()
         for flag, action in self.ACTIONS.items():
             if getattr(trainer.control, flag):
                 setattr(trainer.control, flag, False)
                 done.append(flag)
                 getattr(self, action)()
-                signal, is_writing, is_spike = self._agree_on_epoch()
-        if is_spike:
-            trainer.guard.name_spike()
+                signal, is_writing = self._agree_on_epoch()
         if "should_evaluate" in done or "should_save" in done:
             collect_garbage()
         if trainer.checkpoints.is_busy and (signal or not is_writing):
             trainer.checkpoints.finish()
-            signal, *_ = self._agree_on_epoch()
+            signal, _ = self._agree_on_epoch()
         if signal:
             self._interrupt(signal)
         return done

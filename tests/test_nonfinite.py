@@ -10,7 +10,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from tests.shared import dpo_tools, tiny, tiny_moe, world
 from tests.shared.commands import ROOT, SHORT
@@ -169,11 +168,6 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
     assert len(read_log(tmp_path)) == step - 1
     assert f"checkpoint-{step - 1}" in error and is_whole(tmp_path / f"checkpoint-{step - 1}")
     assert not list(tmp_path.glob(".checkpoint*")), "one that was being written is finished"
-    [path] = tmp_path.glob(f"nonfinite-step-{step}-rank-*.pt")
-    assert str(path) in error
-    record = torch.load(path, weights_only=True)
-    [batch] = record["micro_batches"]
-    assert batch["samples"] == samples and BAD_TOKEN in batch["batch"]["input_ids"]
 
 
 PAIRS = 17  # three whole steps and more
@@ -221,18 +215,13 @@ def test_a_pair_whose_loss_is_not_finite_is_named(
     assert pair in of_step  # replicas share them by what they cost
     assert is_whole(tmp_path / "checkpoint-2") and is_whole(tmp_path / "checkpoint-1")
     assert "checkpoint-2, from which no good step was made" in error
-    [path] = tmp_path.glob("nonfinite-step-3-rank-*.pt")
-    [batch] = torch.load(path, weights_only=True)["micro_batches"]
-    chosen = dpo_tools.Pairs(PAIRS).pairs[pair]["chosen"]["input_ids"]
-    assert batch["samples"] == [pair]
-    assert batch["batch"]["input_ids"][0, : len(chosen)].equal(chosen)
 
 
 @pytest.mark.parametrize("ranks, backend, keys", [(2, MEGATRON, PP2), (1, TORCH, {})])
 def test_a_gradient_that_is_not_finite_is_named_where_the_backward_pass_met_it(
     model_path, tmp_path, ranks, backend, keys
 ):
-    step, _, samples = place_of_the_bad_sample(1)
+    step, _, _ = place_of_the_bad_sample(1)
     results = world.run(train, ranks, model_path, str(tmp_path), backend, "gradient", **keys)
     head = "lm_head.weight" if backend == TORCH else "output_layer.weight"
     for result in results:
@@ -240,9 +229,6 @@ def test_a_gradient_that_is_not_finite_is_named_where_the_backward_pass_met_it(
             f"step {step}: the gradient norm is nan, and the losses are finite" in result["error"]
         )
         assert f"the gradient of {head}" in result["error"] and result["finite"]
-    [path] = tmp_path.glob(f"nonfinite-step-{step}-rank-0.pt")
-    of_step = [batch["samples"] for batch in torch.load(path, weights_only=True)["micro_batches"]]
-    assert samples in of_step and len(of_step) == (3 if step == 3 else 4)
 
 
 def test_check_for_nan_in_loss_and_grad_can_be_switched_off(model_path, tmp_path):
@@ -307,80 +293,6 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_trained(
     assert f"before training: the weight {wanted} is not finite" in result["error"]
 
 
-# -- losses that are finite, and far from the others
-
-
-def spikes(path: str, out: str, backend: str, factor: float, **changes) -> str:
-    """What is printed of a run in which the loss of BAD_SAMPLE is `factor` times what it was, once
-    after 21 steps."""
-    from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.model import load_torch_model
-
-    class Trainer(McaTrainer):
-        is_bad = False
-
-        def _prepare_train_inputs(self, data_iterator):
-            batch = next(data_iterator)
-            has_bad = bool((batch["input_ids"] == BAD_TOKEN).any())
-            self.is_bad = has_bad and 21 <= self.state.global_step < 24
-            return super()._prepare_train_inputs(iter([batch]))
-
-        def _post_compute_loss(self, labels, losses):
-            return super()._post_compute_loss(labels, losses * factor if self.is_bad else losses)
-
-    keys = dict(KEYS, max_steps=24, save_strategy="no", logging_steps=24)
-    args = TrainingArguments(output_dir=out, **{**keys, **changes})
-    load = load_torch_model if backend == "torch" else lambda p: AutoModel.from_pretrained(p, args)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        Trainer(load(path), args, train_dataset=data()).train()
-    return printed.getvalue()
-
-
-@pytest.mark.parametrize("ranks, backend, keys", [(2, MEGATRON, PP2), (2, TORCH, {})])
-def test_a_loss_spike_is_a_warning_with_the_sample_numbers(
-    model_path, tmp_path, ranks, backend, keys
-):
-    import numpy as np
-
-    printed, _ = world.run(spikes, ranks, model_path, str(tmp_path), backend, 30.0, **keys)
-    order = np.random.default_rng([42, 7]).permutation(22).tolist()  # of the eighth epoch
-    at = order.index(BAD_SAMPLE)
-    first = at // 2 * 2
-    [line] = [line for line in printed.splitlines() if "spike" in line]
-    step = 21 + at // 8 + 1
-    assert (
-        line.startswith(f"warning: step {step}: loss ") and f"the {step - 1} steps before" in line
-    )
-    highest = line.split("highest of its micro-batches: ")[1].split("; ")[0]
-    assert highest.endswith(f"samples {order[first]}, {order[first + 1]}"), line
-    quiet, _ = world.run(spikes, ranks, model_path, str(tmp_path), backend, 1.0, **keys)
-    assert "spike" not in quiet
-
-
-def test_a_spike_is_far_above_what_losses_do():
-    from types import SimpleNamespace as Record
-
-    from mca_lite.trainer_nonfinite import FiniteGuard
-
-    def seen(losses: list[float | None]) -> list[int]:
-        args = Record(check_for_nan_in_loss_and_grad=True)
-        guard = FiniteGuard(Record(args=args, state=Record(global_step=0)))
-        found = []
-        for number, loss in enumerate(losses):
-            guard.note_loss(loss, [])
-            found += [number] if guard.is_spike else []
-        return found
-
-    noisy = [2.0 + 0.1 * (-1) ** n for n in range(30)]  # deviation 0.1: a spike is above 2.6
-    assert seen([*noisy, 2.55, 2.0]) == [] and seen([*noisy, 2.65, 2.0]) == [30]
-    assert seen([*noisy, math.nan, None, math.inf, 2.0]) == []
-    assert seen([5.0 * 0.97**n for n in range(200)]) == []
-    assert seen([2.0] * 19 + [9.0]) == [], "too few to know"
-    assert seen([2.0] * 20 + [2.11]) == [] and seen([2.0] * 20 + [2.13]) == [20], "6 % at least"
-    assert seen([2.0] * 20 + [9.0] + [2.0] * 60 + [9.0]) == [20, 81]
-
-
 def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
     from types import SimpleNamespace as Record
 
@@ -394,7 +306,7 @@ def test_samples_are_those_of_the_data_also_after_an_epoch_that_was_stopped():
     guard = FiniteGuard(trainer)
     guard.start_step([])
     assert plan.steps_per_epoch == 3 and guard.step == 3
-    assert [guard._samples(number) for number in (0, 1, 2)] == [*map(list, plan.step(1, 0)), []]
+    assert [guard.samples_of(number) for number in (0, 1, 2)] == [*map(list, plan.step(1, 0)), []]
 
 
 def test_samples_of_packs_are_those_of_the_data():
@@ -415,30 +327,7 @@ def test_samples_of_packs_are_those_of_the_data():
     )
     guard = FiniteGuard(trainer)
     guard.start_step([])
-    assert [guard._samples(number) for number in (0, 1)] == [[4, 0, 3], [2, 5, 1]]
-
-
-def test_a_spike_is_named_once():
-    from types import SimpleNamespace as Record
-
-    from mca_lite.callbacks import TrainerState
-    from mca_lite.data_batches import BatchPlan
-    from mca_lite.trainer_nonfinite import FiniteGuard
-
-    said: list[str] = []
-    trainer = Record(
-        args=Record(check_for_nan_in_loss_and_grad=False), state=TrainerState(global_step=20),
-        train_dataset=range(12), report=Record(print=said.append), backend=Record(dp_rank=0),
-        batch_plan=BatchPlan(12, 2, 2, 0, 1, seed=1),
-    )  # fmt: skip
-    guard = FiniteGuard(trainer)
-    guard.start_step([])
-    for loss in [2.0] * 20 + [9.0]:
-        guard.note_loss(loss, [{"loss": torch.tensor([2 * loss, 2])}])
-    assert guard.is_spike
-    guard.name_spike()
-    assert len(said) == 1 and "loss 9 is a spike: 2 +- 0 in the 20 steps" in said[0]
-    assert not guard.is_spike, "the end of an epoch asks for the same step again"
+    assert [guard.samples_of(number) for number in (0, 1)] == [[4, 0, 3], [2, 5, 1]]
 
 
 # -- through the command line, in this process
