@@ -1,14 +1,9 @@
-"""torch's profiler over some steps of a run: a trace of each rank, and a table by kind of kernel.
-
-Runs without profile_steps record nothing and are not slowed down.
-"""
+"""State and callbacks of a run: the best model, early stopping, signals, and the profiler."""
 
 import math
 import os
-import re
 import signal
 import threading
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,16 +15,6 @@ from .files import read_json, write_json
 # -- state and callbacks
 
 _COUNTS = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
-_STATE_TYPES = {  # of fields in a file; those set anew by each run are not checked
-    **dict.fromkeys(_COUNTS, (int,)),
-    "log_history": (list,),
-    "best_metric": (int, float, type(None)),
-    "best_global_step": (int, type(None)),
-    "best_model_checkpoint": (str, type(None)),
-    "data_position": (dict, type(None)),
-    "log_sums": (dict, type(None)),
-    "stateful_callbacks": (dict,),
-}
 
 
 @dataclass
@@ -38,13 +23,13 @@ class TrainerState:
     optimizer step."""
 
     global_step: int = 0
-    epoch: float = 0.0
+    epoch: int | float = 0.0
     max_steps: int = 0
-    num_train_epochs: float = 0.0
+    num_train_epochs: int | float = 0.0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    log_history: list[dict] = field(default_factory=list)
-    best_metric: float | None = None
+    log_history: list = field(default_factory=list)
+    best_metric: int | float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     left_out_steps: int = 0  # of epochs stopped early by a callback
@@ -96,9 +81,9 @@ class TrainerState:
         if "global_step" not in found:
             raise ValueError(f"{path}: expected a JSON object with global_step")
         for name, value in found.items():
-            if type(value) not in _STATE_TYPES.get(name, (type(value),)):
+            if not isinstance(value, cls.__annotations__[name]):
                 raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
-        if any(found.get(name, 0) < 0 for name in _COUNTS):
+        if min(found.get(name, 0) for name in _COUNTS) < 0:
             raise ValueError(f"{path}: expected counts of at least 0")
         if not all(isinstance(line, dict) for line in found.get("log_history", [])):
             raise ValueError(f"{path}: log_history is no list of objects")
@@ -199,27 +184,20 @@ class TrainerCallback:
         """After the last step, before the final export."""
 
 
-def _deciding_metric(args) -> str:
-    """The metric named by metric_for_best_model, the loss without it."""
-    return ranking_of(args.metric_for_best_model)[0]
-
-
 def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tuple[str, bool]:
     """(the deciding metric, with eval_ before it, True if it rises), of metric_for_best_model and
     greater_is_better. Without the latter, losses and perplexities fall, others rise."""
-    name = metric or "loss"
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    rises = greater_is_better
-    if rises is None:
-        rises = not name.endswith(("loss", "ppl", "perplexity"))
-    return name, rises
+    name = "eval_" + (metric or "loss").removeprefix("eval_")
+    if greater_is_better is None:
+        greater_is_better = not name.endswith(("loss", "ppl", "perplexity"))
+    return name, greater_is_better
 
 
 def _value_of(args, metrics: dict) -> float | None:
     """The deciding metric's value; None for an evaluation with another prefix than the loop's."""
     if not any(name.startswith("eval_") for name in metrics):
         return None
-    metric = _deciding_metric(args)
+    metric, _ = ranking_of(args.metric_for_best_model)
     if metric not in metrics:
         raise ValueError(
             f"the evaluation gave no {metric}, only {', '.join(sorted(metrics))}: set "
@@ -228,14 +206,12 @@ def _value_of(args, metrics: dict) -> float | None:
     return float(metrics[metric])
 
 
-def _is_better(args, value: float, best: float | None, threshold: float = 0.0) -> bool:
-    """True if a value of the deciding metric is better than the best by more than `threshold`."""
-    if math.isnan(value):
-        return False  # a diverged model is never the best, not even the first time
-    if best is None:
-        return True
+def _gain(args, value: float, best: float | None) -> float:
+    """The distance by which a value of the deciding metric is better than the best (None: than
+    anything); NaN for that of a diverged model, greater than no threshold."""
     _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
-    return (value - best if rises else best - value) > threshold
+    sign = 1 if rises else -1
+    return sign * value - (-math.inf if best is None else sign * best)
 
 
 class BestModel(TrainerCallback):
@@ -246,16 +222,17 @@ class BestModel(TrainerCallback):
     evaluation.
     """
 
-    _last_saved: tuple[int, str] | None = None
+    _last_saved: tuple[int, str] = (-1, "")
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         value = _value_of(args, metrics)
-        if value is None or not _is_better(args, value, state.best_metric):
+        if value is None or not _gain(args, value, state.best_metric) > 0:
             return
         state.best_metric = value
         state.best_global_step = state.global_step
-        if self._last_saved is not None and self._last_saved[0] == state.global_step:
-            state.best_model_checkpoint = self._last_saved[1]
+        step, path = self._last_saved
+        if step == state.global_step:
+            state.best_model_checkpoint = path
         elif args.load_best_model_at_end:
             control.should_save = True
 
@@ -276,31 +253,25 @@ class EarlyStopping(TrainerCallback):
     evaluations_without_gain = 0
     _best: float | None = None
 
-    def _count(self, args, value: float) -> None:
-        self.evaluations_without_gain += 1
-        if _is_better(args, value, self._best, args.early_stopping_threshold):
-            self._best = value
-            self.evaluations_without_gain = 0
+    def _count(self, args, control, values: list[float]) -> None:
+        for value in values:
+            self.evaluations_without_gain += 1
+            if _gain(args, value, self._best) > args.early_stopping_threshold:
+                self._best = value
+                self.evaluations_without_gain = 0
+        if self.evaluations_without_gain >= args.early_stopping_patience:
+            control.should_training_stop = True
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._best = None
         self.evaluations_without_gain = 0
-        metric = _deciding_metric(args)
-        for record in state.log_history:
-            if metric in record:
-                self._count(args, float(record[metric]))
-        self._stop_if_full(args, control)
+        metric, _ = ranking_of(args.metric_for_best_model)
+        self._count(args, control, [line[metric] for line in state.log_history if metric in line])
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         value = _value_of(args, metrics)
-        if value is None:
-            return
-        self._count(args, value)
-        self._stop_if_full(args, control)
-
-    def _stop_if_full(self, args, control) -> None:
-        if self.evaluations_without_gain >= args.early_stopping_patience:
-            control.should_training_stop = True
+        if value is not None:
+            self._count(args, control, [value])
 
 
 # -- their states, in checkpoints
@@ -310,9 +281,7 @@ def export_states(callbacks: list) -> dict:
     """Class name -> the state of each callback with one: transformers' ExportableState's state(),
     or state_dict(). A list of them for several callbacks of a class."""
     states: dict = {}
-    for callback in callbacks:
-        if not _has_state(callback):
-            continue
+    for callback in filter(_has_state, callbacks):
         take = getattr(callback, "state_dict", None) or callback.state
         states.setdefault(type(callback).__name__, []).append(take())
     return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
@@ -321,9 +290,9 @@ def export_states(callbacks: list) -> dict:
 def restore_states(callbacks: list, states: dict) -> None:
     """Put callbacks into the `states` of a checkpoint, in place."""
     left = {k: list(v) if isinstance(v, list) else [v] for k, v in states.items()}
-    for callback in callbacks:
+    for callback in filter(_has_state, callbacks):
         found = left.get(type(callback).__name__)
-        if not found or not _has_state(callback):
+        if not found:
             continue
         state = found.pop(0)
         if hasattr(callback, "load_state_dict"):
@@ -333,9 +302,8 @@ def restore_states(callbacks: list, states: dict) -> None:
 
 
 def _has_state(callback) -> bool:
-    return hasattr(callback, "load_state_dict") or (
-        callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
-    )
+    is_exportable = callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
+    return is_exportable or hasattr(callback, "load_state_dict")
 
 
 # -- signals
@@ -377,40 +345,23 @@ class StopSignals:
 
 # -- profiler
 
-FOLDER = "profile"  # in output_dir
-_OTHER = "other"
-# the kind of a kernel, or of an operation of the CPU, by its name: the first fitting row counts. A
-# rank of gloo waits within the autograd function of its communication.
-_KINDS = (
-    ("communication", "nccl|gloo|c10d|ParallelRegion|AsyncCommunication"),
-    ("attention", "attention|flash|fmha|sdpa"),
-    ("matmul", r"gemm|nvjet|cutlass|::(add|baddb|b)?mm\b|matmul|linear\b|grouped_mm"),
-    ("optimizer", "adam|sgd|optimizer|multi_tensor|foreach"),
-    ("norm, elementwise", "triton_"),  # their names say copy too
-    ("copy", r"memcpy|memset|copy|\bcat\b|CatArray|clone|contiguous|::fill_|FillFunctor"),
-    (
-        "norm, elementwise",
-        "norm|elementwise|reduce|silu|swiglu|softmax|TokenLosses|::(mul|add|sub|div|pow|sum|mean"
-        "|neg|exp|log|rsqrt|sqrt|where|masked_fill|max|min|gelu)",
-    ),
-)
-
 
 class Profiler(TrainerCallback):
-    """Profiles the steps from `first` to `last`, counted from 1, on every rank."""
+    """Profiles the steps from `first` to `last`, counted from 1: a trace of each rank in
+    output_dir/profile, and the main rank's longest operations, printed. Other runs record nothing.
+    """
 
     def __init__(self, first: int, last: int):
         self.first = first
         self.last = last
         self.running: torch.profiler.profile | None = None
-        self.began = self.since = 0
+        self.since = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.running is None and self.first <= state.global_step + 1 <= self.last:
             self.running = torch.profiler.profile(acc_events=True)  # False warns
             self.running.start()
-            self.began = time.perf_counter()
-            self.since = state.global_step
+            self.since = state.global_step + 1
 
     def on_step_end(self, args, state, control, trainer, **kwargs):
         if state.global_step >= self.last:
@@ -419,43 +370,16 @@ class Profiler(TrainerCallback):
     def on_train_end(self, args, state, control, trainer, **kwargs):
         if self.running is None:
             return
-        folder = Path(args.output_dir) / FOLDER
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - self.began
         profile = self.running
         self.running = None
         profile.stop()
+        folder = Path(args.output_dir) / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
         if parallel.is_main():
-            steps = f"profile of steps {self.since + 1} to {state.global_step}, rank 0"
-            head = f"{steps}, {seconds:.2f} s; traces of all ranks are in {folder}"
-            trainer.report.print("\n".join([head, *table(profile.key_averages(), seconds)]))
-
-
-def kind_of(name: str) -> str:
-    """The kind of a kernel or an operation by its name."""
-    fitting = (kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
-    return next(fitting, _OTHER)
-
-
-def table(events, seconds: float) -> list[str]:
-    """Lines: the time of each kind with its share of `seconds`, and its longest kernel; of kernels
-    if a GPU was seen, else of operations without the ones they call."""
-    cuda = torch.autograd.DeviceType.CUDA
-    on_gpu = [one for one in events if one.device_type == cuda and not one.is_user_annotation]
-    times: dict[str, dict[str, float]] = {}
-    for one in on_gpu or events:
-        spent = (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e6
-        of_kind = times.setdefault(kind_of(one.key), {})
-        of_kind[one.key] = of_kind.get(one.key, 0.0) + spent
-    sums = {kind: sum(of_kind.values()) for kind, of_kind in times.items()}
-    lines = []
-    for kind in sorted(sums, key=lambda kind: -sums[kind]):
-        longest = max(times[kind], key=lambda name: times[kind][name])
-        share = sums[kind] / seconds
-        lines.append(f"  {kind:18} {sums[kind] * 1e3:9,.1f} ms {share:6.1%}  {longest:.60}")
-    between = max(0.0, seconds - sum(sums.values()))
-    idle = "no kernel runs" if on_gpu else "Python between them"
-    return [*lines, f"  {idle:18} {between * 1e3:9,.1f} ms {between / seconds:6.1%}"]
+            device = "device" if torch.cuda.is_available() else "cpu"
+            longest = profile.key_averages().table(
+                f"self_{device}_time_total", row_limit=20, max_name_column_width=60
+            )
+            steps = f"profile of steps {self.since} to {state.global_step}, rank 0"
+            trainer.report.print(f"{steps}; traces of all ranks are in {folder}\n{longest}")

@@ -3,12 +3,11 @@
 import gzip
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mca_lite import TrainingArguments, callbacks, cli, plan_memory
+from mca_lite import TrainingArguments, cli, plan_memory
 from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from mca_lite.files import parse_size
@@ -30,9 +29,7 @@ def test_steps_are_profiled_on_every_rank(tmp_path, backend, ranks):
     assert (
         printed[0].index("step 1/4") < printed[0].index("profile of") < printed[0].index("step 4")
     )
-    for kind in ("matmul", "attention", "optimizer", "norm, elementwise", "copy", "other"):
-        assert f"\n  {kind} " in printed[0], kind
-    assert ("\n  communication " in printed[0]) == (ranks == 2)
+    assert "Self CPU" in printed[0] and "aten::mm" in printed[0]
     files = sorted(path.name for path in (out / "profile").iterdir())
     assert files == [f"trace_rank{rank}.json.gz" for rank in range(ranks)]
     for name in files:
@@ -56,56 +53,6 @@ def test_a_run_that_ends_in_the_window_has_its_trace(tmp_path):
 def test_what_are_no_steps_is_refused(steps):
     with pytest.raises(ConfigError, match="profile_steps"):
         TrainingArguments(output_dir="unused", profile_steps=steps)
-
-
-# names as kernels of one H200 and operations of a CPU have them
-KERNELS = {
-    "matmul": "nvjet_tst_128x256_64x4_1x2_h_bz_TNT sm90_xmma_gemm_bf16bf16_bf16f32 aten::addmm "
-    "aten::bmm aten::mm cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>",
-    "attention": "pytorch_flash::flash_bwd_kernel cudnn_generated_fort_native_sdpa_sm90_fprop "
-    "aten::_scaled_dot_product_flash_attention_for_cpu fmha_cutlassF_bf16",
-    "communication": "ncclDevKernel_AllReduce_Sum_f32 c10d::allreduce_ gloo:all_gather",
-    "optimizer": "_adam_kernel at::native::multi_tensor_apply_kernel Optimizer.step#AdamW.step",
-    "norm, elementwise": "triton_red_fused__to_copy_mean_mul_pow_rsqrt_2 _swiglu_kernel aten::mul "
-    "at::native::vectorized_elementwise_kernel<4,at::native::AddFunctor> aten::_fused_rms_norm",
-    "copy": "Memcpy_HtoD aten::copy_ at::native::CatArrayBatchedCopy aten::cat Memset "
-    "at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
-    "other": "aten::select autograd::engine::evaluate_function:AddBackward0 aten::embedding",
-}
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-def test_a_kernel_has_its_kind(kind):
-    assert {name: callbacks.kind_of(name) for name in KERNELS[kind].split()} == dict.fromkeys(
-        KERNELS[kind].split(), kind
-    )
-
-
-def test_of_a_gpu_kernels_alone_count():
-    def event(key, cuda_us, cpu_us, is_kernel=True, is_user_annotation=False):
-        kinds = torch.autograd.DeviceType
-        return SimpleNamespace(
-            key=key,
-            device_type=kinds.CUDA if is_kernel else kinds.CPU,
-            is_user_annotation=is_user_annotation,
-            self_device_time_total=cuda_us,
-            self_cpu_time_total=cpu_us,
-        )
-
-    events = [
-        event("nvjet_a", 250e3, 0),
-        event("nvjet_b", 350e3, 0),
-        event("ncclDevKernel_AllGather", 100e3, 0),
-        event("aten::mm", 600e3, 5e3, is_kernel=False),  # launched them
-        event("nccl:all_gather", 100e3, 0, is_user_annotation=True),
-    ]
-    lines = callbacks.table(events, 1.0)
-    assert [line.split()[:4] for line in lines] == [
-        ["matmul", "600.0", "ms", "60.0%"],
-        ["communication", "100.0", "ms", "10.0%"],
-        ["no", "kernel", "runs", "300.0"],
-    ]
-    assert lines[0].endswith("nvjet_b")
 
 
 # -- out of memory
