@@ -81,6 +81,7 @@ class McaTrainer:
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
+    was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     limits = Limits()  # of the model: ids and positions of the data
@@ -195,14 +196,19 @@ class McaTrainer:
     def training_step(self, models, data_iterator, seq_length: int):
         """One optimizer step over the micro-batches of `data_iterator` -> (loss: mean per token of
         this rank's micro-batches, metrics of each micro-batch, skipped_iter 0 or 1, grad_norm
-        before clipping, zeros in the gradient or None).
+        before clipping, zeros in the gradient or None). Takes those of get_train_dataloader() too.
 
         On pipeline stages before the last the loss is 0 and the metrics are []. Before train(), the
         first step makes the optimizer and its schedule. Collectives: those of the schedule, the
         gradient reduction and the optimizer.
         """
         self._prepare_updates()
-        micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
+        self.was_trained = True
+        micro_batches = list(data_iterator)
+        if any("padding_mask" not in batch for batch in micro_batches):
+            micro_batches, _ = self._arrange_step(micro_batches)
+            seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
+        micro_batches = self._prepare_micro_batches(micro_batches, seq_length)
         self.guard.start_step(micro_batches)
         metrics = self.compute_gradients(micro_batches, seq_length)
         for _ in micro_batches[1:]:

@@ -16,7 +16,7 @@ import io
 import json
 import math
 import os
-import time
+import zipfile
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from . import ckpt_folder, lora, parallel, tables
 from .args import FinetuningArguments, check_together
 from .batch import join, real_documents
 from .callbacks import Interrupted
-from .ckpt_folder import CheckpointError, measure
+from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import cache_folder
 from .data_files import SIDES
 from .errors import Judge, refuse
-from .files import HF_CONFIG_NAME, describe_error, read_json, resolve_folder, write_file, write_json
+from .files import HF_CONFIG_NAME, describe_error, resolve_folder, write_file
 from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
 from .trainer_evaluation import sum_documents
@@ -45,9 +45,7 @@ from .trainer_events import check_given
 JOINED = 2
 JOINED_TOKENS = 16384
 PART_PAIRS = 1024  # pairs that the pass writes at once; a crash loses as many
-FORMAT = 2
-META_NAME = "meta.json"
-PRINT_EVERY_S = 10.0
+FORMAT = 3
 # fields of DPOConfig -> configuration keys of the same meaning
 _KEYS = {
     "pref_loss": "pref_loss",
@@ -109,26 +107,23 @@ class DPOConfig:
 
 def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
     """The kind of reference, None for a loss without one. ConfigError for one that cannot be."""
-    if not config.use_ref_model:
-        if ref_model is not None:
-            reason = f"pref_loss {config.pref_loss} has no reference model"
-            refuse("ref_model", "a model", reason, "leave ref_model out")
-        return None
     spec = lora.spec_of(model)
-    kind = "cached"
-    if ref_model is not None:
-        kind = "model"
-    elif spec is not None and not spec.modules_to_save:
-        kind = "adapter"
-    kind = config.reference or kind
+    modules = [] if spec is None else spec.modules_to_save
+    kind = None
+    if config.use_ref_model:
+        kind = "cached"
+        if ref_model is not None:
+            kind = "model"
+        elif spec is not None and not modules:
+            kind = "adapter"
+        kind = config.reference or kind
+        config.check_with("full" if spec is None else "lora", modules)
     if (kind == "model") != (ref_model is not None):
         article = "a" if kind == "model" else "no"
-        reason = f"expected {article} ref_model"
-        refuse("reference", kind, reason, "reference: model, with a ref_model, or neither")
-    if spec is None:
-        config.check_with("full")
-    else:
-        config.check_with("lora", spec.modules_to_save)
+        reason = f"pref_loss {config.pref_loss}: expected {article} ref_model"
+        refuse(
+            "reference", kind, reason, "reference: model, with a ref_model, or leave ref_model out"
+        )
     return kind
 
 
@@ -156,9 +151,8 @@ class DPOTrainer(McaTrainer):
         evaluated = kwargs.get("eval_dataset")
         if not isinstance(evaluated, dict):
             evaluated = {"eval": evaluated}
-        for dataset in (kwargs.get("train_dataset"), *evaluated.values()):
-            if dataset is not None and len(dataset):
-                _check_pairs(dataset, args.sequence_packing)
+        for dataset in filter(None, (kwargs.get("train_dataset"), *evaluated.values())):
+            _check_pairs(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= {**config.as_keys(), "ref_model": self.reference}
         self.backend.expect_weighted_losses()
@@ -168,7 +162,6 @@ class DPOTrainer(McaTrainer):
             self.ref_chunks = self.backend.wrap_reference(ref_model)
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model
-        self._was_trained = False
 
     # -- a run of the command line
 
@@ -372,31 +365,23 @@ class DPOTrainer(McaTrainer):
             self._check_kept(pairs, logps, store)
         if len(logps) == num:
             self.report.print(f"reference model: {num:,} pairs from {store.folder}")
-            return logps
         args = self.args
         per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         whole_steps = per_rank * self.backend.dp_size
         part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
-        printed = time.monotonic()
         for start in range(len(logps), num, part):
             more = self._score(Subset(pairs, range(start, min(start + part, num))))
             logps = np.concatenate([logps, more])
             parallel.on_main(functools.partial(store.add, start, more), CheckpointError)
-            if time.monotonic() - printed > PRINT_EVERY_S or len(logps) == num:
-                printed = time.monotonic()
-                self.report.print(f"reference model: {len(logps):,} of {num:,} pairs")
+            self.report.print(f"reference model: {len(logps):,} of {num:,} pairs")
             self._stop_after_signal(store)
-        parallel.on_main(functools.partial(store.finish, logps), CheckpointError)
         return logps
 
     def _store_of(self, pairs) -> "ReferenceStore":
-        """The store of these pairs. On ranks other than the main one its times of files may
-        differ."""
+        """The store of these pairs; without a folder for a dataset of a user. On ranks other than
+        the main one its times of files may differ."""
         config = self.train_config
-        folder = config.cache_dir
         fingerprint = getattr(pairs, "fingerprint", None)
-        if fingerprint is None:  # a dataset of a user
-            folder = None
         name = getattr(self.model.config, "name_or_path", None)
         model = ckpt_folder.model_identity(self.backend.hf_config)
         identity = {
@@ -404,8 +389,9 @@ class DPOTrainer(McaTrainer):
             "files": files_of_model(name),
             "precision": self.backend.precision,
             "data": fingerprint,
+            "pairs": len(pairs),
         }
-        return ReferenceStore(folder, identity, len(pairs))
+        return ReferenceStore(config.cache_dir if fingerprint else None, identity)
 
     def _check_kept(self, pairs, kept: np.ndarray, store: "ReferenceStore") -> None:
         """CheckpointError if the model gives other log-probabilities to the first pairs."""
@@ -429,11 +415,11 @@ class DPOTrainer(McaTrainer):
         [number] = parallel.largest(self.signals.received)
         if not number:
             return
-        kept = "nothing of the pass is kept"
-        if store.folder is not None:
-            kept = f"the pass goes on from what is in {store.folder}"
         stop = Interrupted(number, self.state.global_step)
-        self.report.print(f"{stop.signal.name}: stopped in the reference pass; {kept}")
+        begin = store.folder or "the first pair"
+        self.report.print(
+            f"{stop.signal.name}: stopped in the reference pass; the pass goes on from {begin}"
+        )
         raise stop
 
     def _with_reference(self, dataset):
@@ -445,7 +431,7 @@ class DPOTrainer(McaTrainer):
         view = samples_of(dataset)
         if isinstance(view, WithReference):
             return dataset
-        if self._was_trained:
+        if self.was_trained:
             raise ValueError(
                 "a cached reference is computed by the model before it is trained: give this "
                 "dataset to DPOTrainer as train_dataset or eval_dataset"
@@ -471,36 +457,6 @@ class DPOTrainer(McaTrainer):
         self.train_dataset = self._with_reference(self.train_dataset)
         return super().get_train_dataloader()
 
-    def training_step(self, models, data_iterator, seq_length: int):
-        """McaTrainer's, with the reference's log-probabilities: the loss is the mean of this rank's
-        pairs. Takes micro-batches of get_train_dataloader() too."""
-        micro_batches = list(data_iterator)
-        if any("padding_mask" not in batch for batch in micro_batches):
-            micro_batches, _ = self._arrange_step(micro_batches)
-            seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
-        answer = super().training_step(models, micro_batches, seq_length)
-        _, metrics, is_skipped, *_ = answer  # a skipped step's numbers may not be finite
-        is_first = not self._was_trained and self.state.global_step == 0
-        if is_first and not is_skipped and self.train_config.use_ref_model:
-            self._check_start(self.over_ranks(self.new_numbers(metrics)).means())
-        self._was_trained = True
-        return answer
-
-    def _check_start(self, means: dict[str, float]) -> None:
-        """At the first step policy and reference are one model: D = 0, and the loss is ln 2 with
-        any label smoothing."""
-        loss = means["loss"] - self.train_config.ftx * means["sft_loss"]
-        share = 5e-2 if self.args.bf16 or self.args.fp16 else 1e-3
-        if abs(loss - math.log(2)) <= share * max(1.0, self.train_config.beta / 0.1):
-            return
-        self.report.print(
-            f"warning: the first preference loss is {loss:.4f}, and it is ln 2 = 0.6931 where "
-            "policy and reference are the same: the reference is not the model that training "
-            "starts from (ref_model, an adapter that was trained before); or dropout is on in the "
-            "policy and off in the reference (attention_dropout, hidden_dropout, lora_dropout); or "
-            "the model's numbers are not reproducible"
-        )
-
     def objective_facts(self) -> dict:
         """The reference's log-probabilities of the first pairs: a resumed run must have the same
         reference."""
@@ -522,23 +478,19 @@ class DPOTrainer(McaTrainer):
 
 def _joined(batches: list[dict]) -> list[dict]:
     """The pairs of micro-batches in fewer of them."""
-    groups: list[list[dict]] = []
-    for batch in batches:
-        if groups and _fit_together([*groups[-1], batch]):
-            groups[-1].append(batch)
-        else:
-            groups.append([batch])
-    return [group[0] if len(group) == 1 else join(group) for group in groups]
+    joined = []
+    for first in range(0, len(batches), JOINED):
+        group = batches[first : first + JOINED]
+        joined += [join(group)] if _fit_together(group) else group
+    return joined
 
 
 def _fit_together(batches: list[dict]) -> bool:
     """True if one forward pass takes these micro-batches at once."""
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
-    lengths = {batch["input_ids"].shape[1] for batch in batches}
-    if len(lengths) > 1 and "cu_seqlens" not in batches[0]:
-        return False
-    few = len(batches) <= JOINED and tokens <= JOINED_TOKENS
-    return few and all(map(_num_pairs, batches))
+    shapes = [batch["input_ids"].shape for batch in batches]
+    have_one_length = "cu_seqlens" in batches[0] or len({length for _, length in shapes}) == 1
+    has_memory = sum(map(math.prod, shapes)) <= JOINED_TOKENS
+    return have_one_length and has_memory and all(map(_num_pairs, batches))
 
 
 def _num_pairs(batch: dict) -> int:
@@ -568,59 +520,42 @@ def _check_pairs(dataset, packs: bool) -> None:
 
 
 class ReferenceStore:
-    """Log-probabilities of one model for one data set of `num_pairs` pairs, in a folder of
-    cache_dir; None: nothing is written."""
+    """Log-probabilities of one model for one data set, in a folder of cache_dir; None: nothing is
+    written. A part has the name of its first pair, and the checksum of a zip file."""
 
-    def __init__(self, cache_dir: str | os.PathLike | None, identity: dict, num_pairs: int):
-        self.identity = {"format": FORMAT, "pairs": num_pairs, **identity}
+    def __init__(self, cache_dir: str | os.PathLike | None, identity: dict):
         self.folder: Path | None = None
         if cache_dir is not None:
-            text = json.dumps(self.identity, sort_keys=True)
+            text = json.dumps({"format": FORMAT, **identity}, sort_keys=True)
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]
             self.folder = Path(cache_dir) / "reference" / digest
-        self._files: dict[str, dict] = {}  # name -> size and checksum
+
+    def path(self, start: int) -> Path:
+        """The file of the pairs from `start` on."""
+        return self.folder / f"part-{start:012d}.npz"
 
     def load(self, report=print) -> np.ndarray:
         """float32 [n, 2] of the first n pairs, as many as are whole. The others are computed again,
-        with one line of report."""
-        self._files = {}
-        parts = [np.zeros((0, len(SIDES)), np.float32)]
-        if self.folder is None or not (self.folder / META_NAME).is_file():
-            return parts[0]
-        try:
-            meta = read_json(self.folder / META_NAME)
-            if meta["identity"] != self.identity:
-                raise ValueError(f"{META_NAME} is of another run")
-            for name, entry in sorted(meta["files"].items()):
-                if measure(self.folder / Path(name).name) != entry:
-                    raise ValueError(f"{name} is not as it was written")
-                parts.append(np.load(self.folder / Path(name).name))
-                self._files[name] = entry
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = describe_error(error)
-            report(f"{self.folder}: {reason}: the reference is computed again from there")
-        return np.concatenate(parts)
+        with one line of report for a damaged part."""
+        logps = np.zeros((0, len(SIDES)), np.float32)
+        while self.folder is not None and self.path(len(logps)).is_file():
+            path = self.path(len(logps))
+            try:
+                logps = np.concatenate([logps, np.load(path)["logps"]])
+            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                reason = describe_error(error)
+                report(f"{path}: {reason}: the reference is computed again from there")
+                break
+        return logps
 
     def add(self, start: int, logps: np.ndarray) -> None:
         """Write the pairs from `start` on. On disk when the call returns."""
-        self._write(f"part-{start:012d}.npy", logps)
-
-    def finish(self, logps: np.ndarray) -> None:
-        """Write all pairs to one file, and delete the parts."""
-        self._files = {}
-        self._write("logps.npy", logps)
-        for part in self.folder.glob("part-*.npy") if self.folder else ():
-            part.unlink(missing_ok=True)
-
-    def _write(self, name: str, logps: np.ndarray) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         stream = io.BytesIO()
-        np.save(stream, logps.astype(np.float32))
-        write_file(self.folder / name, stream.getvalue())
-        self._files[name] = measure(self.folder / name)
-        write_json(self.folder / META_NAME, {"identity": self.identity, "files": self._files})
+        np.savez(stream, logps=logps)
+        write_file(self.path(start), stream.getvalue())
 
 
 def files_of_model(name_or_path: str | None) -> list:
