@@ -92,10 +92,8 @@ class Numbers:
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
         """Metric -> sum / count, `uncounted` for a count of 0. Waits for the device."""
         values = self.vector.tolist()
-        means = {}
-        for key, total, count in zip(self.keys, values[::2], values[1::2], strict=False):
-            means[key] = total / max(count, 1) if count else uncounted
-        return means
+        pairs = zip(self.keys, values[::2], values[1::2], strict=False)
+        return {key: total / count if count else uncounted for key, total, count in pairs}
 
 
 class RunSums:
@@ -190,41 +188,36 @@ class StepEvents:
 
     def agree(self) -> list[int]:
         """[a signal, 1 while a checkpoint is being written] over all ranks; a flag raised on any
-        rank is raised on all."""
+        rank is raised on all. The remaining steps of a stopped epoch count as left out."""
         trainer = self.trainer
         control = trainer.control
-        of_rank = [trainer.signals.received, trainer.checkpoints.is_writing]
         flags = [getattr(control, name) for name in FLAGS]
-        largest = parallel.largest(*map(int, of_rank + flags))
-        for name, raised in zip(FLAGS, largest[len(of_rank) :], strict=True):
-            setattr(control, name, bool(raised))
-        return largest[: len(of_rank)]
-
-    def _agree_on_epoch(self) -> list[int]:
-        """agree(); the remaining steps of a stopped epoch count as left out, before a checkpoint is
-        written."""
-        agreed = self.agree()
-        state = self.trainer.state
-        if self.trainer.control.should_epoch_stop:
-            state.left_out_steps += -state.position % self.trainer.batch_plan.steps_per_epoch
-        return agreed
+        signal, is_writing, *raised = parallel.largest(
+            trainer.signals.received, int(trainer.checkpoints.is_writing), *map(int, flags)
+        )
+        for name, flag in zip(FLAGS, raised, strict=True):
+            setattr(control, name, bool(flag))
+        if control.should_epoch_stop:
+            state = trainer.state
+            state.left_out_steps += -state.position % trainer.batch_plan.steps_per_epoch
+        return [signal, is_writing]
 
     def _act(self) -> list[str]:
         """Follow the flags and signals of any rank -> the flags raised."""
         trainer = self.trainer
         done = []
-        signal, is_writing = self._agree_on_epoch()
+        signal, is_writing = self.agree()
         for flag, action in self.ACTIONS.items():
             if getattr(trainer.control, flag):
                 setattr(trainer.control, flag, False)
                 done.append(flag)
                 getattr(self, action)()
-                signal, is_writing = self._agree_on_epoch()
+                signal, is_writing = self.agree()
         if "should_evaluate" in done or "should_save" in done:
             collect_garbage()
         if trainer.checkpoints.is_busy and (signal or not is_writing):
             trainer.checkpoints.finish()
-            signal, _ = self._agree_on_epoch()
+            signal, _ = self.agree()
         if signal:
             self._interrupt(signal)
         return done
@@ -369,22 +362,8 @@ _OTHER_HOOKS = {
     "log": "TrainerCallback.on_log",
 }
 
-# Arguments of other trainers' hooks of these names, with another meaning.
-_OTHER_ARGUMENTS = {
-    "_post_compute_loss": {"loss_mask", "logits"},
-    "_pre_compute_loss": {"data_iterator", "model"},
-    "training_step": {"model", "inputs", "num_items_in_batch"},
-}
-# The arguments of this loop's hooks.
-_ARGUMENTS = {
-    "batch": "the micro-batch, with the columns of losses as this rank has them",
-    "inputs": "the model's arguments, made of the batch",
-    "labels": "token ids [b, s], IGNORE_INDEX where there is no loss",
-    "losses": "those of tokens [b, s], 0 where there is no label",
-    "models": "the chunks that are trained",
-    "data_iterator": "the micro-batches of a step",
-    "ref_chosen_logps": "log-probabilities of the reference [pairs]",
-}
+# Names of arguments of other trainers' hooks.
+_OTHER_ARGUMENTS = {"loss_mask", "logits", "data_iterator", "model", "inputs"}
 
 
 def check_given(model, args) -> None:
@@ -402,11 +381,9 @@ def as_callback(callback):
     """A callback of this package or of transformers, as an instance. TypeError for anything
     else."""
     made = callback() if isinstance(callback, type) else callback
-    missing = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-    missing = [name for name in missing if not callable(getattr(made, name, None))]
-    if missing:
+    if not hasattr(made, "on_init_end"):
         raise TypeError(
-            f"callback {made!r} has no {missing[0]}: derive it from mca_lite.TrainerCallback or "
+            f"callback {made!r} has no on_init_end: derive it from mca_lite.TrainerCallback or "
             "transformers.TrainerCallback"
         )
     return made
@@ -428,37 +405,30 @@ def check_hooks(kind: type, base: type) -> None:
     """TypeError if a subclass `kind` of `base` overrides a method that is never called, or called
     with other arguments."""
     kinds = kind.__mro__
-    for place, owner in enumerate(kinds[: kinds.index(base)]):
+    for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():
             where = f"{owner.__name__}.{name}"
             if name in _OTHER_HOOKS:
                 raise TypeError(f"{where} would never be called: override {_OTHER_HOOKS[name]}")
-            if name == "__init__":
-                continue  # called by the maker of the trainer
+            original = getattr(super(owner, kind), name, None)
+            is_override = inspect.isfunction(member) and inspect.isfunction(original)
+            # __init__ has the caller that makes the trainer
             has_caller = name == "_post_compute_loss" and "_pre_compute_loss" in vars(owner)
-            inherited = [vars(k)[name] for k in kinds[place + 1 :] if name in vars(k)]
-            functions = [member, *inherited[:1]]
-            if len(functions) == 2 and all(map(inspect.isfunction, functions)) and not has_caller:
-                _check_signature(where, *functions)
+            if is_override and not has_caller and name != "__init__":
+                _check_signature(where, member, original)
 
 
 def _check_signature(where: str, member: Callable, original: Callable) -> None:
     """TypeError if `member` cannot be called with the required arguments of `original`, or has
     names of other trainers' arguments or of others of them in their places."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     taken = inspect.signature(original).parameters.values()
-    needed = [p.name for p in taken if p.kind in kinds and p.default is p.empty]
+    needed = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    called = f"{where} is called with ({', '.join(needed[1:])})"
+    signature = inspect.signature(member)
     try:
-        inspect.signature(member).bind(*needed)
+        signature.bind(*needed)
     except TypeError as error:
-        listed = ", ".join(needed[1:])
-        raise TypeError(f"{where} is called with ({listed}): {error}") from None
-    foreign = {*needed, *_OTHER_ARGUMENTS.get(original.__name__, ())}
-    for name, other in zip(needed, inspect.signature(member).parameters, strict=False):
-        if other in foreign - {name}:
-            listed = ", ".join(needed[1:])
-            meant = "; ".join(f"{n}: {_ARGUMENTS[n]}" for n in needed if n in _ARGUMENTS)
-            raise TypeError(
-                f"{where} is called with ({listed}), and has {other!r} in the place of {name}: "
-                f"{meant}"
-            )
+        raise TypeError(f"{called}: {error}") from None
+    for name, other in zip(needed, signature.parameters, strict=False):
+        if other != name and other in _OTHER_ARGUMENTS.union(needed):
+            raise TypeError(f"{called}, and has {other!r} in the place of {name}")
