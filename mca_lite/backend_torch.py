@@ -137,6 +137,11 @@ class TorchRouters:
 # -- the backend
 
 
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if they differ by rounding only."""
+    return torch.allclose(tensor, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+
+
 class TokenLossModel(torch.nn.Module):
     """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
     without.
@@ -148,7 +153,7 @@ class TokenLossModel(torch.nn.Module):
 
     def __init__(self, model, loss_chunk_size: int | None):
         super().__init__()
-        self.model = model
+        self.model = model.eval()
         self.loss_chunk_size = loss_chunk_size
         self.weights_differ = False  # True: rows weigh differently in the loss
         self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
@@ -156,10 +161,8 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        training = self.model.training
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
-        self.model.eval()
         logits = self.model(ids, use_cache=False).logits.float()
         hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
@@ -167,8 +170,7 @@ class TokenLossModel(torch.nn.Module):
         extra = lora.extra_factors(head, hidden)
         if extra is not None:
             plain = plain + F.linear(*extra).float()
-        self.model.train(training)
-        return torch.allclose(plain, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
+        return _is_same(plain, logits)
 
     def forward(
         self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None, **more
@@ -183,13 +185,8 @@ class TokenLossModel(torch.nn.Module):
             if places is not None:
                 kwargs["logits_to_keep"] = places
             return self.model(input_ids, **kwargs).logits
-        if not self.head_is_plain and self.loss_of_logits is not None:
-            return self._losses_of_whole_logits(input_ids, labels, kwargs)
         if not self.head_is_plain:
-            logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
-            return F.cross_entropy(
-                logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-            ).view(labels.shape)
+            return self._losses_of_whole_logits(input_ids, labels, kwargs)
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
         head = self.model.get_output_embeddings()
         return token_losses(
@@ -203,6 +200,12 @@ class TokenLossModel(torch.nn.Module):
         )
 
     def _losses_of_whole_logits(self, input_ids, labels, kwargs) -> torch.Tensor:
+        if self.loss_of_logits is None:
+            logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
+            losses = F.cross_entropy(
+                logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+            )
+            return losses.view(labels.shape)
         answer = self.model(input_ids, output_hidden_states=True, **kwargs)
         kept = labels != IGNORE_INDEX
         weight = self.model.get_output_embeddings().weight
@@ -223,17 +226,13 @@ class TokenLossModel(torch.nn.Module):
         judge.close()
         cu = (0, 5, 8)
         ids = torch.arange(8, device=device)[None] % config.vocab_size
-        training = self.model.training
-        self.model.eval()
         params = packed_row(cu, 1, 0, device)
         packed = self(ids, params.layout.positions[None], block_diagonal_mask(cu, device))
         documents = [
             self(part, torch.arange(part.shape[1], device=device)[None])
             for part in ids.split((5, 3), 1)
         ]
-        alone = torch.cat(documents, 1)
-        self.model.train(training)
-        if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+        if not _is_same(packed, torch.cat(documents, 1)):
             raise ValueError(
                 f"{config.model_type} lets packed documents see each other: set packing: false"
             )
