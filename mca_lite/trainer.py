@@ -128,7 +128,7 @@ class McaTrainer:
         self.backend = backend
         self.models = self.backend.chunks
         self.limits = Limits.of(self.backend.hf_config or {})
-        self.backend.use_loss(self._loss_of_logits)
+        self.use_own_loss()
         if self.backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         self.data_collator = data_collator or Collator(self._pad_token_id)
@@ -236,7 +236,19 @@ class McaTrainer:
         batches, length, _ = self.read_step(iter(self.get_train_dataloader()), plan, 0)
         return self._prepare_micro_batches(batches, length), length
 
+    def measure(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        """Metrics of micro-batches by a forward pass alone, [] on pipeline stages before the last.
+        Collective."""
+        batches = self._prepare_micro_batches(micro_batches, seq_length)
+        return self.backend.forward_backward(
+            self.forward_step, batches, seq_length, forward_only=True
+        )
+
     # -- the objective
+
+    def use_own_loss(self) -> None:
+        """Let the backend's model give this objective's loss of tokens."""
+        self.backend.use_loss(self._loss_of_logits)
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
@@ -294,19 +306,19 @@ class McaTrainer:
         With multi-token prediction labels are batch.Targets, and losses [b, s, 1 + layers]:
         "mtp_loss" is one more metric.
         """
-        ahead = None
+        metrics = {}
+        more = 0.0
         if isinstance(labels, Targets):
-            ahead = labels.next_labels
-            labels = labels.labels
             more = losses[..., 1:].sum()
+            ahead = (labels.next_labels != IGNORE_INDEX).sum()
+            metrics["mtp_loss"] = torch.stack([more.detach(), ahead])
+            labels = labels.labels
             losses = losses[..., 0]
         total = losses.sum()
         count = (labels != IGNORE_INDEX).sum()
         # megatron divides `total` in place afterwards: the metric is a copy
-        metrics = {"loss": torch.stack([total.detach().clone(), count.float()])}
-        if ahead is not None:
-            metrics["mtp_loss"] = torch.stack([more.detach(), (ahead != IGNORE_INDEX).sum()])
-            total = total + self.backend.predicts_ahead * more
+        metrics["loss"] = torch.stack([total.detach().clone(), count.float()])
+        total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
         return total * self.micro_batch_weight, count.int(), metrics
 
@@ -325,29 +337,25 @@ class McaTrainer:
         and for one with documents known to be too long for the model."""
         args = self.args
         backend = self.backend
-        size = args.per_device_eval_batch_size
         streams = training and isinstance(dataset, TokenStream)
-        if streams and args.max_steps <= 0:
-            raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
-        if isinstance(dataset, dict) or not (streams or hasattr(dataset, "__len__")):
-            name = "train_dataset" if training else "eval_dataset"
-            what = "a dataset with a length (a list; streaming: true reads files as they come)"
-            if isinstance(dataset, dict):
-                what = "one dataset"
-            raise ValueError(f"{name}: expected {what}, got {dataset!r:.200}")
+        name = "train_dataset" if training else "eval_dataset"
+        if isinstance(dataset, dict):
+            raise ValueError(f"{name}: expected one dataset, got {dataset!r:.200}")
+        if not streams and not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{name}: expected a dataset with a length (a list; streaming: true reads files as "
+                f"they come), got {dataset!r:.200}"
+            )
         # other people's datasets have none
         lengths = getattr(samples_of(dataset), "document_lengths", None)
         if lengths is not None and len(lengths):
             self.limits.check_positions(int(lengths.max()))
-        if training:
-            size = args.per_device_train_batch_size
-        if streams:
-            of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
-            num_samples = args.max_steps * of_a_step
-        else:
-            num_samples = len(dataset)
+        size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        if streams and args.max_steps <= 0:
+            raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
+        of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
         return BatchPlan(
-            num_samples,
+            args.max_steps * of_a_step if streams else len(dataset),
             size,
             # evaluation takes as many micro-batches at once: a pipeline wants more than one
             args.gradient_accumulation_steps,
@@ -362,9 +370,8 @@ class McaTrainer:
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
         if isinstance(dataset, TokenStream):
-            position = self.state.data_position
-            speaks = parallel.is_main()
-            return dataset.loader(self.data_collator, plan, position, workers, speaks)
+            start = self.state.data_position
+            return dataset.loader(self.data_collator, plan, start, workers, parallel.is_main())
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
     def read_step(self, loader: Iterator, plan: BatchPlan, step: int):
@@ -496,11 +503,11 @@ class McaTrainer:
     def pop_callback(self, callback):
         """Remove a callback, or the first of a class, and return it; None without any."""
         of_kind = callback if isinstance(callback, type) else ()
-        for one in self.callbacks:
-            if one is callback or isinstance(one, of_kind):
-                self.callbacks.remove(one)
-                return one
-        return None
+        found = [one for one in self.callbacks if one is callback or isinstance(one, of_kind)]
+        if not found:
+            return None
+        self.callbacks.remove(found[0])
+        return found[0]
 
     def remove_callback(self, callback) -> None:
         """pop_callback without its answer."""

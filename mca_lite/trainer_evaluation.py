@@ -48,10 +48,10 @@ class Evaluator:
         trainer = self.trainer
         compute = trainer.compute_metrics
         preprocess = trainer.preprocess_logits_for_metrics
-        for function in (compute, preprocess):
-            if function is not None and not callable(function):
-                raise TypeError(f"compute_metrics: expected functions, got {function!r}")
-        if (compute is None) != (preprocess is None):
+        given = [function for function in (compute, preprocess) if function is not None]
+        if not all(map(callable, given)):
+            raise TypeError(f"compute_metrics: expected functions, got {compute!r}, {preprocess!r}")
+        if len(given) == 1:
             raise ValueError(
                 "compute_metrics and preprocess_logits_for_metrics go together, as the logits of a "
                 "whole data set are not kept: preprocess_logits_for_metrics=lambda logits, labels: "
@@ -70,11 +70,11 @@ class Evaluator:
                 "predict_with_generate: answers are the work of a callback: "
                 "McaTrainer(callbacks=[mca_lite.generation.Answers()])"
             )
-        judge = Judge(trainer.args)
         if compute is None:
+            judge = Judge(trainer.args)
             sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else ()
             check_metric(trainer.args, names, sets, judge)
-        judge.close()
+            judge.close()
 
     # -- metrics
 
@@ -114,15 +114,15 @@ class Evaluator:
         """Forward passes over a loader of make_loader's kind."""
         trainer = self.trainer
         plan = getattr(dataloader.batch_sampler, "plan", None)
-        whole = trainer.new_numbers()
         if plan is None:
             raise ValueError(
                 "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset "
                 "call evaluate(dataset)"
             )
+        whole = trainer.new_numbers()
         for _, batches, seq_length, numbers in self._steps(dataloader, plan):
-            batches = trainer._prepare_micro_batches(batches, seq_length)
-            metrics = self._forward(trainer.forward_step, batches, seq_length)
+            metrics = trainer.measure(batches, seq_length)
+            trainer.notify("on_prediction_step")
             whole = whole + numbers.add_metrics(metrics)
         whole = trainer.over_ranks(whole)
         return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
@@ -227,7 +227,7 @@ class Evaluator:
             run = functools.partial(self._forward, self.collecting(collect))
             return self.by_sample(samples_of(dataset), run, (count, 2))
         finally:
-            self.backend.use_loss(self.trainer._loss_of_logits)
+            self.trainer.use_own_loss()
 
     @torch.no_grad()
     def _user_metrics(self, dataset, prefix: str) -> dict[str, float]:
@@ -252,12 +252,10 @@ class Evaluator:
         rows: dict[int, tuple] = {}  # on the main rank
         run = functools.partial(self._forward, self.collecting(collect, with_labels=False))
         for step in self._passes(dataset, run):
-            of_rank = {}
-            for numbers, results in step:
-                of_rank.update(zip(numbers, results, strict=False))
-            for of_other in parallel.gather(of_rank):
+            own = [pair for found in step for pair in zip(*found, strict=False)]
+            for of_rank in parallel.gather(own):
                 if parallel.is_main():
-                    rows.update(of_other)
+                    rows.update(of_rank)
 
         def compute() -> dict[str, float]:
             from transformers import EvalPrediction
@@ -282,7 +280,7 @@ class Evaluator:
         labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
         logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
         kept = self.trainer.preprocess_logits_for_metrics(logits, labels)
-        parts = (*kept, labels) if isinstance(kept, tuple) else (kept, labels)
+        parts = (*(kept if isinstance(kept, tuple) else [kept]), labels)
         if not all(isinstance(part, torch.Tensor) for part in parts):
             raise ValueError(
                 "preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got "
@@ -359,12 +357,12 @@ def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
     those of chosen and rejected."""
     for index, sample in enumerate(predictions.tolist()):
         if predictions.ndim == 2:
-            yield {"index": index, **_record(*sample)}
+            record = _record(sample)
         else:
-            sides = zip(SIDES, sample, strict=True)
-            yield {"index": index, **{side: _record(*numbers) for side, numbers in sides}}
+            record = dict(zip(SIDES, map(_record, sample), strict=True))
+        yield {"index": index, **record}
 
 
-def _record(logp: float, count: float) -> dict[str, Any]:
-    mean = logp / count if count else None
-    return {"tokens": int(count), "logp": logp, "mean_logp": mean}
+def _record(sums: list[float]) -> dict[str, Any]:
+    logp, count = sums
+    return {"tokens": int(count), "logp": logp, "mean_logp": logp / count if count else None}
