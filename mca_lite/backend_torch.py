@@ -4,7 +4,6 @@ every test.
 `forward_backward` has the contract of megatron's schedules: the trainer's objective runs on both.
 """
 
-import contextlib
 import functools
 import re
 from collections.abc import Iterator
@@ -56,7 +55,7 @@ class TorchRouters:
         self.losses = losses_of(config, args)
         self.bias_rate = args.moe_router_bias_update_rate
         self.statistics: RouterStatistics | None = None
-        self.padding_mask: torch.Tensor | None = None
+        self.padding_mask = torch.zeros(0, 0, dtype=torch.bool)
         self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._modules: dict[int, torch.nn.Module] = {}
         values = values_of(config)
@@ -95,28 +94,27 @@ class TorchRouters:
             logits, _, experts = output
             self._outputs.append((layer, logits, experts))
 
-    def expect(self, padding_mask: torch.Tensor | None) -> None:
+    def expect(self, padding_mask: torch.Tensor) -> None:
         """The next forward pass has this mask, bool [b, s] with True meaning padding."""
         self.padding_mask = padding_mask
         self._outputs = []
 
-    def losses_of_pass(self, shape) -> torch.Tensor | float:
-        """The losses of the last forward pass over tokens of `shape` (b, s), for its micro-batch.
+    def losses_of_pass(self) -> torch.Tensor | float:
+        """The losses of the last forward pass, for its micro-batch.
 
         Counts the pass for the log and for the bias updates too.
         """
         total = 0.0
         for layer, logits, experts in self._outputs:
-            if self.padding_mask is None:
-                real = torch.ones(shape, dtype=torch.bool, device=logits.device)
-            else:
-                real = ~self.padding_mask
+            real = ~self.padding_mask
             choices = choices_of(experts, real.flatten(), logits.shape[-1])
             self.statistics.count(layer, choices)
             self._counts[layer] += choices
             if self.losses.on:
-                shared = logits.view(*shape, -1).transpose(0, 1), real.t(), self.losses
-                total = total + self.statistics.losses(layer, *shared, self._topk, self._scores)
+                of_rows = logits.view(*real.shape, -1).transpose(0, 1)
+                total = total + self.statistics.losses(
+                    layer, of_rows, real.t(), self.losses, self._topk, self._scores
+                )
         self._outputs = []
         return total
 
@@ -311,15 +309,14 @@ class TorchBackend(Backend):
         if not forward_only:
             self.optimizer.zero_grad()
         for i in range(len(micro_batches)):
-            more_to_come = i < len(micro_batches) - 1 and self.dp_size > 1
-            no_sync = model.no_sync if more_to_come and not forward_only else contextlib.nullcontext
-            with no_sync():
-                with self.autocast():
-                    output, loss_func = forward_step(iterator, model)
-                loss, count, measured = loss_func(output)
-                tokens += count
-                if not forward_only:
-                    self._backward(loss, count, output.shape[:2], len(micro_batches))
+            # DDP reads it, as no_sync() sets it: the gradients are reduced once
+            model.require_backward_grad_sync = forward_only or i == len(micro_batches) - 1
+            with self.autocast():
+                output, loss_func = forward_step(iterator, model)
+            loss, count, measured = loss_func(output)
+            tokens += count
+            if not forward_only:
+                self._backward(loss, count, len(micro_batches))
             metrics.append(measured)
         if not forward_only:
             self.routers.update_biases()
@@ -327,15 +324,15 @@ class TorchBackend(Backend):
                 self._divide_by_tokens(tokens)
         return metrics
 
-    def _backward(self, loss, count, shape, num_micro_batches: int) -> None:
-        """The backward pass of a micro-batch over tokens of `shape` (b, s).
+    def _backward(self, loss, count, num_micro_batches: int) -> None:
+        """The backward pass of a micro-batch.
 
         Per token, gradients of sums, divided by all tokens in the end; otherwise the mean over
         micro-batches of the means over their tokens.
         """
         if not self.args.calculate_per_token_loss:
             loss = loss / count.clamp(min=1)
-        loss = loss + self.routers.losses_of_pass(shape)
+        loss = loss + self.routers.losses_of_pass()
         if not self.args.calculate_per_token_loss:
             loss = loss / num_micro_batches
         if self._scaler is not None:
@@ -355,12 +352,12 @@ class TorchBackend(Backend):
         if self._scaler:
             torch._foreach_mul_(grads, float(self._scaler.inv_scale))
         grad_norm = cpu.l2_norm(grads)
+        is_finite = bool(grad_norm.isfinite())
         if self._scaler:
-            overflow = not bool(grad_norm.isfinite())
-            self._scaler.update(overflow)
-            if overflow:
+            self._scaler.update(not is_finite)
+            if not is_finite:
                 return False, 0.0, None  # as megatron's optimizer
-        elif self.args.check_for_nan_in_loss_and_grad and not bool(grad_norm.isfinite()):
+        if self.args.check_for_nan_in_loss_and_grad and not is_finite:
             return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(
             parameters, self.args.max_grad_norm or float("inf"), grad_norm

@@ -110,20 +110,18 @@ class McaTrainer:
         check_given(model, args)
         check_hooks(type(self), McaTrainer)
         is_megatron = isinstance(model, VirtualModels)
-        if optimizer is not None or lr_scheduler is not None:
-            optimizers = optimizer, lr_scheduler
-        self._given = given_optimizers(optimizers, model, is_megatron)
-        tokenizer = processing_class if tokenizer is None else tokenizer
-        if backend is None:
-            parallel.start_process_group(args.ddp_timeout)
+        first, second = optimizers
+        given = (optimizer or first, lr_scheduler or second)
+        self._given = given_optimizers(given, model, is_megatron)
         self.args = args
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer or processing_class
         self.settings = ckpt.settings_of(args)
         self.checkpoints = ckpt.Checkpoints(self)
         self.guard = FiniteGuard(self)
-        self.guard.check_weights("before training")
         if backend is None:
+            parallel.start_process_group(args.ddp_timeout)
+            self.guard.check_weights("before training")
             backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
         self.backend = backend
         self.models = self.backend.chunks
@@ -339,16 +337,15 @@ class McaTrainer:
         backend = self.backend
         streams = training and isinstance(dataset, TokenStream)
         name = "train_dataset" if training else "eval_dataset"
-        if isinstance(dataset, dict):
-            raise ValueError(f"{name}: expected one dataset, got {dataset!r:.200}")
-        if not streams and not hasattr(dataset, "__len__"):
+        is_known = streams or hasattr(dataset, "__len__")
+        if isinstance(dataset, dict) or not is_known:
             raise ValueError(
-                f"{name}: expected a dataset with a length (a list; streaming: true reads files as "
-                f"they come), got {dataset!r:.200}"
+                f"{name}: expected one dataset with a length (a list; streaming: true reads files "
+                f"as they come), got {dataset!r:.200}"
             )
         # other people's datasets have none
         lengths = getattr(samples_of(dataset), "document_lengths", None)
-        if lengths is not None and len(lengths):
+        if lengths is not None and lengths.size:
             self.limits.check_positions(int(lengths.max()))
         size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
         if streams and args.max_steps <= 0:
@@ -410,8 +407,9 @@ class McaTrainer:
         batches = [self._to_length(batch, longest) for batch in batches]
         numbers = self.new_numbers()
         if self.backend.counts_tokens:
+            tokens, squared_lengths = map(sum, zip(*counts, strict=True))
             positions = sum(b["input_ids"].numel() for b in batches)
-            numbers.set_counts(*map(sum, zip(*counts, strict=True)), positions)
+            numbers.set_counts(tokens, squared_lengths, positions)
         return batches, numbers
 
     def _arrange(self, batch: dict) -> dict:

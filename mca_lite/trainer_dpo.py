@@ -524,7 +524,7 @@ class ReferenceStore:
     written. A part has the name of its first pair, and the checksum of a zip file."""
 
     def __init__(self, cache_dir: str | os.PathLike | None, identity: dict):
-        self.folder: Path | None = None
+        self.folder: Any = None  # a Path, or None
         if cache_dir is not None:
             text = json.dumps({"format": FORMAT, **identity}, sort_keys=True)
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -9,6 +9,7 @@ command line NOT_FINITE_EXIT_CODE.
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -191,11 +192,9 @@ class FiniteGuard:
             for number, loss in enumerate(losses)
             if not math.isfinite(loss)
         ]
-        first: dict[tuple[int, int], BadLoss] = {}
-        for of_rank in parallel.gather(own):
-            for bad in of_rank:
-                first.setdefault((bad.replica, bad.micro_batch), bad)
-        return sorted(first.values())
+        every = sorted(itertools.chain(*parallel.gather(own)), reverse=True)
+        # a later one replaces the same of a higher rank
+        return sorted({(bad.replica, bad.micro_batch): bad for bad in every}.values())
 
     def samples_of(self, number: int) -> list[int]:
         """Numbers in the dataset of the samples in a micro-batch of this rank's step."""
@@ -206,7 +205,7 @@ class FiniteGuard:
         rows = [row for row in chosen.get(number, ()) if row != FILLER]
         if not isinstance(dataset, Packs):
             return rows
-        return [int(sample) for row in rows for sample in dataset.packs[row]]
+        return [int(sample) for sample in itertools.chain(*(dataset.packs[row] for row in rows))]
 
     def _first_cause(self, has_bad_loss: bool, seq_length: int) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
