@@ -296,5 +296,4 @@ def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[
 def _is_finite(output) -> bool:
     """True if all tensors of a module's output are finite."""
     parts = output if isinstance(output, (tuple, list)) else [output]
-    tensors = (part for part in parts if isinstance(part, torch.Tensor))
-    return all(bool(part.isfinite().all()) for part in tensors if part.is_floating_point())
+    return all(bool(part.isfinite().all()) for part in parts if isinstance(part, torch.Tensor))
