@@ -132,7 +132,7 @@ def test_products_of_experts_equal_the_sums_of_two(names, monkeypatch):
     x, scale, trained = torch.randn(9, 8, requires_grad=True), 2.0, [*adapter.parameters()]
 
     def through(projections, t, weight):
-        return adapter.product(projections, t, weight, one_by_one)
+        return adapter(projections, t, weight, one_by_one)
 
     def by_matrices(projections, t, weight):
         of_each = weight.unflatten(1, (1, -1)) if weight.dim() == 3 else weight
@@ -166,9 +166,7 @@ def test_a_small_update_of_experts_is_there_on_average():
     def by_expert(t, w):
         return torch.einsum("ntk,nok->nto", t.unflatten(0, (3, -1)), w).flatten(0, 1)
 
-    base, got = (
-        of.float() for of in (by_expert(x, fc2), adapter.product(("down",), x, fc2, by_expert))
-    )
+    base, got = (of.float() for of in (by_expert(x, fc2), adapter(("down",), x, fc2, by_expert)))
     a, b = adapter._factors(("down",), 8)
     small = by_expert(by_expert(x.float(), a), b)
     arrived, wanted = (small.sign() * (got - base)).mean(), small.abs().mean()
