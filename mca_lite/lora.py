@@ -45,7 +45,7 @@ from .weights_convert import (
     own_parameters,
     row_sizes,
 )
-from .weights_files import generator_of, original_of
+from .weights_files import NamedTensors, Shape, generator_of, original_of
 
 # -- sites of adapters
 
@@ -107,10 +107,10 @@ def _candidates(config) -> Iterator[Candidate]:
 
 def _expert_names(rows: Iterable[Row], layer: int) -> Names:
     """For gate, up and down the module of each expert of a layer."""
-    experts = [row for row in rows if row.expert is not None]
-    gate_up = [modules_of(row, layer) for row in experts if row.kind == "gated"]
-    down = [modules_of(row, layer) for row in experts if row.kind != "gated"]
-    return (*zip(*gate_up, strict=True), *zip(*down, strict=True))
+    # the rows of gate and up of all experts come before those of down
+    of_rows = [modules_of(row, layer) for row in rows if row.expert is not None]
+    half = len(of_rows) // 2
+    return (*zip(*of_rows[:half], strict=True), *zip(*of_rows[half:], strict=True))
 
 
 class MegatronHost:
@@ -150,7 +150,7 @@ class MegatronHost:
             if key in trained:
                 parameter.requires_grad_(True)
 
-    def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, keys: Collection) -> NamedTensors:
         """(HF name, CPU tensor) of these weights on global rank 0. Collective: iter_hf_tensors."""
         return iter_hf_tensors(self.models, keys)
 
@@ -184,12 +184,11 @@ class MegatronHost:
             arguments["vocab_size"] = config.vocab_size
         else:
             out_size, in_size = module.weight.shape
-        if row.mca == VOCABULARY[0]:
-            arguments |= dict(rows=out_size, hidden_size=in_size)
-            return Site(module, names, LoraEmbedding, arguments)
         arguments["in_size"] = in_size
         arguments["widths"] = [size // tp for size in row_sizes(row, out_size * tp, config)]
-        arguments["cut"] = {None: None, 0: "column", 1: "row"}[row.axis]
+        if row.mca == VOCABULARY[0]:
+            return Site(module, names, LoraEmbedding, arguments)
+        arguments["cut"] = row.axis
         if row.kind == "qkv":
             arguments["groups"] = config.num_query_groups // tp
         way = "inside" if _is_router(row) else "beside"
@@ -271,7 +270,7 @@ class TorchHost:
         named = self.model.named_parameters()
         return ((name, parameter) for name, parameter in named if module_of(name) in modules)
 
-    def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, keys: Collection) -> NamedTensors:
         """(HF name, CPU tensor) of the weights of these modules, on global rank 0."""
         if parallel.is_main():
             for name, parameter in self._parameters(keys):
@@ -287,12 +286,9 @@ class TorchHost:
         """The places for adapters; experts and routers of families in the table."""
         for name, module in self._linears().items():
             out_size, in_size = module.weight.shape
-            kind = LoraAdapter
-            sizes: dict[str, Any] = dict(in_size=in_size, widths=[out_size])
-            if isinstance(module, torch.nn.Embedding):
-                kind = LoraEmbedding
-                sizes = dict(rows=out_size, hidden_size=in_size, vocab_size=out_size)
-            yield Site(module, ((name,),), kind, {**sizes, "device": module.weight.device})
+            kind = LoraEmbedding if isinstance(module, torch.nn.Embedding) else LoraAdapter
+            sizes = dict(in_size=in_size, widths=[out_size], device=module.weight.device)
+            yield Site(module, ((name,),), kind, sizes)
         if self.fields is None:
             return
         for layer in filter(self.fields.is_moe_layer, range(self.fields.num_layers)):
@@ -367,17 +363,17 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     return model
 
 
-def fill_adapters(model, source: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
+def fill_adapters(model, source: Callable[[str, Shape], torch.Tensor]) -> None:
     """Fill every adapter of this rank with its part of source(key, whole shape)."""
     with torch.no_grad():
         for piece in pieces_of(model):
             piece.take(source(piece.key, piece.full_shape).to(piece.tensor.device, torch.float32))
 
 
-def init_source(seed: int) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
+def init_source(seed: int) -> Callable[[str, Shape], torch.Tensor]:
     """PEFT's start, by key: A uniform within 1 / sqrt(inputs), B 0; embeddings A 0, B normal."""
 
-    def draw(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def draw(key: str, shape: Shape) -> torch.Tensor:
         full = torch.zeros(shape, device="cpu")
         generator = generator_of(seed, key)
         if key.endswith("lora_A.weight"):
@@ -445,11 +441,10 @@ def sharded_state(chunk) -> dict[str, Any]:
     for path, adapter in adapters.items():
         template, layer = chunk.global_name(path.removesuffix(".lora"))
         module = template.format(layer)
-        is_experts = isinstance(adapter, LoraExperts)
-        replica = parallel.replica_group(is_experts).rank()
+        replica = parallel.replica_group(adapter.is_expert).rank()
         for name, parameter in adapter.named_parameters():
             # (axis, this rank's place along it, number of places)
-            cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if is_experts else []
+            cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if adapter.is_expert else []
             axis = adapter.axes[name]
             copy = adapter.group.rank()
             if axis is not None:

@@ -28,8 +28,10 @@ from .errors import Judge, refuse
 from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
 from .lora import host_of, module_of
 from .lora_layers import LoraSpec
-from .weights_files import SafetensorsSource, check_shape, file_tensors, open_safetensors
+from .weights_convert import Change
+from .weights_files import SafetensorsSource, Shape, check_shape, file_tensors, slices_of
 
+PathLike = str | os.PathLike
 PREFIX = "base_model.model."
 # ends of the names of a module's two matrices
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))
@@ -65,7 +67,7 @@ class AdapterSource(SafetensorsSource):
     pairs: {module: names of its matrices A and B}. ValueError if one of two is lacking.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: PathLike):
         self.folder = Path(folder)
         path = self.folder / ADAPTER_WEIGHTS_NAME
         if not path.is_file():
@@ -73,11 +75,12 @@ class AdapterSource(SafetensorsSource):
                 f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
                 "written by PEFT or this package"
             )
-        file = open_safetensors(path)
-        self._files = dict.fromkeys(file.keys(), file)
         # PEFT writes the frozen embedding of an adapted one beside it: the base has it
-        keys = (key for key in self._files if ".base_layer." not in key)
-        self._part_of = {key.removeprefix(PREFIX): (key, ()) for key in keys}
+        self._slices = {
+            key.removeprefix(PREFIX): matrix
+            for key, matrix in slices_of(path).items()
+            if ".base_layer." not in key
+        }
         self.pairs = _pairs_of(self.names())
         self._matrices = set(itertools.chain(*self.pairs.values()))
         for name in sorted(self._matrices):
@@ -87,20 +90,20 @@ class AdapterSource(SafetensorsSource):
         """The names of whole weights: modules_to_save, and PEFT's save_embedding_layers."""
         return self.names() - self._matrices
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         """The shape of a tensor. ValueError if the adapter lacks it."""
-        if name not in self._part_of:
+        if name not in self._slices:
             raise ValueError(
                 f"{self.folder} lacks {PREFIX}{name}: it is damaged, or not of this model"
             )
         return super().shape(name)
 
-    def __call__(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def __call__(self, key: str, shape: Shape) -> torch.Tensor:
         """A whole matrix of this shape. ValueError if the adapter has another."""
         self.check(key, shape)
         return self.read(key)
 
-    def check(self, key: str, shape: tuple[int, ...]) -> None:
+    def check(self, key: str, shape: Shape) -> None:
         """ValueError if the adapter lacks a matrix, or has one of another shape."""
         remedy = "the adapter belongs to another model: set adapter_name_or_path to one of this one"
         check_shape(self, key, shape, remedy)
@@ -113,9 +116,7 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
     return LoraSpec(targets=tuple(targets), **given)
 
 
-def read_adapter(
-    folder: str | os.PathLike, dropout: float | None = None
-) -> tuple[LoraSpec, AdapterSource]:
+def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSpec, AdapterSource]:
     """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for features
     that are not built here, ValueError for a damaged file. dropout: in place of the adapter's."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
@@ -140,7 +141,7 @@ def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
     return _spec({**vars(keys), "r": keys.lora_rank}, keys.lora_target), None
 
 
-def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None):
+def load_adapter(model, folder: PathLike, dropout: float | None = None):
     """Put the adapter of a folder on a model of either backend, to train it further -> the model.
 
     dropout: in place of the adapter's. All ranks must call it. ValueError, on every rank, for an
@@ -204,7 +205,7 @@ def trained_tensors(model) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_adapter(model, folder: str | os.PathLike) -> list[str]:
+def save_adapter(model, folder: PathLike) -> list[str]:
     """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
     folder = Path(folder)
     tensors = trained_tensors(model)
@@ -248,7 +249,7 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
     }
 
 
-def check_checkpoint(model, folder: str | os.PathLike) -> None:
+def check_checkpoint(model, folder: PathLike) -> None:
     """ValueError if the PEFT adapter of a checkpoint and the model's adapters differ."""
     spec = lora.spec_of(model)
     path = Path(folder) / ADAPTER_CONFIG_NAME
@@ -272,7 +273,7 @@ def check_checkpoint(model, folder: str | os.PathLike) -> None:
 # -- merged
 
 
-def merger(model) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def merger(model) -> Change:
     """A function (HF name, CPU tensor W of the base) -> W + scale * B A of the model's adapters,
     computed in float32, in W's dtype.
 
@@ -305,7 +306,7 @@ def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale
 
 
 @torch.no_grad()
-def merge_into(model, folder: str | os.PathLike) -> None:
+def merge_into(model, folder: PathLike) -> None:
     """Merge an adapter's files into the weights of a transformers model, in place; the vocabulary
     grows where the adapter brings rows.
 
@@ -321,7 +322,7 @@ def merge_into(model, folder: str | os.PathLike) -> None:
         tensor[index].copy_(change(name, tensor[index].cpu()))
 
 
-def file_merger(folder: str | os.PathLike, base: str | os.PathLike, shapes: dict, tied: bool):
+def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
     """The merge of an adapter's files into its base: (function(name, CPU tensor of the base) ->
     merged tensor, the merged model's vocabulary size).
 

@@ -22,7 +22,7 @@ linear, for megatron's gradient reduction and norm:
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,8 +39,11 @@ from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_att
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
 Names = tuple[tuple[str, ...], ...]
+# the cut of a linear: the axis of its matrix
+COLUMN = 0
+ROW = 1
 # cut of a linear -> cut axes of A and B
-_CUT_AXES = {None: (None, None), "column": (None, 0), "row": (1, None)}
+_CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Adapter(torch.nn.Module):
 
     in_product = False  # True if the module's product may add the adapter's (adds_in_product)
     in_half = False  # True if its products run in the input's dtype, as beside 8-bit ones
-    num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
+    is_expert = False  # True for the experts of a layer, with a first axis of them in parameters
 
     def __init__(
         self, spec: LoraSpec, names: Names, group=None, sequence_parallel=False, device=None
@@ -165,13 +168,14 @@ class Adapter(torch.nn.Module):
     def _add(
         self,
         name: str,
+        matrix: str,
+        parts: dict[str, slice | int],
         shape: tuple[int, ...],
         axis: int | None,
-        matrices: Iterable[tuple[str, slice | int]],
         real: int | None = None,
     ) -> None:
-        """Add a float32 parameter. matrices: (name in a file without PEFT's prefix, part of the
-        parameter). Without a cut the gradient is a part of the sum over the sequence."""
+        """Add a float32 parameter. parts: of each module the part with its `matrix`, named as in a
+        file. Without a cut the gradient is a part of the sum over the sequence."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.sequence_parallel = axis is None and self.sequence_parallel
         if self.tp == 1:
@@ -180,9 +184,9 @@ class Adapter(torch.nn.Module):
         self.register_parameter(name, parameter)
         self.axes[name] = axis
         self.real[name] = real
-        is_expert = self.num_stack_axes > 0
-        for key, part in matrices:
-            self.pieces.append(Piece(key, parameter, part, axis, self.group, real, is_expert))
+        for module, part in parts.items():
+            key = f"{module}.{matrix}"
+            self.pieces.append(Piece(key, parameter, part, axis, self.group, real, self.is_expert))
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         """Set megatron's attributes of a parameter cut along an axis."""
@@ -199,7 +203,8 @@ class Adapter(torch.nn.Module):
         """True if the linear's product can add the adapter's, to round the sum once: beside a
         frozen matrix in half precision, without dropout."""
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
-        return self.enabled and is_half and not (weight.requires_grad or self._drops)
+        is_left_out = not (self.in_product and self.enabled)
+        return is_half and not (is_left_out or weight.requires_grad or self._drops)
 
     @property
     def _drops(self) -> bool:
@@ -218,7 +223,7 @@ class Adapter(torch.nn.Module):
 class LoraAdapter(Adapter):
     """The adapters of one linear with one projection or several.
 
-    widths: outputs of each projection on this rank. cut: "column", "row" or None. groups: query
+    widths: outputs of each projection on this rank. cut: COLUMN, ROW or None. groups: query
     groups of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
     layer with padding.
     """
@@ -228,18 +233,17 @@ class LoraAdapter(Adapter):
     ):
         super().__init__(spec, names, **shared)
         self.widths = widths
-        self.cut = cut
+        self.cut = cut if self.tp > 1 else None
         self.groups = groups
-        modules = list(itertools.chain(*names))
         axis_a, axis_b = _CUT_AXES[cut]
         r = spec.rank
-        rows = [slice(i * r, (i + 1) * r) for i in range(len(modules))]
-        matrices = [f"{module}.lora_A.weight" for module in modules]
-        self._add("lora_A", (len(rows) * r, in_size), axis_a, zip(matrices, rows, strict=True))
-        for i, of_one in enumerate(names):
-            for module in of_one:
-                matrix = (f"{module}.lora_B.weight", slice(None))
-                self._add(f"lora_B_{i}", (widths[i], r), axis_b, [matrix], vocab_size)
+        rows = {m: slice(i * r, (i + 1) * r) for i, m in enumerate(itertools.chain(*names))}
+        self._add("lora_A", "lora_A.weight", rows, (len(rows) * r, in_size), axis_a)
+        for i, modules in enumerate(names):
+            whole = dict.fromkeys(modules, slice(None))
+            if whole:
+                shape = (widths[i], r)
+                self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, axis_b, vocab_size)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None, as_factors=False):
         """Input of the linear -> scale * B A x, shaped as the linear's output, float32 (in_half: in
@@ -279,12 +283,12 @@ class LoraAdapter(Adapter):
         gathers = None
         # B of all projections as one matrix [out, projections * r]
         b = self._joined(_side_by_side(self._bs(), len(a)), 0)
-        if self.cut == "column" and self.sequence_parallel:
+        if self.cut == COLUMN and self.sequence_parallel:
             gathers = self.group
-        elif self.cut == "column" and self.tp > 1:
+        elif self.cut == COLUMN:
             a = parallel.sum_gradients(a, self.group)
             x = parallel.sum_gradients(x, self.group)
-        elif self.cut == "row" and self.tp > 1 and not self.sequence_parallel:
+        elif self.cut == ROW and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
         return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
@@ -294,21 +298,18 @@ class LoraAdapter(Adapter):
         whole sequence."""
         # without sequence parallelism every rank of a group sees the same x, but for row-cut
         # linears
-        is_shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
+        is_shared = self.cut != ROW and not self.sequence_parallel
         dtype = x.dtype if self.in_half else self.lora_A.dtype
         low = F.linear(self._dropped(x.to(dtype), is_shared), self.lora_A.to(dtype))
-        return self._across_ranks(low) * self.spec.scale
-
-    def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        if self.tp == 1 or self.cut is None:
-            return low
-        if self.cut == "row":
-            return self._summed(low)
-        if self.sequence_parallel:
-            return mappings.gather_from_sequence_parallel_region(
+        if self.cut == ROW:
+            low = self._summed(low)
+        elif self.cut == COLUMN and self.sequence_parallel:
+            low = mappings.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.group
             )
-        return mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
+        elif self.cut == COLUMN:
+            low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
+        return low * self.spec.scale
 
     def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The weight of transformers' router with the adapter in it; nothing cuts it."""
@@ -319,16 +320,17 @@ class LoraAdapter(Adapter):
 class LoraEmbedding(Adapter):
     """The adapter of an embedding: scale * B A[:, token]. As in PEFT A [r, V / tp] starts at zero.
 
-    rows: V / tp, padding included.
+    in_size: h. widths: [V / tp], padding included. vocab_size: the real V.
     """
 
-    def __init__(self, spec, names, rows, hidden_size, vocab_size, **shared):
+    def __init__(self, spec, names, in_size, widths, vocab_size=None, **shared):
         super().__init__(spec, names, **shared)
-        [[module]] = names
-        a = (f"{module}.lora_embedding_A", slice(None))
-        b = (f"{module}.lora_embedding_B", slice(None))
-        self._add("lora_embedding_A", (spec.rank, rows), 1, [a], vocab_size)
-        self._add("lora_embedding_B", (hidden_size, spec.rank), None, [b])
+        [modules] = names
+        whole = dict.fromkeys(modules, slice(None))
+        a = "lora_embedding_A"
+        b = "lora_embedding_B"
+        self._add(a, a, whole, (spec.rank, *widths), 1, vocab_size)
+        self._add(b, b, whole, (in_size, spec.rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism."""
@@ -353,7 +355,7 @@ class LoraExperts(Adapter):
     expert-parallel group; group: the expert-tensor-parallel one.
     """
 
-    num_stack_axes = 1
+    is_expert = True
     in_product = True
 
     def __init__(self, spec, names, hidden_size, columns, ep=None, **shared):
@@ -362,15 +364,17 @@ class LoraExperts(Adapter):
         by_projection = zip(PROJECTIONS, names, strict=True)
         self.adapted = {p: modules for p, modules in by_projection if modules}
         for projection, modules in self.adapted.items():
-            sizes = (hidden_size, columns)
-            axes = _CUT_AXES["column"]
+            sizes = [hidden_size, columns]
+            axis_a, axis_b = _CUT_AXES[COLUMN]
             if projection == "down":
-                sizes = (columns, hidden_size)
-                axes = _CUT_AXES["row"]
-            shapes = {"A": (spec.rank, sizes[0]), "B": (sizes[1], spec.rank)}
-            for (name, shape), axis in zip(shapes.items(), axes, strict=True):
-                matrices = ((f"{module}.lora_{name}.weight", i) for i, module in enumerate(modules))
-                self._add(f"{projection}_{name}", (len(modules), *shape), axis, matrices)
+                sizes.reverse()
+                axis_a, axis_b = _CUT_AXES[ROW]
+            n = len(modules)
+            parts = {module: i for i, module in enumerate(modules)}
+            a = (n, spec.rank, sizes[0])
+            b = (n, sizes[1], spec.rank)
+            self._add(f"{projection}_A", "lora_A.weight", parts, a, axis_a)
+            self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         parameter.allreduce = False  # reduced over the ranks with the same experts
@@ -512,9 +516,8 @@ def _add_output(module, args, output):
     """Forward hook: add the adapter's output in float32; the result has the base's dtype."""
     adapter = module.lora
     # the chunked loss takes the adapter's factors itself (lora.extra_factors)
-    if not adapter.enabled or getattr(module, "passes_hidden", False):
-        return output
-    if adapter.in_product and adapter.adds_in_product(module.weight):
+    passes_hidden = getattr(module, "passes_hidden", False)
+    if not adapter.enabled or passes_hidden or adapter.adds_in_product(module.weight):
         return output
     added = adapter(_normed(module, args[0]))
     if hasattr(module, "embed_scale"):

@@ -20,6 +20,7 @@ from . import parallel
 from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
 from .files import describe_error
 from .weights_files import (
+    NamedTensors,
     carried_tensors,
     check_shape,
     copy_beside,
@@ -29,6 +30,7 @@ from .weights_files import (
     write_safetensors,
 )
 
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # (HF name, tensor) -> tensor
 # Their rows are tokens: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -40,8 +42,7 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
 
     models: VirtualModels. only: (megatron name, layer) of those to fill; None: all, and the
     source must hold the model's tensors and no others. No collectives. ValueError, on every rank,
-    for a source of another model; ValueError for a tensor of another shape, or a parameter without
-    a row.
+    for a source of another model; ValueError for a tensor of another shape.
     """
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
@@ -53,17 +54,10 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
         for (name, layer), parameter in own_parameters(models).items():
             if only is not None and (name, layer) not in only:
                 continue
-            if name not in rows:
-                raise ValueError(
-                    f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: "
-                    "no row of the family's table fills it (families.py)"
-                )
             row = rows[name]
             _check_shapes(row, layer, parameter, source, config)
             rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
-            value = read_part(row, layer, source, config, rank)
-            assert value.shape == parameter.shape, f"{row}: {value.shape} for {parameter.shape}"
-            parameter.copy_(value)
+            parameter.copy_(read_part(row, layer, source, config, rank))
 
 
 def check_names(config, names: Collection[str]) -> None:
@@ -179,10 +173,10 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
 def vocabulary_names(config) -> set[str]:
     """The Hugging Face names of the matrices with a row for each token."""
     rows = rows_of(config.hf_model_type, config)
-    return {name for row in rows if row.mca in VOCABULARY for name in row.hf}
+    return set().union(*(row.hf for row in rows if row.mca in VOCABULARY))
 
 
-def split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
+def split(row: Row, layer, full: torch.Tensor, config) -> NamedTensors:
     """(HF name, tensor) of the parts of a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
     groups = _num_groups(row, config)
@@ -197,9 +191,7 @@ def split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, to
         yield name, part.contiguous()
 
 
-def iter_hf_tensors(
-    models, only: Container[tuple[str, int | None]] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = None) -> NamedTensors:
     """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other
     ranks.
 
@@ -233,8 +225,8 @@ def iter_hf_tensors(
 
 def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
-    names = (named for chunk in models for named in chunk.global_parameter_names())
-    return {(name, layer): parameter for name, layer, parameter in names}
+    named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
+    return {(name, layer): parameter for name, layer, parameter in named}
 
 
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
@@ -267,24 +259,23 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     is_moe_layer() and the fields read by rows.
     """
     rows = rows_of(config.hf_model_type, config)
+    embedding, *others = [row for row in rows if "{}" not in row.mca]
     layered = [row for row in rows if "{}" in row.mca]
-    others = [row for row in rows if "{}" not in row.mca]
-    first = rows.index(layered[0])
-    yield from ((row, None) for row in others[:first])
+    yield embedding, None
     for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
         predicts = layer >= config.num_layers
         is_moe = config.is_moe_layer(layer)
         for row in layered:
             if row.mca.startswith(PREDICTION_LAYERS) == predicts and row.is_in(is_moe):
                 yield row, layer
-    yield from ((row, None) for row in others[first:])
+    yield from ((row, None) for row in others)
 
 
 def export_hf(
     models,
     save_directory: str | os.PathLike,
     max_shard_size: str | int = "5GB",
-    change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
     """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global
@@ -302,14 +293,14 @@ def export_hf(
 
 
 def write_model(
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    tensors: NamedTensors,
     save_directory: str | os.PathLike,
     max_shard_size: str | int,
     hf_config: dict,
     source: str | None,
     dtype: torch.dtype,
     num_trained: int | None = 0,
-    change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
     """Write global rank 0's (HF name, CPU tensor) as export_hf() does -> the file names, there.

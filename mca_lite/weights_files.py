@@ -36,6 +36,11 @@ from .files import (
     write_json,
 )
 
+Shape = tuple[int, ...]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
+_ALL: Part = (slice(None),)
+
 # -- safetensors in shards
 
 _UNNAMED = ".shard-{}.safetensors.tmp"  # a written shard, until the number of shards is known
@@ -118,8 +123,7 @@ def write_hf_config(
     """
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
-        stored = read_json(Path(source) / HF_CONFIG_NAME)
-        values = stored if "model_type" in stored else values
+        values = read_json(Path(source) / HF_CONFIG_NAME)
     text = values.get("text_config") or values
     trained = hf_config.get("text_config") or hf_config
     if "vocab_size" in trained:
@@ -154,7 +158,7 @@ _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transfor
 _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
-def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple]]:
+def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple]]:
     """(name in a file, index into the tensor) of each part of a module's tensor in the files.
 
     name, shape: of the module's tensor. Experts have several parts, each with an index of its
@@ -188,12 +192,7 @@ def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple
     return [(name, ())]
 
 
-def holds_fused_experts(names: Iterable[str]) -> bool:
-    """True if a checkpoint has the experts of a layer in one tensor, as transformers does."""
-    return any(_FUSED.fullmatch(name) for name in names)
-
-
-def named_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model, tied_twice: bool = False) -> NamedTensors:
     """(name, tensor) of a model's files: parameters, tied once or twice, and persistent buffers."""
     yield from model.named_parameters(remove_duplicate=not tied_twice)
     persistent = model.state_dict().keys()
@@ -211,67 +210,43 @@ def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.T
 
 # -- sources of tensors
 
-
-Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
-_ALL: Part = (slice(None),)
 _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of the weights"
 
 
 class SafetensorsSource:
-    """The tensors of a folder (or hub name) in safetensors format, read by slices.
+    """The tensors of a folder (or hub name) in safetensors format, read by slices."""
 
-    model_type: if given, fused experts (one tensor for a layer) are read under the names of single
-    experts.
-    """
-
-    def __init__(self, model_name_or_path: str, model_type: str | None = None):
+    def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
-        self._files = _open_files(self.folder)
-        # name -> (stored tensor, index into it)
-        self._part_of: dict[str, tuple[str, tuple]] = {name: (name, ()) for name in self._files}
-        if model_type is not None and holds_fused_experts(self._files):
-            self._part_of = {
-                name: (stored, index)
-                for stored in self._files
-                for name, index in file_parts(model_type, stored, self.shape(stored))
-            }
+        self._slices = _open_files(self.folder)
 
     def names(self) -> KeysView[str]:
         """The names, file by file."""
-        return self._part_of.keys()
-
-    def _slice(self, name: str) -> tuple[Any, tuple]:
-        """(safetensors' slice of the stored tensor, index of the part with this name)."""
-        stored, index = self._part_of[name]
-        return self._files[stored].get_slice(stored), index
+        return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """The tensor, or a part of it; other bytes are not read."""
-        stored, index = self._slice(name)
-        if not index:
-            return stored[part]
-        expert, of_expert = index
-        rows = range(of_expert.start, of_expert.stop)[part[0]]
-        return stored[(slice(expert, expert + 1), slice(rows.start, rows.stop), *part[1:])][0]
+        return self._slices[name][part]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        stored, index = self._slice(name)
-        shape = tuple(stored.get_shape())
-        if not index:
-            return shape
-        return (index[1].stop - index[1].start, *shape[2:])
+    def shape(self, name: str) -> Shape:
+        return tuple(self._slices[name].get_shape())
+
+
+def slices_of(path: Path) -> dict[str, Any]:
+    """{tensor: safetensors' slice} of a file, sorted. ValueError as for open_safetensors."""
+    file = open_safetensors(path)
+    return {name: file.get_slice(name) for name in sorted(file.keys())}
 
 
 def _open_files(folder: Path) -> dict[str, Any]:
-    """{tensor: open file} of a folder, file by file.
+    """{tensor: safetensors' slice} of a folder, file by file.
 
     ValueError, with the file's name, if the folder has no safetensors, or if its index or one of
     them is damaged or incomplete.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-        file = open_safetensors(folder / SAFE_WEIGHTS_NAME)
-        return dict.fromkeys(sorted(file.keys()), file)
+        return slices_of(folder / SAFE_WEIGHTS_NAME)
     if not index.is_file():
         raise ValueError(
             f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is "
@@ -285,26 +260,26 @@ def _open_files(folder: Path) -> dict[str, Any]:
             f"{index}: expected weight_map, an object with the name of a file for each tensor, got "
             f"{file_of!r:.80}"
         )
-    opened = {file: open_safetensors(folder / file) for file in sorted(set(file_of.values()))}
-    held = {file: set(handle.keys()) for file, handle in opened.items()}
-    named = sorted((file, name) for name, file in file_of.items())
-    for file, name in named:
-        if name not in held[file]:
+    stored = {file: slices_of(folder / file) for file in sorted(set(file_of.values()))}
+    slices = {}
+    for file, name in sorted((file, name) for name, file in file_of.items()):
+        if name not in stored[file]:
             raise ValueError(
                 f"{folder / file} lacks {name}, which {SAFE_WEIGHTS_INDEX_NAME} says it holds: "
                 "copy or download the model again"
             )
-    return {name: opened[file] for file, name in named}
+        slices[name] = stored[file][name]
+    return slices
 
 
-def check_shape(source, name: str, wanted: tuple[int, ...], remedy: str = _OTHER_SIZES) -> None:
+def check_shape(source, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) -> None:
     """ValueError if a tensor of the source has another shape. remedy: end of the message."""
     got = source.shape(name)
     if got != wanted:
         raise ValueError(f"{name} has shape {got}, expected {wanted}: {remedy}")
 
 
-def shapes_of(hf_config: dict) -> tuple[Any, dict[str, tuple[int, ...]]]:
+def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
     """(transformers' config, {name in its files: shape}) of the model of a config.json. ValueError
     if transformers cannot make it."""
     import transformers
@@ -372,7 +347,7 @@ class InitSource:
     def names(self) -> KeysView[str]:
         return self._shapes.keys()
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         return self._shapes[name]
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
@@ -417,7 +392,7 @@ class GrownSource:
     def names(self) -> KeysView[str]:
         return self._source.names()
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         shape = self._source.shape(name)
         if name in self._vocabulary:
             shape = (self._vocab_size, *shape[1:])
@@ -489,7 +464,7 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 
 def carried_tensors(
     source: str | None, hf_config: dict, num_trained: int | None = 0
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> NamedTensors:
     """(name, tensor) of the source's tensors that no model reads (is_unused).
 
     Nothing if the source is gone; a warning then, if config.json names layers with such tensors.

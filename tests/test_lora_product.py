@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.lora_layers import LoraAdapter, LoraExperts, LoraSpec, attach
+from mca_lite.lora_layers import COLUMN, ROW, LoraAdapter, LoraExperts, LoraSpec, attach
 from tests.shared import tiny, world
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
@@ -244,7 +244,7 @@ def shares_that_arrive(path, folder) -> dict:
 
 def test_small_updates_of_cut_linears_are_there_on_average(peft, tmp_path):
     for shares in world.run(shares_that_arrive, 2, peft[0], str(tmp_path)):
-        assert sorted(shares) == ["column", "row"]
+        assert sorted(shares) == [COLUMN, ROW]
         for arrived, added in shares.values():
             assert arrived == pytest.approx(1, rel=0.1)
             assert added < 0.5
