@@ -147,11 +147,11 @@ def _verify_merged(src: str, dst: str, adapter: str) -> str:
     vocab_size, old = (m.get_input_embeddings().weight.shape[0] for m in (merged, model))
     if vocab_size > old:  # the adapter brings the new rows
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    spec, source = lora_files.read_adapter(adapter, dropout=0.0)
+    spec, source = lora_files.read_adapter(adapter, 0.0)
     with torch.no_grad():
         for name in source.whole_weights():
             model.get_parameter(name).copy_(source.read(name))
-        model = lora.inject(model, spec).eval()
+        lora.inject(model, spec).eval()
         lora.fill_adapters(model, source)
         tokens = _tokens(vocab_size)
         # the merged weights are rounded to their dtype, each by up to half of its eps

@@ -111,8 +111,7 @@ class AdapterSource(SafetensorsSource):
 
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
     """The spec of adapter_config.json's values; None means the default."""
-    fields = {field: values.get(key) for key, field in _FIELDS.items()}
-    given = {field: value for field, value in fields.items() if value is not None}
+    given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     return LoraSpec(targets=tuple(targets), **given)
 
 

@@ -9,7 +9,7 @@ rank writes it.
 import itertools
 import os
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,16 +60,15 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
             parameter.copy_(read_part(row, layer, source, config, rank))
 
 
-def check_names(config, names: Collection[str]) -> None:
+def check_names(config, names: Set[str]) -> None:
     """Refuse a source without a tensor of the whole model, or with one that the model does not use.
 
     Every rank looks at all stages: all of them stop, and none waits for another in a collective.
     """
-    wanted = {hf.format(layer): row for row, layer in in_layer_order(config) for hf in row.hf}
-    needed = (hf.format(layer) for row, layer in _exported(config) for hf in row.hf)
-    missing = [name for name in needed if name not in names]
-    copies = {name for row in wanted.values() for name in copies_of(row, config)}
-    others = sorted(names - wanted.keys() - copies)
+    wanted = _names(in_layer_order(config))
+    missing = sorted(_names(_exported(config)) - names)
+    copies = {name for row, _ in in_layer_order(config) for name in copies_of(row, config)}
+    others = sorted(names - wanted - copies)
     unknown = [n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers)]
     for problem, wrong in (("lacks", missing), ("holds, without a use here,", unknown)):
         if wrong:
@@ -79,6 +78,11 @@ def check_names(config, names: Collection[str]) -> None:
                 "save or download it again, or set model_type, num_hidden_layers and "
                 "tie_word_embeddings in config.json to those of the weights, or mtp_num_layers: 0"
             )
+
+
+def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
+    """The Hugging Face names of rows and their layers."""
+    return {hf.format(layer) for row, layer in rows for hf in row.hf}
 
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:

@@ -123,7 +123,8 @@ def write_hf_config(
     """
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
-        values = read_json(Path(source) / HF_CONFIG_NAME)
+        stored = read_json(Path(source) / HF_CONFIG_NAME)
+        values = stored if "model_type" in stored else values  # else it is no model's
     text = values.get("text_config") or values
     trained = hf_config.get("text_config") or hf_config
     if "vocab_size" in trained:
@@ -253,7 +254,7 @@ def _open_files(folder: Path) -> dict[str, Any]:
             "there; a model in another format can be saved anew by transformers' save_pretrained, "
             "and a model without weights starts with train_from_scratch: true"
         )
-    file_of = read_json(index).get("weight_map")
+    file_of: Any = read_json(index).get("weight_map")
     is_map = isinstance(file_of, dict) and len(file_of) > 0
     if not is_map or any(Path(str(file)).name != file for file in file_of.values()):
         raise ValueError(
