@@ -113,7 +113,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     shapes = {name: base.shape(name) for name in base.names()}
     change, vocab_size = lora_files.file_merger(adapter, base.folder, shapes, tied)
     config["vocab_size"] = vocab_size or config["vocab_size"]
-    tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
+    tensors = ((name, change(name, base.read(name))) for name in base.names())
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
     lines = _copy_side_files([adapter, base.folder], dst)
@@ -140,18 +140,19 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
 def _verify_merged(src: str, dst: str, adapter: str) -> str:
     import torch
 
-    from . import lora_files
+    from . import lora, lora_files
 
     model = _hf_model(src)
     merged = _hf_model(dst)
     vocab_size, old = (m.get_input_embeddings().weight.shape[0] for m in (merged, model))
     if vocab_size > old:  # the adapter brings the new rows
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    source = lora_files.AdapterSource(adapter)
+    spec, source = lora_files.read_adapter(adapter, 0.0)
     with torch.no_grad():
         for name in source.whole_weights():
             model.get_parameter(name).copy_(source.read(name))
-        model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
+        lora.inject(model, spec).eval()
+        lora.fill_adapters(model, source)
         tokens = _tokens(vocab_size)
         # the merged weights are rounded to their dtype, each by up to half of its eps
         tolerance = max(1e-4, 10 * torch.finfo(_dtype_of(Path(dst))).eps)

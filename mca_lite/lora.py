@@ -5,7 +5,7 @@ difference.
 """
 
 import contextlib
-import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,10 +43,9 @@ from .weights_convert import (
     in_layer_order,
     iter_hf_tensors,
     own_parameters,
-    qkv_sizes,
-    vocabulary_names,
+    row_sizes,
 )
-from .weights_files import SafetensorsSource, generator_of, original_of
+from .weights_files import NamedTensors, Shape, generator_of, original_of
 
 # -- sites of adapters
 
@@ -100,18 +99,18 @@ def _is_router(row: Row) -> bool:
 def _candidates(config) -> Iterator[Candidate]:
     """Candidates of a model in the table. config: as for weights_convert.in_layer_order."""
     for row, layer in in_layer_order(config):
-        in_all = row.mca not in VOCABULARY and not _is_router(row)
-        mca = module_of(row.mca.format(layer))
-        for module in modules_of(row, layer) if row.is_linear else ():
-            yield Candidate(module, mca, in_all)
+        if row.is_linear:
+            in_all = row.mca not in VOCABULARY and not _is_router(row)
+            mca = module_of(row.mca.format(layer))
+            yield from (Candidate(module, mca, in_all) for module in modules_of(row, layer))
 
 
 def _expert_names(rows: Iterable[Row], layer: int) -> Names:
     """For gate, up and down the module of each expert of a layer."""
-    experts = [row for row in rows if row.expert is not None]
-    gate_up = [modules_of(row, layer) for row in experts if row.kind == "gated"]
-    down = [modules_of(row, layer) for row in experts if row.kind != "gated"]
-    return (*zip(*gate_up, strict=True), *zip(*down, strict=True))
+    # the rows of gate and up of all experts come before those of down
+    of_rows = [modules_of(row, layer) for row in rows if row.expert is not None]
+    half = len(of_rows) // 2
+    return (*zip(*of_rows[:half], strict=True), *zip(*of_rows[half:], strict=True))
 
 
 class MegatronHost:
@@ -151,33 +150,13 @@ class MegatronHost:
             if key in trained:
                 parameter.requires_grad_(True)
 
-    def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, keys: Collection) -> NamedTensors:
         """(HF name, CPU tensor) of these weights on global rank 0. Collective: iter_hf_tensors."""
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection, source) -> None:
         """Fill this rank's part of these weights from a source. ValueError for other shapes."""
         fill(self.models, source, keys)
-
-    def base_weight(self, name: str) -> torch.Tensor | None:
-        """A weight of the loaded checkpoint, or None. A tied head is the embedding."""
-        if self._base is None:
-            return None
-        stored = self._base.names()
-        vocabulary = vocabulary_names(self.config)
-        if name not in stored and self.is_tied and name in vocabulary:
-            [name] = vocabulary & stored
-        if name not in stored:
-            return None
-        return self._base.read(name)
-
-    @functools.cached_property
-    def _base(self) -> SafetensorsSource | None:
-        return original_of(self.config.name_or_path)
-
-    def replica(self, is_expert: bool) -> int:
-        """Number of this rank's copy of its weights, 0 for the first."""
-        return parallel.replica_group(is_expert).rank()
 
     def sites(self) -> Iterator[Site]:
         """The places for adapters on this rank."""
@@ -205,15 +184,13 @@ class MegatronHost:
             arguments["vocab_size"] = config.vocab_size
         else:
             out_size, in_size = module.weight.shape
-        if row.mca == VOCABULARY[0]:
-            arguments |= dict(rows=out_size, hidden_size=in_size)
-            return Site(module, names, LoraEmbedding, arguments)
         arguments["in_size"] = in_size
-        arguments["widths"] = [out_size // len(names)] * len(names)
-        arguments["cut"] = {None: None, 0: "column", 1: "row"}[row.axis]
+        arguments["widths"] = [size // tp for size in row_sizes(row, out_size * tp, config)]
+        if row.mca == VOCABULARY[0]:
+            return Site(module, names, LoraEmbedding, arguments)
+        arguments["cut"] = row.axis
         if row.kind == "qkv":
             arguments["groups"] = config.num_query_groups // tp
-            arguments["widths"] = [arguments["groups"] * size for size in qkv_sizes(config)]
         way = "inside" if _is_router(row) else "beside"
         return Site(module, names, LoraAdapter, arguments, way)
 
@@ -262,23 +239,18 @@ class TorchHost:
         return {name: module for name, module in self.modules.items() if isinstance(module, kinds)}
 
     def candidates(self) -> list[Candidate]:
-        """All modules that support an adapter: linears, then experts and routers."""
-        of_table = {}
-        if self.fields:
-            of_table = {candidate.hf: candidate for candidate in _candidates(self.fields)}
-        linears = []
-        for name, module in self._linears().items():
-            # of a family in the table "all" means the linears of its rows: not the gate of a shared
-            # expert, no linear in megatron-core
-            in_all = isinstance(module, torch.nn.Linear) and module is not self.head
-            unknown = Candidate(name, "", in_all and self.fields is None)
-            linears.append(of_table.pop(name, unknown))
-        return linears + list(of_table.values())
+        """All modules that support an adapter: those of the table, else the linears."""
+        if self.fields is not None:
+            return list(_candidates(self.fields))
+        return [
+            Candidate(name, "", isinstance(module, torch.nn.Linear) and module is not self.head)
+            for name, module in self._linears().items()
+        ]
 
     def weights(self) -> Iterator[Weight]:
         """The modules with direct parameters, in the model's order."""
         for name, module in self.modules.items():
-            if not isinstance(module, Adapter) and list(module.parameters(recurse=False)):
+            if list(module.parameters(recurse=False)):
                 is_tied = self.is_tied and module in (self.embedding, self.head)
                 yield Weight(name, (name,), is_tied=is_tied)
 
@@ -289,18 +261,16 @@ class TorchHost:
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Freeze the weights and make them `dtype`; those of `trained` are float32 and train."""
         # not the buffers: rotary frequencies stay exact
-        for parameter in self.model.requires_grad_(False).parameters():
-            parameter.data = parameter.data.to(dtype)
-        for _, parameter in self._parameters(trained):
-            parameter.data = parameter.data.float()
-            parameter.requires_grad_(True)
+        for name, parameter in self.model.named_parameters():
+            is_trained = module_of(name) in trained
+            parameter.requires_grad_(is_trained)
+            parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
 
     def _parameters(self, modules: Collection) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for module in self.modules.keys() & set(modules):
-            for name, parameter in self.modules[module].named_parameters(recurse=False):
-                yield f"{module}.{name}", parameter
+        named = self.model.named_parameters()
+        return ((name, parameter) for name, parameter in named if module_of(name) in modules)
 
-    def read(self, keys: Collection) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, keys: Collection) -> NamedTensors:
         """(HF name, CPU tensor) of the weights of these modules, on global rank 0."""
         if parallel.is_main():
             for name, parameter in self._parameters(keys):
@@ -312,27 +282,17 @@ class TorchHost:
             for name, parameter in self._parameters(keys):
                 parameter.copy_(source(name, tuple(parameter.shape)))
 
-    def base_weight(self, name: str) -> torch.Tensor | None:
-        """A weight of the model by its name, None if it has none. A tied head is the embedding."""
-        return dict(self.model.named_parameters(remove_duplicate=False)).get(name)
-
-    def replica(self, is_expert: bool) -> int:
-        """Number of this rank's copy of the weights, 0 for the first."""
-        return parallel.rank()
-
     def sites(self) -> Iterator[Site]:
         """The places for adapters; experts and routers of families in the table."""
         for name, module in self._linears().items():
             out_size, in_size = module.weight.shape
-            kind = LoraAdapter
-            sizes: dict[str, Any] = dict(in_size=in_size, widths=[out_size])
-            if isinstance(module, torch.nn.Embedding):
-                kind = LoraEmbedding
-                sizes = dict(rows=out_size, hidden_size=in_size, vocab_size=out_size)
-            yield Site(module, ((name,),), kind, {**sizes, "device": module.weight.device})
-        for layer in range(self.fields.num_layers if self.fields else 0):
-            if self.fields.is_moe_layer(layer):
-                yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
+            kind = LoraEmbedding if isinstance(module, torch.nn.Embedding) else LoraAdapter
+            sizes = dict(in_size=in_size, widths=[out_size], device=module.weight.device)
+            yield Site(module, ((name,),), kind, sizes)
+        if self.fields is None:
+            return
+        for layer in filter(self.fields.is_moe_layer, range(self.fields.num_layers)):
+            yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
         """The experts and the router of a layer, no linears in transformers."""
@@ -403,17 +363,17 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     return model
 
 
-def fill_adapters(model, source: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
+def fill_adapters(model, source: Callable[[str, Shape], torch.Tensor]) -> None:
     """Fill every adapter of this rank with its part of source(key, whole shape)."""
     with torch.no_grad():
         for piece in pieces_of(model):
             piece.take(source(piece.key, piece.full_shape).to(piece.tensor.device, torch.float32))
 
 
-def init_source(seed: int) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
+def init_source(seed: int) -> Callable[[str, Shape], torch.Tensor]:
     """PEFT's start, by key: A uniform within 1 / sqrt(inputs), B 0; embeddings A 0, B normal."""
 
-    def draw(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def draw(key: str, shape: Shape) -> torch.Tensor:
         full = torch.zeros(shape, device="cpu")
         generator = generator_of(seed, key)
         if key.endswith("lora_A.weight"):
@@ -440,13 +400,13 @@ def adapters_of(model) -> list[Adapter]:
 
 def pieces_of(model) -> Iterator[Piece]:
     """This rank's parts of PEFT's matrices."""
-    return (piece for adapter in adapters_of(model) for piece in adapter.pieces())
+    return itertools.chain.from_iterable(adapter.pieces for adapter in adapters_of(model))
 
 
 @contextlib.contextmanager
 def without_adapters(model):
     """Switch the adapters off inside the `with`: DPO takes the base model as its reference."""
-    adapters = [adapter for adapter in adapters_of(model) if adapter.enabled]
+    adapters = adapters_of(model)
     for adapter in adapters:
         adapter.enabled = False
     try:
@@ -461,7 +421,7 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
     adapter: LoraAdapter | None = getattr(head, "lora", None)
     if adapter is None or not adapter.enabled:
         return None
-    return adapter.low(hidden), adapter.lora_B_0
+    return adapter(hidden, as_factors=True)
 
 
 # -- checkpoints
@@ -477,45 +437,42 @@ def sharded_state(chunk) -> dict[str, Any]:
         for name, tensor in chunk.sharded_state_dict().items()
         if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
     }
-    adapters = [(p, module) for p, module in chunk.named_modules() if isinstance(module, Adapter)]
-    for path, adapter in adapters:
+    adapters = {p: m for p, m in chunk.named_modules() if isinstance(m, Adapter)}
+    for path, adapter in adapters.items():
         template, layer = chunk.global_name(path.removesuffix(".lora"))
         module = template.format(layer)
-        is_experts = isinstance(adapter, LoraExperts)
-        replica = parallel.replica_group(is_experts).rank()
+        replica = parallel.replica_group(adapter.is_expert).rank()
         for name, parameter in adapter.named_parameters():
-            cuts = []  # (axis, this rank's place along it, number of places)
-            if is_experts:
-                cuts.append((0, adapter.ep.rank(), adapter.ep.size()))
+            # (axis, this rank's place along it, number of places)
+            cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if adapter.is_expert else []
             axis = adapter.axes[name]
             copy = adapter.group.rank()
             if axis is not None:
-                cuts.append((adapter.num_stack_axes + axis, adapter.group.rank(), adapter.tp))
+                cuts.append((len(cuts) + axis, copy, adapter.tp))
                 copy = 0
             state[f"{path}.{name}"] = ShardedTensor.from_rank_offsets(
                 f"{module}.{name}",
                 parameter,
                 *cuts,
                 replica_id=(0, copy, replica),
-                allow_shape_mismatch=name in adapter.real,
+                allow_shape_mismatch=adapter.real[name] is not None,
             )
     return state
 
 
 def base_sample(model) -> dict[str, list[float]]:
-    """{HF weight: some of its numbers} in the files of the base, under the first and last adapter.
+    """{HF weight: some of its numbers} in the files of the base, under the first adapter.
 
     A checkpoint of adapters keeps it, to know its base. {} without adapters, or if the base's files
     are gone. No collectives.
     """
     spec = spec_of(model)
-    source = spec and original_of(host_of(model).base_model)
+    source = spec and original_of(spec.base_model)
     if source is None:
         return {}
     stored = source.names()
-    names = [name for name in (f"{module}.weight" for module in spec.modules) if name in stored]
     sample = {}
-    for name in {*names[:1], *names[-1:]}:
+    for name in [f"{module}.weight" for module in spec.modules if f"{module}.weight" in stored][:1]:
         weight = source.read(name).flatten()
         sample[name] = weight[:: max(weight.numel() // 64, 1)].tolist()
     return sample

@@ -20,8 +20,9 @@ linear, for megatron's gradient reduction and norm:
                   has a part of the gradient of a whole matrix, and the parts are summed here.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,8 +39,11 @@ from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_att
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
 Names = tuple[tuple[str, ...], ...]
+# the cut of a linear: the axis of its matrix
+COLUMN = 0
+ROW = 1
 # cut of a linear -> cut axes of A and B
-_CUT_AXES = {None: (None, None), "column": (None, 0), "row": (1, None)}
+_CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,13 @@ class Piece(NamedTuple):
             shape[self.axis] = self.real or shape[self.axis] * self.group.size()
         return tuple(shape)
 
+    @property
+    def is_first(self) -> bool:
+        """True on the first rank with all parts of the matrix."""
+        if self.group is None:
+            return parallel.is_main()
+        return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0
+
     def take(self, full: torch.Tensor) -> None:
         """Copy this rank's part of the whole matrix in."""
         if self.axis is not None:
@@ -115,17 +126,13 @@ class Piece(NamedTuple):
         return full[tuple(map(slice, self.full_shape))]
 
 
-def _side_by_side(bs, widths, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
-    """B of each projection [..., width, columns], with columns of its own; zeros for None. like:
-    one of the matrices A."""
+def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
+    """Matrices B [..., out, r] with `columns` columns, those of each beside the others'."""
     blocks = []
     first = 0
-    for b, width in zip(bs, widths, strict=True):
-        if b is None:
-            blocks.append(like.new_zeros(*like.shape[:-2], width, columns))
-        else:
-            blocks.append(F.pad(b, (first, columns - first - b.shape[-1])))
-            first += b.shape[-1]
+    for b in bs:
+        blocks.append(F.pad(b, (first, columns - first - b.shape[-1])))
+        first += b.shape[-1]
     return blocks
 
 
@@ -137,9 +144,9 @@ class Adapter(torch.nn.Module):
     plain torch.
     """
 
-    in_product = False  # True if the linear's product may add the adapter's (adds_in_product)
+    in_product = False  # True if the module's product may add the adapter's (adds_in_product)
     in_half = False  # True if its products run in the input's dtype, as beside 8-bit ones
-    num_stack_axes = 0  # axes of a parameter before those of a matrix: 1 for the experts of a layer
+    is_expert = False  # True for the experts of a layer, with a first axis of them in parameters
 
     def __init__(
         self, spec: LoraSpec, names: Names, group=None, sequence_parallel=False, device=None
@@ -153,30 +160,38 @@ class Adapter(torch.nn.Module):
         self.sequence_parallel = sequence_parallel and self.tp > 1
         self.enabled = True
         self.axes: dict[str, int | None] = {}  # parameter -> the matrix's axis cut by the group
-        # parameter -> length of the whole matrix along the cut axis, without padding
-        self.real: dict[str, int] = {}
-        # (name in a file without PEFT's prefix, parameter, part of it) of each matrix
-        self._matrices: list[tuple[str, str, slice | int]] = []
+        # parameter -> length of the whole matrix along that axis, if it is padded
+        self.real: dict[str, int | None] = {}
+        self.pieces: list[Piece] = []  # this rank's parts of the adapter's matrices in PEFT
         self._rooms: dict[torch.Size, torch.Tensor] = {}  # by the shape of their weight
 
-    def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
-        """Add a float32 parameter. partial: its gradient is a part of the sum over the sequence."""
+    def _add(
+        self,
+        name: str,
+        matrix: str,
+        parts: dict[str, slice | int],
+        shape: tuple[int, ...],
+        axis: int | None,
+        real: int | None = None,
+    ) -> None:
+        """Add a float32 parameter. parts: of each module the part with its `matrix`, named as in a
+        file. Without a cut the gradient is a part of the sum over the sequence."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
+        parameter.sequence_parallel = axis is None and self.sequence_parallel
         if self.tp == 1:
             axis = None
-        is_cut = axis is not None
-        set_tensor_model_parallel_attributes(parameter, is_cut, axis if is_cut else -1, 1)
-        parameter.sequence_parallel = partial and self.sequence_parallel
+        self._mark(parameter, axis)
         self.register_parameter(name, parameter)
         self.axes[name] = axis
+        self.real[name] = real
+        for module, part in parts.items():
+            key = f"{module}.{matrix}"
+            self.pieces.append(Piece(key, parameter, part, axis, self.group, real, self.is_expert))
 
-    def pieces(self) -> Iterator[Piece]:
-        """This rank's parts of the adapter's matrices in PEFT."""
-        for key, name, part in self._matrices:
-            parameter = getattr(self, name)
-            real = self.real.get(name)
-            is_expert = self.num_stack_axes > 0
-            yield Piece(key, parameter, part, self.axes[name], self.group, real, is_expert)
+    def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
+        """Set megatron's attributes of a parameter cut along an axis."""
+        is_cut = axis is not None
+        set_tensor_model_parallel_attributes(parameter, is_cut, axis if is_cut else -1, 1)
 
     def _summed(self, low: torch.Tensor) -> torch.Tensor:
         """The sum over the group, or this rank's part of the sequence of it. Collective."""
@@ -187,13 +202,17 @@ class Adapter(torch.nn.Module):
     def adds_in_product(self, weight: torch.Tensor) -> bool:
         """True if the linear's product can add the adapter's, to round the sum once: beside a
         frozen matrix in half precision, without dropout."""
-        drops = self.training and self.spec.dropout > 0.0
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
-        return self.enabled and is_half and not (weight.requires_grad or drops)
+        is_left_out = not (self.in_product and self.enabled)
+        return is_half and not (is_left_out or weight.requires_grad or self._drops)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.spec.dropout > 0.0
 
     def _dropped(self, x: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
         """x after dropout. is_shared: all ranks have the same x, and must drop the same of it."""
-        if not self.training or self.spec.dropout == 0.0:
+        if not self._drops:
             return x
         if is_shared:
             return F.dropout(x, self.spec.dropout)
@@ -204,7 +223,7 @@ class Adapter(torch.nn.Module):
 class LoraAdapter(Adapter):
     """The adapters of one linear with one projection or several.
 
-    widths: outputs of each projection on this rank. cut: "column", "row" or None. groups: query
+    widths: outputs of each projection on this rank. cut: COLUMN, ROW or None. groups: query
     groups of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
     layer with padding.
     """
@@ -214,44 +233,40 @@ class LoraAdapter(Adapter):
     ):
         super().__init__(spec, names, **shared)
         self.widths = widths
-        self.cut = cut
+        self.cut = cut if self.tp > 1 else None
         self.groups = groups
-        r = spec.rank
-        count = sum(map(bool, names))
         axis_a, axis_b = _CUT_AXES[cut]
-        self._add("lora_A", (count * r, in_size), axis_a, partial=axis_a is None)
-        for i, (modules, width) in enumerate(zip(names, widths, strict=True)):
-            for module in modules:
-                first = len(self._matrices) // 2 * r
-                part = slice(first, first + r)
-                self._add(f"lora_B_{i}", (width, r), axis_b, partial=axis_b is None)
-                self._matrices.append((f"{module}.lora_A.weight", "lora_A", part))
-                self._matrices.append((f"{module}.lora_B.weight", f"lora_B_{i}", slice(None)))
-        if vocab_size is not None:
-            self.real["lora_B_0"] = vocab_size
+        r = spec.rank
+        rows = {m: slice(i * r, (i + 1) * r) for i, m in enumerate(itertools.chain(*names))}
+        self._add("lora_A", "lora_A.weight", rows, (len(rows) * r, in_size), axis_a)
+        for i, modules in enumerate(names):
+            whole = dict.fromkeys(modules, slice(None))
+            if whole:
+                shape = (widths[i], r)
+                self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, axis_b, vocab_size)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None, as_factors=False):
         """Input of the linear -> scale * B A x, shaped as the linear's output, float32 (in_half: in
         x's dtype).
 
         weight: the linear's matrix, if adds_in_product; the result is W x + scale * B A x then, in
-        x's dtype.
+        x's dtype. as_factors: of a head, the factors (scale * A x of the whole sequence, B).
         """
         if weight is not None:
             return self._product(x, weight)
-        low = self.low(x)
-        outs = []
-        lows = iter(low.split(self.spec.rank, -1))
-        for b, width in zip(self._bs(), self.widths, strict=True):
-            if b is None:
-                outs.append(low.new_zeros(*low.shape[:-1], width))
-            else:
-                outs.append(F.linear(next(lows), b.to(low.dtype)))
+        low = self._low(x)
+        if as_factors:
+            return low, self.lora_B_0
+        bs = self._bs()
+        lows = low.split([b.shape[1] for b in bs], -1)
+        outs = [F.linear(part, b.to(low.dtype)) for part, b in zip(lows, bs, strict=True)]
         return self._joined(outs, low.dim() - 1)
 
-    def _bs(self) -> list[torch.Tensor | None]:
-        """B of each projection."""
-        return [getattr(self, f"lora_B_{i}", None) for i in range(len(self.names))]
+    def _bs(self) -> list[torch.Tensor]:
+        """B of each projection, without columns for one without adapter."""
+        a = self.lora_A
+        widths = enumerate(self.widths)
+        return [getattr(self, f"lora_B_{i}", a.new_zeros(width, 0)) for i, width in widths]
 
     def _joined(self, parts: list[torch.Tensor], axis: int) -> torch.Tensor:
         """Join parts of the projections along an axis, in the order of the linear's outputs."""
@@ -267,37 +282,34 @@ class LoraAdapter(Adapter):
         a = self.lora_A
         gathers = None
         # B of all projections as one matrix [out, projections * r]
-        b = self._joined(_side_by_side(self._bs(), self.widths, len(a), like=a), 0)
-        if self.cut == "column" and self.sequence_parallel:
+        b = self._joined(_side_by_side(self._bs(), len(a)), 0)
+        if self.cut == COLUMN and self.sequence_parallel:
             gathers = self.group
-        elif self.cut == "column" and self.tp > 1:
+        elif self.cut == COLUMN:
             a = parallel.sum_gradients(a, self.group)
             x = parallel.sum_gradients(x, self.group)
-        elif self.cut == "row" and self.tp > 1 and not self.sequence_parallel:
+        elif self.cut == ROW and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
         return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
 
-    def low(self, x: torch.Tensor) -> torch.Tensor:
+    def _low(self, x: torch.Tensor) -> torch.Tensor:
         """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the
         whole sequence."""
         # without sequence parallelism every rank of a group sees the same x, but for row-cut
         # linears
-        is_shared = self.tp == 1 or (self.cut != "row" and not self.sequence_parallel)
+        is_shared = self.cut != ROW and not self.sequence_parallel
         dtype = x.dtype if self.in_half else self.lora_A.dtype
         low = F.linear(self._dropped(x.to(dtype), is_shared), self.lora_A.to(dtype))
-        return self._across_ranks(low) * self.spec.scale
-
-    def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        if self.tp == 1 or self.cut is None:
-            return low
-        if self.cut == "row":
-            return self._summed(low)
-        if self.sequence_parallel:
-            return mappings.gather_from_sequence_parallel_region(
+        if self.cut == ROW:
+            low = self._summed(low)
+        elif self.cut == COLUMN and self.sequence_parallel:
+            low = mappings.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.group
             )
-        return mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
+        elif self.cut == COLUMN:
+            low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
+        return low * self.spec.scale
 
     def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The weight of transformers' router with the adapter in it; nothing cuts it."""
@@ -308,17 +320,17 @@ class LoraAdapter(Adapter):
 class LoraEmbedding(Adapter):
     """The adapter of an embedding: scale * B A[:, token]. As in PEFT A [r, V / tp] starts at zero.
 
-    rows: V / tp, padding included.
+    in_size: h. widths: [V / tp], padding included. vocab_size: the real V.
     """
 
-    def __init__(self, spec, names, rows, hidden_size, vocab_size, **shared):
+    def __init__(self, spec, names, in_size, widths, vocab_size=None, **shared):
         super().__init__(spec, names, **shared)
-        self.real["lora_embedding_A"] = vocab_size
-        self._add("lora_embedding_A", (spec.rank, rows), 1)
-        self._add("lora_embedding_B", (hidden_size, spec.rank), None, partial=True)
-        [[module]] = names
-        for matrix in ("lora_embedding_A", "lora_embedding_B"):
-            self._matrices.append((f"{module}.{matrix}", matrix, slice(None)))
+        [modules] = names
+        whole = dict.fromkeys(modules, slice(None))
+        a = "lora_embedding_A"
+        b = "lora_embedding_B"
+        self._add(a, a, whole, (spec.rank, *widths), 1, vocab_size)
+        self._add(b, b, whole, (in_size, spec.rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism."""
@@ -343,29 +355,28 @@ class LoraExperts(Adapter):
     expert-parallel group; group: the expert-tensor-parallel one.
     """
 
-    num_stack_axes = 1
+    is_expert = True
+    in_product = True
 
     def __init__(self, spec, names, hidden_size, columns, ep=None, **shared):
         super().__init__(spec, names, **shared)
         self.ep = ep
-        self.adapted = {
-            p: modules for p, modules in zip(PROJECTIONS, names, strict=True) if modules
-        }
-        n = len(next(iter(self.adapted.values())))
+        by_projection = zip(PROJECTIONS, names, strict=True)
+        self.adapted = {p: modules for p, modules in by_projection if modules}
         for projection, modules in self.adapted.items():
-            inputs, outputs, cut = hidden_size, columns, "column"
+            sizes = [hidden_size, columns]
+            axis_a, axis_b = _CUT_AXES[COLUMN]
             if projection == "down":
-                inputs, outputs, cut = columns, hidden_size, "row"
-            axis_a, axis_b = _CUT_AXES[cut]
-            self._add(f"{projection}_A", (n, spec.rank, inputs), axis_a)
-            self._add(f"{projection}_B", (n, outputs, spec.rank), axis_b)
-            for expert, module in enumerate(modules):
-                self._matrices.append((f"{module}.lora_A.weight", f"{projection}_A", expert))
-                self._matrices.append((f"{module}.lora_B.weight", f"{projection}_B", expert))
+                sizes.reverse()
+                axis_a, axis_b = _CUT_AXES[ROW]
+            n = len(modules)
+            parts = {module: i for i, module in enumerate(modules)}
+            a = (n, spec.rank, sizes[0])
+            b = (n, sizes[1], spec.rank)
+            self._add(f"{projection}_A", "lora_A.weight", parts, a, axis_a)
+            self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
 
-    def _add(self, name: str, shape, axis: int | None, partial: bool = False) -> None:
-        super()._add(name, shape, axis, partial)
-        parameter = getattr(self, name)
+    def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         parameter.allreduce = False  # reduced over the ranks with the same experts
         # a whole expert is no duplicate of another rank's; a matrix of all ranks of the group is
         parameter.tensor_model_parallel = axis is not None or self.tp == 1
@@ -383,16 +394,16 @@ class LoraExperts(Adapter):
         adapted = [p for p in projections if p in self.adapted]
         a = torch.cat([self._matrix(f"{p}_A") for p in adapted], 1)
         columns = -(-a.shape[1] // 8) * 8
-        count = len(projections)
-        bs = [self._matrix(f"{p}_B") if p in adapted else None for p in projections]
-        b = torch.cat(_side_by_side(bs, [outputs // count] * count, columns, like=a), 1)
+        absent = a.new_zeros(len(a), outputs // len(projections), 0)
+        bs = [self._matrix(f"{p}_B") if p in adapted else absent for p in projections]
+        b = torch.cat(_side_by_side(bs, columns), 1)
         return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
 
-    def product(self, projections: tuple[str, ...], x, weight, multiply: Callable) -> torch.Tensor:
+    def forward(self, projections: tuple[str, ...], x, weight, multiply: Callable) -> torch.Tensor:
         """W x + scale * B A x [T, outputs] in x's dtype, of projections side by side in weight [n,
         ..., in]. multiply(x, w): each expert's tokens times its w^T."""
         whole = weight.flatten(1, -2)
-        if not any(p in self.adapted for p in projections):
+        if self.adapted.keys().isdisjoint(projections):
             return multiply(x, whole)
         a, b = self._factors(projections, whole.shape[1])
         if not self.adds_in_product(weight):
@@ -430,20 +441,12 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
     """
     adapter.train(module.training)
     module.add_module("lora", adapter)
-    module.register_forward_pre_hook(_before_adapter)
     if way == "merged":
         module.register_forward_pre_hook(_cover_parameters)
         module.register_forward_hook(_uncover_parameters, always_call=True)
     elif way == "beside":
         module.register_forward_hook(_add_output)
         _add_in_product(module, adapter)
-
-
-def _before_adapter(module, args):
-    # experts, and the loss of an output layer, take an adapter's matrices without calling it, and
-    # megatron's DDP waits for weights in hooks of that call
-    for hook in module.lora._forward_pre_hooks.values():
-        hook(module.lora, args)
 
 
 def _cover_parameters(module, args):
@@ -513,9 +516,8 @@ def _add_output(module, args, output):
     """Forward hook: add the adapter's output in float32; the result has the base's dtype."""
     adapter = module.lora
     # the chunked loss takes the adapter's factors itself (lora.extra_factors)
-    if not adapter.enabled or getattr(module, "passes_hidden", False):
-        return output
-    if adapter.in_product and adapter.adds_in_product(module.weight):
+    passes_hidden = getattr(module, "passes_hidden", False)
+    if not adapter.enabled or passes_hidden or adapter.adds_in_product(module.weight):
         return output
     added = adapter(_normed(module, args[0]))
     if hasattr(module, "embed_scale"):

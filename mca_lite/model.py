@@ -413,7 +413,7 @@ class AutoModel:
             models.weights_from = load_decision(saved, config)
             return models
         if source is None:
-            source = SafetensorsSource(model_name_or_path, config.hf_model_type)
+            source = SafetensorsSource(model_name_or_path)
         if config.vocab_size > old:
             names = weights_convert.vocabulary_names(config)
             source = GrownSource(source, names, config.vocab_size)

@@ -483,7 +483,7 @@ class Experts(MegatronModule):
         def product(projections, t, w):
             if adapter is None:
                 return multiply(t, w.flatten(1, -2))
-            return adapter.product(projections, t, w, multiply)
+            return adapter(projections, t, w, multiply)
 
         hidden = weighted_swiglu(product(("gate", "up"), x, self.fc1), probs)
         return product(("down",), hidden, self.fc2), None

@@ -156,9 +156,7 @@ def _open_source(planned: PlannedModel) -> None:
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
         return
-    planned.source = SafetensorsSource(
-        str(planned.folder), config.hf_model_type if is_mca else None
-    )
+    planned.source = SafetensorsSource(str(planned.folder))
     if is_mca:
         weights_convert.check_names(config, planned.source.names())
         check_shapes(planned.source, config.hf_config)

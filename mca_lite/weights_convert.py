@@ -7,31 +7,30 @@ rank writes it.
 """
 
 import itertools
-import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import ChainMap, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import parallel
 from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
-from .files import describe_error, parse_size
+from .files import describe_error
 from .weights_files import (
+    NamedTensors,
     carried_tensors,
+    check_shape,
     copy_beside,
     is_unused,
-    name_shards,
     original_of,
-    remove_shards,
     write_hf_config,
-    write_shards,
+    write_safetensors,
 )
 
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # (HF name, tensor) -> tensor
 # Their rows are tokens: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -43,8 +42,7 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
 
     models: VirtualModels. only: (megatron name, layer) of those to fill; None: all, and the
     source must hold the model's tensors and no others. No collectives. ValueError, on every rank,
-    for a source of another model; ValueError for a tensor of another shape, or a parameter without
-    a row.
+    for a source of another model; ValueError for a tensor of another shape.
     """
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
@@ -56,69 +54,45 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
         for (name, layer), parameter in own_parameters(models).items():
             if only is not None and (name, layer) not in only:
                 continue
-            if name not in rows:
-                raise ValueError(
-                    f"parameter {name} of {config.hf_model_type}, shape {tuple(parameter.shape)}: "
-                    "no row of the family's table fills it (families.py)"
-                )
             row = rows[name]
             _check_shapes(row, layer, parameter, source, config)
             rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
-            value = read_part(row, layer, source, config, rank)
-            assert value.shape == parameter.shape, f"{row}: {value.shape} for {parameter.shape}"
-            parameter.copy_(value)
+            parameter.copy_(read_part(row, layer, source, config, rank))
 
 
-def check_names(config, names: set[str]) -> None:
+def check_names(config, names: Set[str]) -> None:
     """Refuse a source without a tensor of the whole model, or with one that the model does not use.
 
     Every rank looks at all stages: all of them stop, and none waits for another in a collective.
     """
-    wanted = {hf.format(layer): row for row, layer in in_layer_order(config) for hf in row.hf}
-    needed = (hf.format(layer) for row, layer in _exported(config) for hf in row.hf)
-    missing = [name for name in needed if name not in names]
-    if missing:
-        hint = ""
-        if "lm_head.weight" in missing:
-            hint = "; tie_word_embeddings: true where the embedding is the head"
-        if all(wanted[name].mca.startswith(PREDICTION_LAYERS) for name in missing):
-            hint = "; mtp_num_layers: 0 where it has no layers for multi-token prediction"
-        raise ValueError(
-            f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors of a "
-            f"{config.hf_model_type} model with {config.num_layers} layers, such as "
-            f"{', '.join(missing[:3])}: save or download it again, or set in config.json what it "
-            f"holds{hint}"
-        )
-    copies = {name for row in wanted.values() for name in copies_of(row, config)}
-    others = sorted(names - wanted.keys() - copies)
+    wanted = _names(in_layer_order(config))
+    missing = sorted(_names(_exported(config)) - names)
+    copies = {name for row, _ in in_layer_order(config) for name in copies_of(row, config)}
+    others = sorted(names - wanted - copies)
     unknown = [n for n in others if not is_unused(n, config.hf_config, config.mtp_num_layers)]
-    if unknown:
-        raise ValueError(
-            f"the checkpoint holds {len(unknown)} tensors that a {config.hf_model_type} model with "
-            f"{config.num_layers} layers does not use here, such as {', '.join(unknown[:3])}: are "
-            "model_type and num_hidden_layers in config.json right?"
-        )
+    for problem, wrong in (("lacks", missing), ("holds, without a use here,", unknown)):
+        if wrong:
+            raise ValueError(
+                f"the checkpoint {problem} {len(wrong)} tensors, such as {', '.join(wrong[:3])}; a "
+                f"{config.hf_model_type} model with {config.num_layers} layers has {len(wanted)}: "
+                "save or download it again, or set model_type, num_hidden_layers and "
+                "tie_word_embeddings in config.json to those of the weights, or mtp_num_layers: 0"
+            )
+
+
+def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
+    """The Hugging Face names of rows and their layers."""
+    return {hf.format(layer) for row, layer in rows for hf in row.hf}
 
 
 def _check_shapes(row: Row, layer, parameter, source, config) -> None:
     """ValueError if this rank's parameter is not a part of the row's HF tensors."""
     total, *rest = _whole_shape(row, parameter.shape, config)
-    hint = ""
     if row.mca in VOCABULARY:
         total = config.vocab_size
-        hint = f" (vocab_size {total})"
-    rows: Counter[str] = Counter()
-    for part in _parts_of(row, layer, total, config):
-        rows[part.name] += part.rows
-    for name, of_name in rows.items():
-        got = source.shape(name)
-        wanted = (of_name, *rest)
-        if got != wanted:
-            raise ValueError(
-                f"{name} has shape {got}, and config.json{hint} asks for {wanted}, to fill "
-                f"{row.mca.format(layer)} {tuple(parameter.shape)} as {row.kind}: the weights do "
-                "not belong to this config.json"
-            )
+    sizes = [total] if row.fused else row_sizes(row, total, config)
+    for name, size in zip(row.hf, sizes, strict=True):
+        check_shape(source, name.format(layer), (size, *rest))
 
 
 def degree(row: Row, config) -> int:
@@ -144,26 +118,13 @@ def qkv_sizes(config) -> tuple[int, int, int]:
     return config.num_attention_heads // config.num_query_groups * d, d, d
 
 
-class _Part(NamedTuple):
-    """Rows of a Hugging Face tensor, as a part of a megatron tensor: all of them, or of a fused one
-    the gate, say."""
-
-    name: str
-    first: int
-    rows: int
-
-
-def _parts_of(row: Row, layer: int | None, total: int, config) -> list[_Part]:
-    """The parts of a megatron tensor of `total` rows."""
-    sizes = [total]
+def row_sizes(row: Row, total: int, config) -> list[int]:
+    """Rows of each projection in a megatron tensor of `total` rows."""
     if row.kind == "gated":
-        sizes = [total // 2] * 2
-    elif row.kind == "qkv":
-        sizes = [config.num_query_groups * size for size in qkv_sizes(config)]
-    names = [hf.format(layer) for hf in row.hf]
-    if not row.fused:
-        return [_Part(name, 0, size) for name, size in zip(names, sizes, strict=True)]
-    return [_Part(names[0], sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+        return [total // 2] * 2
+    if row.kind == "qkv":
+        return [config.num_query_groups * size for size in qkv_sizes(config)]
+    return [total]
 
 
 def _num_groups(row: Row, config) -> int:
@@ -177,35 +138,37 @@ def _num_groups(row: Row, config) -> int:
 def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
     of rows with a row of this rank."""
-    shapes = {name: source.shape(name) for name in (hf.format(layer) for hf in row.hf)}
+    names = [name.format(layer) for name in row.hf]
     tp = degree(row, config)
     if row.axis == 1:
-        [(name, (_, columns))] = shapes.items()
-        size = columns // tp
-        return source.read(name, (slice(None), slice(rank * size, (rank + 1) * size)))
-    total = sum(shape[0] for shape in shapes.values())
+        columns = source.shape(names[0])[1] // tp
+        return source.read(names[0], (slice(None), slice(rank * columns, (rank + 1) * columns)))
+    stored = [source.shape(name)[0] for name in names]
+    total = sum(stored)
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
     share = total // tp
     in_group = total // _num_groups(row, config)
     first = rank * share // in_group
     count = -(-(rank + 1) * share // in_group) - first  # groups with a row of this rank
+    sizes = row_sizes(row, total, config)
+    starts = [0] * len(sizes)  # of each projection in its tensor
+    if row.fused:
+        names *= len(sizes)
+        stored *= len(sizes)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = []
-    for part in _parts_of(row, layer, total, config):
-        size = part.rows * in_group // total
-        start = part.first + first * size
-        stored = shapes[part.name][0]
-        rows = slice(min(start, stored), min(start + count * size, stored))
-        piece = source.read(part.name, (rows,))
+    for name, start, rows, length in zip(names, starts, sizes, stored, strict=True):
+        size = rows * in_group // total
+        start += first * size
+        stop = start + count * size
+        piece = source.read(name, (slice(min(start, length), min(stop, length)),))
         padding = count * size - len(piece)  # of the vocabulary
         if padding:
             piece = torch.cat([piece, piece.new_zeros(padding, *piece.shape[1:])])
         pieces.append(piece.unflatten(0, (count, size)))
-    joined = pieces[0]
-    if len(pieces) > 1:
-        joined = torch.cat(pieces, dim=1)
     start = rank * share - first * in_group
-    return joined.flatten(0, 1)[start : start + share]
+    return torch.cat(pieces, dim=1).flatten(0, 1)[start : start + share]
 
 
 # -- out
@@ -214,14 +177,14 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
 def vocabulary_names(config) -> set[str]:
     """The Hugging Face names of the matrices with a row for each token."""
     rows = rows_of(config.hf_model_type, config)
-    return {name for row in rows if row.mca in VOCABULARY for name in row.hf}
+    return set().union(*(row.hf for row in rows if row.mca in VOCABULARY))
 
 
-def split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, torch.Tensor]]:
+def split(row: Row, layer, full: torch.Tensor, config) -> NamedTensors:
     """(HF name, tensor) of the parts of a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
     groups = _num_groups(row, config)
-    sizes = [part.rows // groups for part in _parts_of(row, layer, full.shape[0], config)]
+    sizes = [rows // groups for rows in row_sizes(row, len(full), config)]
     parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(sizes, dim=1)]
     if row.fused:
         parts = [torch.cat(parts)]
@@ -232,9 +195,7 @@ def split(row: Row, layer, full: torch.Tensor, config) -> Iterator[tuple[str, to
         yield name, part.contiguous()
 
 
-def iter_hf_tensors(
-    models, only: Container[tuple[str, int | None]] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = None) -> NamedTensors:
     """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other
     ranks.
 
@@ -242,73 +203,34 @@ def iter_hf_tensors(
     does not come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel
     groups, sends to rank 0.
     """
+    config = models.config
     parameters = own_parameters(models)
-    return _written_here(models.config, parameters, _locate(parameters), {}, only)
-
-
-class _Location(NamedTuple):
-    """The place of a megatron tensor's parts."""
-
-    holders: tuple[int, ...]  # global ranks: each is the first of a group with all parts of it
-    shape: tuple[int, ...]  # of a part
-    dtype: torch.dtype
-
-
-def _written_here(
-    config, parameters: dict, located: dict, writers: dict, only=None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, CPU tensor) of the tensors that this rank writes. All ranks must iterate to the
-    end.
-
-    writers: {(megatron name, layer): global rank that writes it}; global rank 0 writes the others.
-    Collectives: gathers over the group that cuts a tensor; sends if its writer is no holder.
-    """
-    here = parallel.rank()
+    located = _locate(parameters)
     for row, layer in _exported(config):
         key = (row.mca, layer)
         if only is not None and key not in only:
             continue
-        holders, shape, dtype = located[key]
-        writer = writers.get(key, 0)
-        holder = writer if writer in holders else holders[0]
+        holder, shape, dtype = located[key]
         group = parallel.cut_group(row.expert is not None)
-        full = None
+        full = torch.empty(0)
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(parameters[key].detach(), row.axis, group)
-            if here == holder != writer:
-                parallel.exchange({writer: full.contiguous()}, {})
-        if here == writer != holder:
+        if holder == parallel.rank() != 0:
+            parallel.exchange({0: full.contiguous()}, {})
+        if not parallel.is_main():
+            continue
+        if holder != 0:
             size = _whole_shape(row, shape, config)
             full = torch.empty(size, dtype=dtype, device=parallel.device())
             parallel.exchange({}, {holder: full})
-        if here == writer:
-            for name, tensor in split(row, layer, full, config):
-                yield name, tensor.to("cpu", copy=True)
-
-
-def _writers(config, located: dict, max_shard_size) -> dict:
-    """{(megatron name, layer): the holder that writes it}: each holder writes a run of its tensors,
-    in layer order. {} if the model fits one file, or no other rank could write."""
-    size = 0
-    shares = defaultdict(list)
-    for row, layer in _exported(config):
-        holders, shape, dtype = located[row.mca, layer]
-        size += math.prod(_whole_shape(row, shape, config)) * dtype.itemsize
-        shares[holders, row.expert is not None].append((row.mca, layer))
-    has_others = parallel.world_size() > config.tensor_model_parallel_size
-    if not has_others or size <= parse_size(max_shard_size):
-        return {}
-    return {
-        key: holders[i * len(holders) // len(keys)]
-        for (holders, _), keys in shares.items()
-        for i, key in enumerate(keys)
-    }
+        for name, tensor in split(row, layer, full, config):
+            yield name, tensor.to("cpu", copy=True)
 
 
 def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
-    names = (named for chunk in models for named in chunk.global_parameter_names())
-    return {(name, layer): parameter for name, layer, parameter in names}
+    named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
+    return {(name, layer): parameter for name, layer, parameter in named}
 
 
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
@@ -319,23 +241,18 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
             yield row, layer
 
 
-def _locate(parameters: dict) -> dict:
-    """{(megatron name, layer): _Location} of the whole model, on every rank. Collective over all
-    ranks.
+def _locate(parameters: dict) -> Mapping:
+    """{(megatron name, layer): (global rank, shape and dtype of its part)} of the whole model, on
+    every rank; the rank is the first with a part. Collective over all ranks.
 
-    A tied embedding lies on two pipeline stages: the first one counts as its holder.
+    A tied embedding lies on two pipeline stages: it counts as the first one's.
     """
     here = {}
     for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
-        replicas = parallel.replica_group(of_expert)
-        if parallel.cut_group(of_expert).rank() == replicas.rank() == 0:
-            holders = tuple(dist.get_process_group_ranks(replicas))
-            here[key] = _Location(holders, tuple(parameter.shape), parameter.dtype)
-    located: dict[tuple[str, int | None], _Location] = {}
-    for of_rank in parallel.gather(here):
-        located = of_rank | located
-    return located
+        if parallel.cut_group(of_expert).rank() == parallel.replica_group(of_expert).rank() == 0:
+            here[key] = (parallel.rank(), tuple(parameter.shape), parameter.dtype)
+    return dict(ChainMap(*parallel.gather(here)))
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
@@ -346,92 +263,76 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     is_moe_layer() and the fields read by rows.
     """
     rows = rows_of(config.hf_model_type, config)
-    is_layered = ["{}" in row.mca for row in rows]
-    first = is_layered.index(True)
-    yield from ((row, None) for row in rows[:first])
+    embedding, *others = [row for row in rows if "{}" not in row.mca]
+    layered = [row for row in rows if "{}" in row.mca]
+    yield embedding, None
     for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
         predicts = layer >= config.num_layers
         is_moe = config.is_moe_layer(layer)
-        for row in itertools.compress(rows, is_layered):
+        for row in layered:
             if row.mca.startswith(PREDICTION_LAYERS) == predicts and row.is_in(is_moe):
                 yield row, layer
-    yield from ((row, None) for row in rows[first:] if "{}" not in row.mca)
+    yield from ((row, None) for row in others)
 
 
 def export_hf(
     models,
     save_directory: str | os.PathLike,
     max_shard_size: str | int = "5GB",
-    change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
     """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global
     rank 0 ([] elsewhere).
 
-    Global rank 0 writes a model of one file; of a larger one every pipeline stage and data-parallel
-    rank writes a share, into a folder shared by all of them. change: applied to each (HF name,
-    tensor); global rank 0 writes alone then. Tensors of the source that the model does not read are
-    copied; beside: generation_config.json and the source's code too. Host memory of a
-    writer: one shard. All ranks must call it. Collectives: those of iter_hf_tensors. OSError, on
-    every rank, if any rank cannot write.
+    Global rank 0 writes; its host memory is one shard. change: applied to each (HF name, tensor).
+    Tensors of the source that the model does not read are copied; beside: generation_config.json
+    and the source's code too. All ranks must call it. Collectives: those of iter_hf_tensors.
+    OSError, on every rank, if the files cannot be written.
     """
     config = models.config
-    parameters = own_parameters(models)
-    located = _locate(parameters)
-    writers = {}
-    if change is None:
-        writers = _writers(config, located, max_shard_size)
-    tensors = _written_here(config, parameters, located, writers)
+    tensors = iter_hf_tensors(models)
     facts = (config.hf_config, config.name_or_path, config.params_dtype, config.mtp_num_layers)
     return write_model(tensors, save_directory, max_shard_size, *facts, change, beside)
 
 
 def write_model(
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    tensors: NamedTensors,
     save_directory: str | os.PathLike,
     max_shard_size: str | int,
     hf_config: dict,
     source: str | None,
     dtype: torch.dtype,
     num_trained: int | None = 0,
-    change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write the (HF name, CPU tensor) of each rank as export_hf() does -> the file names, on global
-    rank 0.
+    """Write global rank 0's (HF name, CPU tensor) as export_hf() does -> the file names, there.
 
     source: the model that this one was. num_trained: of its layers for multi-token prediction.
-    Collective over all ranks. OSError, on every rank, if any rank cannot write.
+    Collective over all ranks. OSError, on every rank, if the files cannot be written.
     """
     folder = Path(save_directory)
-    written = tensors
+    changed = tensors
     if change is not None:
-        written = ((name, change(name, tensor)) for name, tensor in tensors)
-    if parallel.is_main():
-        written = itertools.chain(written, carried_tensors(source, hf_config, num_trained))
-    parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
-    shards = []
-    problem = None
-    try:
-        shards = write_shards(written, folder, max_shard_size, tag=str(parallel.rank()))
-    except Exception as error:  # safetensors has its own
-        problem = describe_error(error)
-        for _ in tensors:  # for collectives of other ranks in this rank's groups
-            pass
-    answers = parallel.gather((shards, problem))
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-    if failed:
-        remove_shards(folder, str(parallel.rank()))
-        raise OSError(f"{folder} could not be written: {'; '.join(failed)}")
+        changed = ((name, change(name, tensor)) for name, tensor in tensors)
 
-    def finish() -> list[str]:
-        names = name_shards(folder, [shard for of_rank, _ in answers for shard in of_rank])
+    def write() -> list[str]:
+        try:
+            carried = carried_tensors(source, hf_config, num_trained)
+            names = write_safetensors(itertools.chain(changed, carried), folder, max_shard_size)
+        except Exception as error:  # safetensors has its own
+            raise OSError(f"{folder} could not be written: {describe_error(error)}") from error
+        finally:
+            deque(tensors, maxlen=0)  # the rest, for collectives of other ranks
         names += write_hf_config(hf_config, source, folder, dtype)
         if beside:
             names += copy_beside(source, folder)
         return names
 
-    names = parallel.on_main(finish, OSError)
+    if not parallel.is_main():
+        deque(tensors, maxlen=0)
+    names = parallel.on_main(write, OSError)
     return names if parallel.is_main() else []
 
 

@@ -6,14 +6,16 @@ writes a tensor for each projection of each expert, under names that differ betw
 """
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,15 +36,14 @@ from .files import (
     write_json,
 )
 
+Shape = tuple[int, ...]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
+_ALL: Part = (slice(None),)
+
 # -- safetensors in shards
 
-
-class Shard(NamedTuple):
-    """A written weight file, without its final name yet."""
-
-    temporary: str
-    tensors: list[str]
-    size: int  # bytes
+_UNNAMED = ".shard-{}.safetensors.tmp"  # a written shard, until the number of shards is known
 
 
 def open_safetensors(path: Path):
@@ -56,78 +57,60 @@ def open_safetensors(path: Path):
         ) from None
 
 
-def write_shards(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size, tag: str = "0"
-) -> list[Shard]:
-    """Write named tensors to temporary files of at most max_shard_size -> the shards, for
-    name_shards.
-
-    A shard is written as soon as the next tensor would not fit: host memory is one shard. tag:
-    distinguishes writers of one folder. On an error all of its files are removed.
-    """
-    limit = parse_size(max_shard_size)
-    shards: list[Shard] = []
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-
-    def flush():
-        if shard:
-            name = f".shard-{tag}-{len(shards)}.safetensors.tmp"
-            save_file(shard, folder / name, metadata={"format": "pt"})
-            shards.append(Shard(name, list(shard), size))
-            shard.clear()
-
-    try:
-        for name, tensor in tensors:
-            if size + tensor.nbytes > limit:
-                flush()
-                size = 0
-            shard[name] = tensor
-            size += tensor.nbytes
-        flush()
-    except BaseException:
-        remove_shards(folder, tag)
-        raise
-    return shards
-
-
-def remove_shards(folder: Path, tag: str = "*") -> None:
-    """Remove weight files without a final name: those of a writer, or of all."""
-    for path in folder.glob(f".shard-{tag}-*.safetensors.tmp"):
-        path.unlink(missing_ok=True)
-
-
-def name_shards(folder: Path, shards: list[Shard]) -> list[str]:
-    """Give written shards their final names, and write an index if there are several -> the file
-    names.
-
-    Weight files of an earlier export are removed, also those of one that was killed.
-    """
-    fixed = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME]
-    for path in [*folder.glob("model-*-of-*.safetensors"), *fixed]:
-        path.unlink(missing_ok=True)
-    weight_map = {}
-    for i, shard in enumerate(shards, start=1):
-        final = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        if len(shards) == 1:
-            final = SAFE_WEIGHTS_NAME
-        os.replace(folder / shard.temporary, folder / final)
-        weight_map.update(dict.fromkeys(shard.tensors, final))
-    remove_shards(folder)
-    written = sorted(set(weight_map.values()))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(s.size for s in shards)}, "weight_map": weight_map}
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index, sort_keys=True)
-        written.append(SAFE_WEIGHTS_INDEX_NAME)
-    return written
-
-
 def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size
 ) -> list[str]:
-    """Write named tensors as a Hugging Face checkpoint, in this process -> the file names."""
+    """Write named tensors as a Hugging Face checkpoint, in this process -> the file names.
+
+    A file of at most max_shard_size is written as soon as the next tensor would not fit: host
+    memory is one shard. Files of an earlier export are removed at the end, also those of one that
+    was killed. On an error all new files are removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    return name_shards(folder, write_shards(tensors, folder, max_shard_size))
+    shards: list[list[str]] = []
+    total_size = 0
+    try:
+        for shard in _in_shards(tensors, parse_size(max_shard_size)):
+            save_file(shard, folder / _UNNAMED.format(len(shards)), metadata={"format": "pt"})
+            shards.append(list(shard))
+            total_size += sum(tensor.nbytes for tensor in shard.values())
+    except BaseException:
+        _remove(folder, _UNNAMED.format("*"))
+        raise
+    _remove(folder, "model-*-of-*.safetensors", SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    finals = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, 1 + len(shards))]
+    if len(shards) == 1:
+        finals = [SAFE_WEIGHTS_NAME]
+    weight_map: dict[str, str] = {}
+    for i, (final, names) in enumerate(zip(finals, shards, strict=True)):
+        os.replace(folder / _UNNAMED.format(i), folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    _remove(folder, _UNNAMED.format("*"))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index, sort_keys=True)
+        finals.append(SAFE_WEIGHTS_INDEX_NAME)
+    return finals
+
+
+def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[dict]:
+    """The tensors of each shard. A shard is emptied once the next is wanted."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _remove(folder: Path, *patterns: str) -> None:
+    for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
+        path.unlink(missing_ok=True)
 
 
 def write_hf_config(
@@ -139,11 +122,9 @@ def write_hf_config(
     number of layers for multi-token prediction come from hf_config.
     """
     values = dict(hf_config)
-    original = Path(source or "") / HF_CONFIG_NAME
-    if source and original.is_file():
-        stored = read_json(original)
-        if "model_type" in stored:
-            values = stored
+    if source and (Path(source) / HF_CONFIG_NAME).is_file():
+        stored = read_json(Path(source) / HF_CONFIG_NAME)
+        values = stored if "model_type" in stored else values  # else it is no model's
     text = values.get("text_config") or values
     trained = hf_config.get("text_config") or hf_config
     if "vocab_size" in trained:
@@ -175,10 +156,10 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
 
 _OF_LAYER = "model.layers.{}."
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transformers' modules
-_IN_BLOCK = re.compile(r"(.*\.layers\.\d+\.)mlp\.(.*)")
+_IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
-def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple]]:
+def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple]]:
     """(name in a file, index into the tensor) of each part of a module's tensor in the files.
 
     name, shape: of the module's tensor. Experts have several parts, each with an index of its
@@ -190,34 +171,29 @@ def file_parts(model_type: str, name: str, shape: tuple[int, ...]) -> list[tuple
         return [(name, ())]
     rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca]
     experts = _FUSED.fullmatch(name)
-    if ".experts." in name and len(shape) == 3 and not (rows and experts):
+    if rows and experts:
+        kind = {"down_proj": "row", "gate_up_proj": "gated"}[experts[2]]
+        [names] = [row.hf for row in rows if row.kind == kind]
+        size = shape[1] // len(names)
+        return [
+            (
+                experts[1] + part.removeprefix(_OF_LAYER).replace("[]", str(e)),
+                (e, slice(i * size, (i + 1) * size)),
+            )
+            for e, (i, part) in itertools.product(range(shape[0]), enumerate(names))
+        ]
+    if ".experts." in name and len(shape) == 3:
         raise ValueError(
             f"{name} of {model_type} holds the experts of a layer {shape}, and the family's table "
             "does not say how files name them: add moe_rows() to its rows (families.py)"
         )
-    if not rows:
-        return [(name, ())]
-    if experts is None:
-        renamed = _IN_BLOCK.fullmatch(name)
-        block = rows[0].hf[0].removeprefix(_OF_LAYER).partition(".experts.")[0]
-        return [(f"{renamed[1]}{block}.{renamed[2]}" if renamed else name, ())]
-    kind = "row" if experts[2] == "down_proj" else "gated"
-    [names] = [row.hf for row in rows if row.kind == kind]
-    parts = [experts[1] + n.removeprefix(_OF_LAYER) for n in names]
-    size = shape[1] // len(names)
-    return [
-        (part.replace("[]", str(e)), (e, slice(i * size, (i + 1) * size)))
-        for e in range(shape[0])
-        for i, part in enumerate(parts)
-    ]
+    if rows:
+        block = rows[0].hf[0].removeprefix(_OF_LAYER).partition("experts.")[0]
+        name = _IN_BLOCK.sub(rf"\g<1>{block}", name)
+    return [(name, ())]
 
 
-def holds_fused_experts(names: Iterable[str]) -> bool:
-    """True if a checkpoint has the experts of a layer in one tensor, as transformers does."""
-    return any(_FUSED.fullmatch(name) for name in names)
-
-
-def named_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model, tied_twice: bool = False) -> NamedTensors:
     """(name, tensor) of a model's files: parameters, tied once or twice, and persistent buffers."""
     yield from model.named_parameters(remove_duplicate=not tied_twice)
     persistent = model.state_dict().keys()
@@ -235,97 +211,76 @@ def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.T
 
 # -- sources of tensors
 
-
-Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
-_ALL: Part = (slice(None),)
+_OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of the weights"
 
 
 class SafetensorsSource:
-    """The tensors of a folder (or hub name) in safetensors format, read by slices.
+    """The tensors of a folder (or hub name) in safetensors format, read by slices."""
 
-    model_type: if given, fused experts (one tensor for a layer) are read under the names of single
-    experts.
-    """
-
-    def __init__(self, model_name_or_path: str, model_type: str | None = None):
+    def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
-        # tensor -> file, file -> handle
-        self._file_of, self._open = _read_index(self.folder)
-        # name -> (stored tensor, index into it)
-        self._part_of: dict[str, tuple[str, tuple]] = {name: (name, ()) for name in self._file_of}
-        if model_type is not None and holds_fused_experts(self._file_of):
-            self._part_of = {
-                name: (stored, index)
-                for stored in self._file_of
-                for name, index in file_parts(model_type, stored, self._shape(stored))
-            }
+        self._slices = _open_files(self.folder)
 
-    def names(self) -> set[str]:
-        return set(self._part_of)
-
-    def in_file_order(self) -> list[str]:
+    def names(self) -> KeysView[str]:
         """The names, file by file."""
-        return sorted(self._part_of, key=lambda n: (self._file_of[self._part_of[n][0]], n))
-
-    def _slice(self, stored: str):
-        return self._open[self._file_of[stored]].get_slice(stored)
-
-    def _shape(self, stored: str) -> tuple[int, ...]:
-        return tuple(self._slice(stored).get_shape())
+        return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """The tensor, or a part of it; other bytes are not read."""
-        stored, index = self._part_of[name]
-        if not index:
-            return self._slice(stored)[part]
-        expert, of_expert = index
-        start, stop, _ = part[0].indices(of_expert.stop - of_expert.start)
-        rows = slice(of_expert.start + start, of_expert.start + stop)
-        part = (slice(expert, expert + 1), rows, *part[1:])
-        return self._slice(stored)[part][0]
+        return self._slices[name][part]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        stored, index = self._part_of[name]
-        shape = self._shape(stored)
-        if not index:
-            return shape
-        return (index[1].stop - index[1].start, *shape[2:])
+    def shape(self, name: str) -> Shape:
+        return tuple(self._slices[name].get_shape())
 
 
-def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """({tensor: file}, {file: handle}) of a folder, every file opened.
+def slices_of(path: Path) -> dict[str, Any]:
+    """{tensor: safetensors' slice} of a file, sorted. ValueError as for open_safetensors."""
+    file = open_safetensors(path)
+    return {name: file.get_slice(name) for name in sorted(file.keys())}
+
+
+def _open_files(folder: Path) -> dict[str, Any]:
+    """{tensor: safetensors' slice} of a folder, file by file.
 
     ValueError, with the file's name, if the folder has no safetensors, or if its index or one of
     them is damaged or incomplete.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-        file = open_safetensors(folder / SAFE_WEIGHTS_NAME)
-        return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME), {SAFE_WEIGHTS_NAME: file}
+        return slices_of(folder / SAFE_WEIGHTS_NAME)
     if not index.is_file():
         raise ValueError(
             f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is "
             "there; a model in another format can be saved anew by transformers' save_pretrained, "
             "and a model without weights starts with train_from_scratch: true"
         )
-    file_of = read_json(index).get("weight_map")
-    if not isinstance(file_of, dict) or not file_of:
-        raise ValueError(f"{index}: expected weight_map, an object that names the file of a tensor")
-    for name, file in file_of.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index}: expected the name of a file for {name}, got {file!r:.80}")
-    opened = {name: open_safetensors(folder / name) for name in sorted(set(file_of.values()))}
-    stored = {(file, name) for file, handle in opened.items() for name in handle.keys()}
-    lost = sorted(name for name, file in file_of.items() if (file, name) not in stored)
-    if lost:
+    file_of: Any = read_json(index).get("weight_map")
+    is_map = isinstance(file_of, dict) and len(file_of) > 0
+    if not is_map or any(Path(str(file)).name != file for file in file_of.values()):
         raise ValueError(
-            f"{folder / file_of[lost[0]]} lacks {lost[0]}, which {SAFE_WEIGHTS_INDEX_NAME} says it "
-            "holds: copy or download the model again"
+            f"{index}: expected weight_map, an object with the name of a file for each tensor, got "
+            f"{file_of!r:.80}"
         )
-    return file_of, opened
+    stored = {file: slices_of(folder / file) for file in sorted(set(file_of.values()))}
+    slices = {}
+    for file, name in sorted((file, name) for name, file in file_of.items()):
+        if name not in stored[file]:
+            raise ValueError(
+                f"{folder / file} lacks {name}, which {SAFE_WEIGHTS_INDEX_NAME} says it holds: "
+                "copy or download the model again"
+            )
+        slices[name] = stored[file][name]
+    return slices
 
 
-def shapes_of(hf_config: dict) -> tuple[Any, dict[str, tuple[int, ...]]]:
+def check_shape(source, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) -> None:
+    """ValueError if a tensor of the source has another shape. remedy: end of the message."""
+    got = source.shape(name)
+    if got != wanted:
+        raise ValueError(f"{name} has shape {got}, expected {wanted}: {remedy}")
+
+
+def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
     """(transformers' config, {name in its files: shape}) of the model of a config.json. ValueError
     if transformers cannot make it."""
     import transformers
@@ -347,12 +302,7 @@ def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
     Reads the headers of the files alone."""
     shapes = shapes_of(hf_config)[1]
     for name in sorted(source.names() & shapes.keys()):
-        got = source.shape(name)
-        if got != shapes[name]:
-            raise ValueError(
-                f"{source.folder}: {name} has shape {got}, and config.json asks for "
-                f"{shapes[name]}: the weights do not belong to this config.json"
-            )
+        check_shape(source, name, shapes[name])
 
 
 def check_loaded(origin: str, loading_info: dict) -> None:
@@ -362,10 +312,9 @@ def check_loaded(origin: str, loading_info: dict) -> None:
     for name, got, wanted in sorted(loading_info["mismatched_keys"]):
         wrong.append(f"has {name} of shape {tuple(got)} instead of {tuple(wanted)}")
     if wrong:
-        more = f", and {len(wrong) - 3} more" * (len(wrong) > 3)
         raise ValueError(
             f"{origin}: the weights do not belong to its config.json: the checkpoint "
-            f"{', '.join(wrong[:3])}{more}"
+            f"{', '.join(wrong[:3])} ({len(wrong)} in all)"
         )
 
 
@@ -384,37 +333,31 @@ class InitSource:
         self._std = getattr(hf, "initializer_range", 0.02)
         self._seed = seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
-        self._norm = torch.zeros if constants.get("layernorm_zero_centered_gamma") else torch.ones
+        self._norm = float(not constants.get("layernorm_zero_centered_gamma"))
 
     def _add_prediction_layer(self, layer: int, last_layer: str, hidden_size: int) -> None:
         """A layer for multi-token prediction: the tensors of the last decoder layer, three norms
         and a projection."""
         prefix = f"model.layers.{layer}."
-        self._shapes |= {
-            prefix + name.removeprefix(last_layer): shape
-            for name, shape in self._shapes.items()
-            if name.startswith(last_layer)
-        }
+        for name in [name for name in self._shapes if name.startswith(last_layer)]:
+            self._shapes[prefix + name.removeprefix(last_layer)] = self._shapes[name]
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             self._shapes[f"{prefix}{norm}.weight"] = (hidden_size,)
         self._shapes[f"{prefix}eh_proj.weight"] = (hidden_size, 2 * hidden_size)
 
-    def names(self) -> set[str]:
-        return set(self._shapes)
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         return self._shapes[name]
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """A part of the tensor, float32; the whole tensor is drawn."""
-        shape = self._shapes[name]
-        if len(shape) > 1:
-            full = torch.empty(shape, device="cpu")
+        full = torch.zeros(self._shapes[name], device="cpu")
+        if full.dim() > 1:
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
-        elif name.endswith("bias"):
-            full = torch.zeros(shape)
-        else:
-            full = self._norm(shape)
+        elif not name.endswith("bias"):
+            full.fill_(self._norm)
         return full[part]
 
 
@@ -432,44 +375,45 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 MEAN_ROWS = 4096  # of the matrix are in memory at a time
 
 
-def mean_row(read: Callable[[slice], torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mean of the rows of a matrix, [h], rounded once. read(rows): these rows of it."""
+def mean_row(read: Callable[[slice], torch.Tensor], rows: int) -> torch.Tensor:
+    """The mean of the rows of a matrix, float64 [h]. read(rows): these rows of it."""
     parts = (read(slice(i, min(i + MEAN_ROWS, rows))) for i in range(0, rows, MEAN_ROWS))
-    return (sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows).to(dtype)
+    return sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows
 
 
 class GrownSource:
     """A source with `vocab_size` rows in its matrices of the vocabulary, `names`."""
 
-    def __init__(self, source, names: set[str], vocab_size: int):
+    def __init__(self, source, names: Collection[str], vocab_size: int):
         self._source = source
         self._vocabulary = names
         self._vocab_size = vocab_size
-        self._means: dict[str, torch.Tensor] = {}
+        self._mean = functools.cache(self._mean_of)
 
-    def names(self) -> set[str]:
+    def names(self) -> KeysView[str]:
         return self._source.names()
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         shape = self._source.shape(name)
         if name in self._vocabulary:
             shape = (self._vocab_size, *shape[1:])
         return shape
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
+        """A part of the tensor; of the vocabulary, rows."""
         if name not in self._vocabulary:
             return self._source.read(name, part)
-        assert len(part) == 1, f"{name}: tensor parallelism cuts the rows of the vocabulary"
-        start, stop, _ = part[0].indices(self._vocab_size)
+        rows = range(self._vocab_size)[part[0]]
         old = self._source.shape(name)[0]
-        value = self._source.read(name, (slice(min(start, old), min(stop, old)),))
-        new = max(stop - max(start, old), 0)
-        if new == 0:
-            return value
-        if name not in self._means:
-            source = self._source
-            self._means[name] = mean_row(lambda of: source.read(name, (of,)), old, value.dtype)
-        return torch.cat([value, self._means[name].expand(new, -1)])
+        value = self._source.read(name, (slice(min(rows.start, old), min(rows.stop, old)),))
+        new = len(rows) - len(value)
+        if new:
+            value = torch.cat([value, self._mean(name).to(value.dtype).expand(new, -1)])
+        return value
+
+    def _mean_of(self, name: str) -> torch.Tensor:
+        read = functools.partial(self._source.read, name)
+        return mean_row(lambda rows: read((rows,)), self._source.shape(name)[0])
 
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
@@ -480,7 +424,7 @@ def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
         return [module.weight.detach() for module in both]
 
     old = len(matrices()[0])
-    means = [mean_row(matrix.__getitem__, old, dtype) for matrix in matrices()]
+    means = [mean_row(matrix.__getitem__, old).to(dtype) for matrix in matrices()]
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
     for matrix, mean in zip(matrices(), means, strict=True):
         matrix[old:] = mean.to(matrix)
@@ -496,36 +440,32 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
     Layers for multi-token prediction come after the decoder's; the first num_trained of them are
     read.
     """
-    if any(re.search(pattern, name) for pattern in UNUSED_TENSORS):
+    if re.search("|".join(UNUSED_TENSORS), name):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
+    first = hf_config.get("num_hidden_layers", 0)
     ahead = hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0
-    if layer is None or not ahead:
-        return False
-    first = hf_config["num_hidden_layers"]
-    return first + (num_trained or 0) <= int(layer[1]) < first + ahead
+    unread = range(first + (num_trained or 0), first + ahead)
+    return layer is not None and int(layer[1]) in unread
 
 
 def original_of(source: str | None) -> SafetensorsSource | None:
     """The safetensors of a model's origin: of a folder, or of the hub's snapshot in the cache. None
     if they are gone."""
-    if not source:
-        return None
-    if not Path(source).is_dir():
-        from huggingface_hub import snapshot_download
-
-        # errors of many kinds, all for a missing snapshot
+    if source:
+        # errors of many kinds, all for a missing snapshot or missing files
         with contextlib.suppress(Exception):
-            source = snapshot_download(source, local_files_only=True)
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    if not any((Path(source) / name).is_file() for name in names):
-        return None
-    return SafetensorsSource(source)
+            if not Path(source).is_dir():
+                from huggingface_hub import snapshot_download
+
+                source = snapshot_download(source, local_files_only=True)
+            return SafetensorsSource(source)
+    return None
 
 
 def carried_tensors(
     source: str | None, hf_config: dict, num_trained: int | None = 0
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> NamedTensors:
     """(name, tensor) of the source's tensors that no model reads (is_unused).
 
     Nothing if the source is gone; a warning then, if config.json names layers with such tensors.
@@ -543,8 +483,6 @@ def carried_tensors(
         return
     unused = [name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained)]
     # copies of embedding and head in layers for multi-token prediction get the new tokens too
-    copies = {name for name in unused if name.endswith((".embed_tokens.weight", ".head.weight"))}
-    vocab_size = hf_config.get("vocab_size", 0)
-    short = {name for name in copies if tensors.shape(name)[0] < vocab_size}
-    grown = GrownSource(tensors, short, vocab_size)
+    copies = [name for name in unused if name.endswith((".embed_tokens.weight", ".head.weight"))]
+    grown = GrownSource(tensors, copies, hf_config.get("vocab_size", 0))
     yield from ((name, grown.read(name)) for name in unused)

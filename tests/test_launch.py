@@ -26,7 +26,7 @@ from mca_lite.data_files import resolve
 from mca_lite.errors import ConfigError
 from mca_lite.files import resolve_folder
 from mca_lite.tables import OBJECTIVES
-from mca_lite.weights_files import name_shards, write_shards
+from mca_lite.weights_files import write_safetensors
 from tests.shared import world
 from tests.shared.commands import ROOT, SHORT, keys_of, run
 from tests.shared.training import read_log
@@ -320,10 +320,10 @@ def test_a_failed_or_killed_export_leaves_no_temporary_file(tmp_path):
         yield "c", last
 
     with pytest.raises(KeyboardInterrupt):
-        write_shards(tensors(None), tmp_path, 1300, tag="3")
+        write_safetensors(tensors(None), tmp_path, 1300)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".shard-7-0.safetensors.tmp").write_text("of an export that was killed")
-    name_shards(tmp_path, write_shards(tensors(torch.zeros(1)), tmp_path, 1300))
+    write_safetensors(tensors(torch.zeros(1)), tmp_path, 1300)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left[:-1] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 

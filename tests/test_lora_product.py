@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.lora_layers import LoraAdapter, LoraExperts, LoraSpec, attach
+from mca_lite.lora_layers import COLUMN, ROW, LoraAdapter, LoraExperts, LoraSpec, attach
 from tests.shared import tiny, world
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
@@ -132,7 +132,7 @@ def test_products_of_experts_equal_the_sums_of_two(names, monkeypatch):
     x, scale, trained = torch.randn(9, 8, requires_grad=True), 2.0, [*adapter.parameters()]
 
     def through(projections, t, weight):
-        return adapter.product(projections, t, weight, one_by_one)
+        return adapter(projections, t, weight, one_by_one)
 
     def by_matrices(projections, t, weight):
         of_each = weight.unflatten(1, (1, -1)) if weight.dim() == 3 else weight
@@ -166,9 +166,7 @@ def test_a_small_update_of_experts_is_there_on_average():
     def by_expert(t, w):
         return torch.einsum("ntk,nok->nto", t.unflatten(0, (3, -1)), w).flatten(0, 1)
 
-    base, got = (
-        of.float() for of in (by_expert(x, fc2), adapter.product(("down",), x, fc2, by_expert))
-    )
+    base, got = (of.float() for of in (by_expert(x, fc2), adapter(("down",), x, fc2, by_expert)))
     a, b = adapter._factors(("down",), 8)
     small = by_expert(by_expert(x.float(), a), b)
     arrived, wanted = (small.sign() * (got - base)).mean(), small.abs().mean()
@@ -246,7 +244,7 @@ def shares_that_arrive(path, folder) -> dict:
 
 def test_small_updates_of_cut_linears_are_there_on_average(peft, tmp_path):
     for shares in world.run(shares_that_arrive, 2, peft[0], str(tmp_path)):
-        assert sorted(shares) == ["column", "row"]
+        assert sorted(shares) == [COLUMN, ROW]
         for arrived, added in shares.values():
             assert arrived == pytest.approx(1, rel=0.1)
             assert added < 0.5

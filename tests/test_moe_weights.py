@@ -143,19 +143,6 @@ def test_both_backends_draw_the_same_weights(sources, tmp_path):
         torch.testing.assert_close(ours, torch.tensor(values), rtol=0, atol=1e-6)
 
 
-def test_a_checkpoint_with_fused_experts_loads_as_well(sources, logits, tmp_path):
-    fused = {
-        n: fuse(sources[n], tmp_path / f"{n}-fused", n)
-        for n in ("qwen3_moe", "mixtral", "glm4_moe")
-    }
-    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors(fused["mixtral"]))
-    for layout in ("one", "ep2tp2_etp1", "tp2"):
-        ranks, keys = ALL[layout]
-        world.run(through_every_family, ranks, fused, str(tmp_path / layout), keys)
-        for name in fused:
-            assert_same_bytes(tensors(tmp_path / layout / name), tensors(sources[name]))
-
-
 def there_and_back(path: str, out: str) -> None:
     from pathlib import Path
 

