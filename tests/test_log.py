@@ -324,15 +324,14 @@ def test_durations_read_well():
 def test_summary_lists_sections_in_one_column():
     text = format_summary({"model": {"layers": 4, "parameters": 1234567, "name": None},
                            "empty": {"x": None},
-                           "batch": {"sizes": [1, 2], "packing": False, "rate": 1e-4}})  # fmt: skip
+                           "batch": {"size": 2, "rate": "0.1"}})  # fmt: skip
     assert text.splitlines() == [
         "model",
         "  layers      4",
         "  parameters  1,234,567",
         "batch",
-        "  sizes       1, 2",
-        "  packing     no",
-        "  rate        0.0001",
+        "  size        2",
+        "  rate        0.1",
     ]
 
 
@@ -388,7 +387,7 @@ def test_trackers_get_every_number_under_the_step(tmp_path, monkeypatch):
     report.log({"step": 5, "loss": 0.5, "eval_loss": 0.25})
     report.on_train_end(ARGS, state, TrainerControl())
     assert written == [("train/loss", 0.5, 5), ("eval/loss", 0.25, 5)]
-    assert calls == [5, ({"loss": 0.5, "eval_loss": 0.25}, 5), "close", "finish"]
+    assert calls == [5, ({"loss": 0.5, "eval_loss": 0.25}, 5), "finish", "close"]
 
 
 def test_smoothing_is_a_weighted_mean_that_does_not_start_at_zero():
