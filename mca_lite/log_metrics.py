@@ -86,8 +86,10 @@ METRICS = (
     Metric("consumed_tokens", "tokens", _count),
     Metric("consumed_samples", "samples", _count),
     # their curves have the shape of tokens_per_second's
-    Metric("tokens_per_second_per_device", "tokens/s a device", format_rate),
-    Metric("tflops_per_device", "TFLOP/s a device", "{:.1f}".format),
+    Metric(
+        "tokens_per_second_per_device", "tokens/s a device", format_rate, figure=statistics.median
+    ),
+    Metric("tflops_per_device", "TFLOP/s a device", "{:.1f}".format, figure=statistics.median),
 )
 
 

@@ -8,6 +8,7 @@ trains.
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -437,12 +438,18 @@ def data_summary(plan: Plan) -> dict[str, str]:
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
-    evaluated = datasets.eval if isinstance(datasets.eval, dict) else {"evaluation": datasets.eval}
-    for name, part in evaluated.items():
-        if part is not None:
-            trained = f"{part.num_trained_tokens:,} trained tokens"
-            summary[name] = f"{_count(plan, part)}, {trained}"
+    for name, part in named_sets(dataclasses.replace(datasets, train=None)).items():
+        summary[name] = f"{_count(plan, part)}, {part.num_trained_tokens:,} trained tokens"
     return summary
+
+
+def named_sets(data: DatasetBundle) -> dict[str, Any]:
+    """Name -> dataset of a run: training, and evaluation or the names of its data sets."""
+    evaluated = data.eval
+    if not isinstance(evaluated, dict):
+        evaluated = {"evaluation": evaluated}
+    sets = {"training": data.train, **evaluated}
+    return {name: dataset for name, dataset in sets.items() if dataset is not None}
 
 
 def _count(plan: Plan, part: TokenDataset | Packs) -> str:

@@ -70,7 +70,7 @@ def test_what_is_wrong_with_records_is_counted(tmp_path):
     assert count(out, "double BOS") == ["1  13", "0"]
     assert count(out, "no end of turn") == ["0", "0"]
     assert count(out, "cut in a turn") == ["1  14", "0"]
-    assert count(out, "in training too") == ["1  0"]
+    assert count(out, "in training too") == ["0", "1  0"]
     assert "  sample 13, " in out and "- double BOS" in out  # shown, for something is wrong
     assert "  sample 4, " not in out
 
@@ -135,7 +135,7 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
     code, out = inspect(f"{words} dataset={data} --html {file} --samples 1")
     assert code == 0, out
     assert "assistant\n    «an <b>answer</b><|im_end|>»" in out
-    assert r"&amp; \x1b[2J \u202e \«x\»" in out and "\x1b" not in out
+    assert r"&amp; \x1b[2J \u202e «x»" in out and "\x1b" not in out
     text = file.read_text()
     page = Page(text)
     assert "an <b>answer</b><|im_end|>" in page.marked and "alert" not in page.marked
@@ -146,13 +146,13 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
     assert "url(" not in text and "//" not in text and "@import" not in text
 
 
-def test_a_terminal_gets_colours(tmp_path):
-    from mca_lite.cli_inspect import _sample_lines
-    from mca_lite.inspection import Sample, Side
+def test_a_terminal_gets_colours(tmp_path, monkeypatch):
+    from mca_lite import cli_inspect
 
-    sample = Sample(0, [Side("sample 0", [("q\n", False), ("a\x1b«", True)])], [])
-    lines = _sample_lines(sample, is_coloured=True)
-    assert lines == ["  sample 0", "    q", "    \x1b[32ma\\x1b«\x1b[0m"]
+    monkeypatch.setattr(cli_inspect, "has_colors", lambda: True)
+    data = write(tmp_path / "a.jsonl", [chat("q", "a\x1b«")])
+    out = inspect(f"{model(tmp_path)} stage=sft dataset={data}")[1]
+    assert "assistant\n    \x1b[32ma\\x1b«<|im_end|>\x1b[0m\n" in out
 
 
 def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
