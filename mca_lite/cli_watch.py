@@ -111,23 +111,20 @@ def main_report(words: list[str]) -> int:
     return finish(_report, parser.parse_args(words))
 
 
-def _report(options) -> int:
+def _report(options) -> None:
     runs = [RunFolder(folder) for folder in options.folders]
     drawn = [run for run in runs if run.records]
+    path = Path(options.output or "comparison.html")
+    if len(runs) == 1 and not options.output:
+        path = runs[0].folder / PAGE_NAME
+    if drawn:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, page(drawn))
+        print(path.absolute(), *(run.name for run in drawn))
     missing = []
     for run in runs:
         if not run.records:
             expected = f"{run.name}: expected a run's folder, with lines in {TRAINER_LOG_NAME}"
             missing += run.notes or [expected]
-    if not drawn:
+    if missing:
         raise ValueError("\n".join(missing))
-    path = Path("comparison.html")
-    if len(runs) == 1:
-        path = runs[0].folder / PAGE_NAME
-    path = Path(options.output or path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, page(drawn))
-    print(path.absolute(), *(run.name for run in drawn))
-    for line in missing:
-        print(f"left out: {line}", file=sys.stderr)
-    return USER_ERROR if missing else 0

@@ -7,6 +7,7 @@ import collections
 import copy
 import dataclasses
 import itertools
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -133,7 +134,8 @@ class DataInspector:
             if isinstance(dataset, Packs):
                 self._map_packs(dataset, part)
             elif self.joins:
-                self._map_joined(dataset, part)
+                rows = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens"
+                part.packing = f"{rows}, texts joined and cut, which see each other"
             numbers = set(range(min(self.shown, len(tokens))))
             if not self.joins:  # texts have numbers of their own
                 numbers.update(*(found[:1] for found in part.problems.values()))
@@ -214,20 +216,6 @@ class DataInspector:
                 row.documents.extend(zip(sides, lengths[i].tolist(), strict=True))
             part.rows.append(row)
 
-    def _map_joined(self, dataset: TokenDataset, part: Part) -> None:
-        part.packing = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens, texts joined "
-        part.packing += "and cut, which see each other"
-        ends = list(map(self._ends_of_texts, dataset.shards))
-        texts_before = np.cumsum([0, *map(len, ends)]).tolist()
-        for number in range(min(len(dataset), _MAX_ROWS)):
-            shard, row = dataset.place(number)
-            start, stop = dataset.shards[shard].spans[row, 0]
-            inside = ends[shard][(ends[shard] > start) & (ends[shard] < stop - 1)]
-            first = texts_before[shard] + int(np.searchsorted(ends[shard], start, side="right"))
-            sizes = np.diff([start, *inside, stop - 1]).tolist()
-            documents = [(str(text), size) for text, size in enumerate(sizes, first)]
-            part.rows.append(Row(number, documents, self.cutoff_len))
-
     def _sample(self, dataset: TokenDataset, number: int, part: Part) -> Sample:
         documents = [tokens_of(document) for document in dataset[number]]
         sizes = [f"{len(tokens):,} tokens" for tokens, _ in documents]
@@ -251,20 +239,13 @@ class DataInspector:
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """("from-to", number of lengths there) of at most 12 bars of one round width."""
-    width = 1
-    factors = itertools.cycle((2, 2.5, 2))  # 1, 2, 5, 10
-    while lengths.max() // width - lengths.min() // width >= _MAX_BARS:
-        width = int(width * next(factors))
-    places = lengths // width
-    first = int(places.min())
-    bars = []
-    for place, count in enumerate(np.bincount(places)[first:].tolist(), first):
-        name = f"{place * width:,}"
-        if width > 1:
-            name += f"-{(place + 1) * width - 1:,}"
-        bars.append((name, count))
-    return bars
+    """("from-to", number of lengths there) of at most 12 bars of one width."""
+    least = int(lengths.min())
+    width = math.ceil((int(lengths.max()) - least + 1) / _MAX_BARS)
+    counts = np.bincount((lengths - least) // width).tolist()
+    starts = range(least, least + width * len(counts), width)
+    ranges = [f"{start:,}-{start + width - 1:,}" for start in starts]
+    return list(zip(ranges, counts, strict=True))
 
 
 # -- the dry run
@@ -311,7 +292,7 @@ def _model_facts(plan: Plan) -> dict:
         "name": plan.arguments.model.model_name_or_path,
         "type": getattr(planned.config, "hf_model_type", None) or planned.config.model_type,
         "weights": weights,
-        "tokens": planned.vocab_size,
+        "tokens": f"{planned.vocab_size:,}",
         "reference": plan.second_model and str(plan.second_model.folder),
     }
 

@@ -6,7 +6,6 @@ and layers, by causal attention.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -27,15 +26,8 @@ from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
 from .families import DENSE_CONFIG, FAMILIES
-from .files import (
-    PAGE_NAME,
-    RUN_SUMMARY_NAME,
-    TRAINER_LOG_NAME,
-    describe_error,
-    write_file,
-    write_json,
-)
-from .log_metrics import METRICS, PROGRESS, LineFile, format_duration, log_line, metric_of
+from .files import RUN_SUMMARY_NAME, TRAINER_LOG_NAME, describe_error, write_file, write_json
+from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 
 # -- speed
 
@@ -313,24 +305,18 @@ def peak_memory_gib() -> float:
 _DRAW_EVERY_S = 30.0
 _DRAW_SHARE = 50
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron-core recommends 1
+_WIDTH = 34  # of a name in the start summary
 _KNOWN = {"step", *(metric.key for metric in METRICS)}
 
 
 def format_summary(sections: Mapping[str, Mapping]) -> str:
     """The start summary as text: a line for each section's name, below it its values in one column.
-
-    Whole numbers get thousand separators, and a value of None leaves its line out.
-    """
-    rows = []
-    for section, values in sections.items():
-        rows += [(section, key, value) for key, value in values.items() if value is not None]
-    width = max((len(key) for _, key, _ in rows), default=0)
+    A value of None leaves its line out."""
     lines = []
-    for section, of_section in itertools.groupby(rows, lambda row: row[0]):
-        lines.append(section)
-        for _, key, value in of_section:
-            text = f"{value:,}" if isinstance(value, int) else value
-            lines.append(f"  {key:<{width}}  {text}")
+    for name, values in sections.items():
+        known = {key: value for key, value in values.items() if value is not None}
+        lines += [name] * bool(known)
+        lines += [f"  {key:<{_WIDTH}}  {value}" for key, value in known.items()]
     return "\n".join(lines)
 
 
@@ -412,13 +398,6 @@ class Report(TrainerCallback):
         self._started = self._draw_at = clock()
         self._facts: dict = {}  # run_summary.json
 
-    @property
-    def page_path(self) -> str | None:
-        """The path of the run's page, None where none is drawn."""
-        if self.draw is None or not self.args.html_report:
-            return None
-        return os.path.join(self.args.output_dir, PAGE_NAME)
-
     def print(self, text: str) -> None:
         """Print on the main rank only, above the bar if there is one."""
         if not self.is_main:
@@ -463,7 +442,7 @@ class Report(TrainerCallback):
         log)."""
         kept = []
         if self.first_step:
-            lines = filter(log_line, LineFile(self.log_path).read())
+            lines = filter(log_line, read_lines(self.log_path))
             kept = [line for line in lines if line["step"] <= self.first_step]
         write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self._opened.enter_context(open(self.log_path, "a", encoding="utf-8"))
@@ -563,7 +542,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     shared += ["packed rows"] * args.sequence_packing
     sections = {
         "model": {
-            "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
+            "name": getattr(config, "name_or_path", None),
             "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
@@ -585,7 +564,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     return {**sections, **trainer.extra_summary}
 
 
-def steps_summary(trainer, plan) -> dict[str, str | int]:
+def steps_summary(trainer, plan) -> dict[str, Any]:
     """Batch, steps and learning rate of a trainer, and of its BatchPlan."""
     args = trainer.args
     state = trainer.state

@@ -38,13 +38,13 @@ from .files import (
 from .log_metrics import (
     METRICS,
     MOST,
-    LineFile,
     Metric,
     format_duration,
     is_count,
     is_number,
     log_line,
     metric_of,
+    read_lines,
 )
 
 # -- reading a run
@@ -111,7 +111,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The run of an output folder; read() takes what was added since.
+    """The run of an output folder; read() reads its files again.
 
     records: the lines of its log, see log_line. problems: file name -> why it cannot be read. A
     folder that does not exist, or not yet, is a run without lines.
@@ -120,13 +120,14 @@ class RunFolder:
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
         self.name = printable(str(self.folder), kept="")
-        self._log = LineFile(self.folder / TRAINER_LOG_NAME, log_line)
         self.read()
 
     def read(self) -> "RunFolder":
         self.problems: dict[str, str] = {}
         self.summary = self._try(RUN_SUMMARY_NAME, read_summary, {"sections": {}})
-        self.records = self._try(TRAINER_LOG_NAME, lambda path: self._log.read(), [])
+        log = self.folder / TRAINER_LOG_NAME
+        self.changed_at = log.stat().st_mtime if log.exists() else None  # seconds since 1970
+        self.records = self._try(TRAINER_LOG_NAME, lambda path: read_lines(path, log_line), [])
         return self
 
     def _try(self, name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
@@ -150,7 +151,7 @@ class RunFolder:
 
     def samples(self) -> list[dict[str, str]]:
         """The answers in generations.jsonl: prompt, answer, and where known before, expected."""
-        return self._try(GENERATIONS_NAME, lambda path: LineFile(path, _texts).read(), [])
+        return self._try(GENERATIONS_NAME, lambda path: read_lines(path, _texts), [])
 
     def points(self, key: str) -> list[tuple[int, Any]]:
         """(step, value) of each line with the key."""
@@ -167,13 +168,13 @@ class RunFolder:
     def seconds(self) -> float | None:
         """From the run's start, or its last resumption, to its last line."""
         started = self.summary.get("started")
-        if started is None or self._log.changed_at is None:
+        if started is None or self.changed_at is None:
             return None
-        return self._log.changed_at - started
+        return self.changed_at - started
 
     def silence_s(self) -> float:
         """Seconds since the last line, or since the start before there is one."""
-        since = self._log.changed_at
+        since = self.changed_at
         if not self.records:
             since = self.summary.get("started", since)
         return 0.0 if since is None else time.time() - since
@@ -255,8 +256,8 @@ def plot_loss(run: RunFolder, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss per token")
     trained = run.points("loss")
-    steps = [step for step, _ in trained]
-    smoothed = list(zip(steps, smooth(run.values("loss")), strict=True))
+    losses = itertools.accumulate(run.values("loss"), lambda mean, loss: 0.9 * mean + 0.1 * loss)
+    smoothed = [(step, loss) for (step, _), loss in zip(trained, losses, strict=True)]
     for label, points, look in (
         ("loss", trained, {"color": "tab:blue", "alpha": 0.3}),
         ("loss, smoothed", smoothed, {"color": "tab:blue"}),
@@ -269,21 +270,6 @@ def plot_loss(run: RunFolder, path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120)
     write_file(path, picture.getvalue())
-
-
-def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
-    """The running mean in which a value counts `weight` times less with each step since.
-
-    m_t = sum_i w^(t-i) x_i / sum_i w^(t-i): the first values are not pulled to zero.
-    """
-    total = 0.0
-    norm = 0.0
-    means = []
-    for value in values:
-        total = weight * total + value
-        norm = weight * norm + 1.0
-        means.append(total / norm)
-    return means
 
 
 # -- pages

@@ -1,5 +1,6 @@
 """Metrics of the log: their names and forms, and the lines of trainer_log.jsonl."""
 
+import contextlib
 import json
 import operator
 import os
@@ -125,44 +126,19 @@ def log_line(record: dict) -> dict[str, Any]:
     return {key: value for key, value in record.items() if is_number(value)}
 
 
-class LineFile:
-    """The records of a .jsonl file that another process may be writing.
+def read_lines(path: str | os.PathLike, convert: Callable[[dict], dict] = dict) -> list[dict]:
+    """The records of a .jsonl file that another process may be writing, [] without a file.
 
-    convert: from a line's object to its record, an empty one for none. read() takes what was added:
-    a last line without its end waits for the next call, lines that are no objects are left out, and
-    a file in the place of the one before (of a resumed run, or a new one) is read from its
-    beginning. No file has no records. OSError or ValueError where it cannot be read.
+    convert: from a line's object to its record, an empty one for none. Lines that are no objects,
+    as a last one without its end, are left out. OSError or ValueError where it cannot be read.
     """
-
-    def __init__(self, path: str | os.PathLike, convert: Callable[[dict], dict] = dict):
-        self.path = Path(path)
-        self._convert = convert
-        self._begin(0)
-
-    def _begin(self, inode: int) -> None:
-        self.records: list[dict] = []
-        self.changed_at: float | None = None  # seconds since 1970; None without a file
-        self._inode = inode
-        self._offset = 0
-
-    def read(self) -> list[dict]:
-        if not is_there(self.path):
-            self._begin(0)
-            return self.records
-        with open(self.path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._begin(status.st_ino)
-            file.seek(self._offset)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self.changed_at = status.st_mtime
-        self._offset += len(whole + end)
-        for line in whole.split(b"\n"):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # of JSON, or of UTF-8; nested too deep
-                continue
-            record = self._convert(record) if isinstance(record, dict) else None
-            if record:
-                self.records.append(record)
-        return self.records
+    path = Path(path)
+    if not is_there(path):
+        return []
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):  # JSON, UTF-8; nested too deep
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(convert(record))
+    return list(filter(None, records))

@@ -13,6 +13,7 @@ max * n / w in the warm-up, then by style:
 and min after D. The first update uses the rate of n = 0.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +41,16 @@ class MegatronLRScheduler(OptimizerParamScheduler):
     Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
     """
 
-    _last_lr: list[float]  # the constructor makes step 0
-
     def get_lr(self, param_group: dict) -> float:
         return float(super().get_lr(param_group))
 
     def step(self, increment: int = 1) -> None:
         """Count `increment` finished steps and set every group's rate and decay."""
         super().step(increment)
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float]:
         """The rate in force, one of each group."""
-        return self._last_lr
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
@@ -289,11 +287,10 @@ def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer for a plain torch model, with megatron's groups and their key wd_mult."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        dict(params=[p for p in parameters if decays(p)], wd_mult=1.0),
-        dict(params=[p for p in parameters if not decays(p)], wd_mult=0.0),
-    ]
+    groups: list[dict] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[not decays(parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     return OPTIMIZERS[args.optim].make(groups, args)
 
@@ -333,7 +330,7 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizers: expected a torch optimizer first, got {optimizer!r}")
-    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    updated = set(itertools.chain(*(group["params"] for group in optimizer.param_groups)))
     trained = {p for p in model.parameters() if p.requires_grad}
     if updated != trained:
         raise ValueError(

@@ -395,8 +395,6 @@ def _export(plan: Plan, trainer, result) -> None:
         done += f"step {first}"
     if args.save_hf_model:
         done += f"; the model is in {args.output_dir}"
-    if report.page_path is not None:
-        done += f"; its report is {report.page_path}"
     report.print(done)
 
 

@@ -171,32 +171,24 @@ def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
     assert page.marked.endswith("I say 4<|im_end|>5!<|im_end|>")
 
 
-def test_rows_name_their_documents(tmp_path):
+def test_texts_that_rows_cut_are_counted_whole(tmp_path):
     texts = ["abcd", "ef", "ghijklmn", "ef"]  # with their end tokens 5, 3, 9, 3
     data = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    words = model(tmp_path) + f"stage=pt dataset={data} cutoff_len=7"
-    out = inspect(words)[1]
-    rows = [
-        line.split("of 7: ")[1]
-        for line in out.splitlines()
-        if line.startswith("  row ") and "of 7" in line
-    ]
-    # 20 tokens, of which neighbours share the one at which they meet: 0-6, 7-13, 14-18
-    assert rows == ["0, 1", "1, 2", "2, 3"]
+    out = inspect(model(tmp_path) + f"stage=pt dataset={data} cutoff_len=7")[1]
+    assert "3 rows of 7 tokens, texts joined and cut" in out
     assert count(out, "duplicate") == ["1  3"]
-    assert re.search(r"^ +3 +2 █+$", out, re.MULTILINE) and re.search(
-        r"^ +9 +1 █+$", out, re.MULTILINE
-    )
+    for length, number in ((3, 2), (5, 1), (9, 1)):
+        assert re.search(rf"^ +{length}-{length} +{number} █+$", out, re.MULTILINE)
 
 
-def test_lengths_fall_into_round_bars():
+def test_lengths_fall_into_bars():
     import numpy as np
 
     from mca_lite.inspection import histogram
 
-    assert histogram(np.array([7, 7, 9])) == [("7", 2), ("8", 0), ("9", 1)]
+    assert histogram(np.array([7, 7, 9])) == [("7-7", 2), ("8-8", 0), ("9-9", 1)]
     bars = histogram(np.array([3, 999, 1000]))
-    assert bars[0] == ("0-99", 1) and bars[-2:] == [("900-999", 1), ("1,000-1,099", 1)]
+    assert bars[0] == ("3-86", 1) and bars[-1] == ("927-1,010", 2)
 
 
 # -- the dry run
