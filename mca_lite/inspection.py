@@ -406,7 +406,6 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
     args = plan.arguments.training
     shapes = _first_batches(plan)
     config = plan.model.config
-    use_mca = plan.arguments.backend.use_mca
     cp = args.context_parallel_size
     # in megatron-core's order of ranks the first of these counts fastest
     sizes = {
@@ -415,7 +414,7 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
         "data": args.data_parallel_size,
     }
     of_experts = {}
-    if use_mca and config.num_moe_experts:
+    if plan.arguments.backend.use_mca and config.num_moe_experts:
         of_experts["expert tensor"] = config.expert_tensor_parallel_size
         of_experts["expert"] = config.expert_model_parallel_size
     heads = "".join(f" {name:>7}" for name in ("stage", *sizes, *of_experts))
@@ -430,8 +429,8 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
         yield f"{rank:>4}{columns} {total:>14,} {trained:>14,}  {', '.join(batches)}"
     if args.world_size > _MAX_RANKS:
         yield f"  ... and {args.world_size - _MAX_RANKS:,} ranks more"
-    if args.sequence_packing and use_mca and not torch.cuda.is_available():
-        yield f"note: on GPUs packed rows are padded to multiples of {PACKED_BUCKET} tokens"
+    if args.sequence_packing:
+        yield f"note: megatron-core on GPUs pads packed rows to multiples of {PACKED_BUCKET} tokens"
 
 
 def _tensor_lists(stages: list) -> Iterator[str]:
@@ -472,16 +471,15 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     for name, parameter in model.named_parameters():
         total += parameter.numel()
         trained += parameter.numel() * parameter.requires_grad
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        name = re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
-        number = int(layer[1]) if layer else None
-        tensors.setdefault((name, tuple(parameter.shape)), []).append(number)
+        parts = re.split(r"\.layers\.(\d+)\.", name)
+        key = ".layers.{}.".join(parts[::2]), tuple(parameter.shape)
+        tensors.setdefault(key, []).extend(map(int, parts[1::2]))
     return [(total, trained, tensors)]
 
 
 def _spans(layers: list) -> str:
-    """layers 0-3 of [0, 1, 2, 3], layers 1, 3 of [1, 3]; "" of [None]."""
-    if layers == [None]:
+    """layers 0-3 of [0, 1, 2, 3], layers 1, 3 of [1, 3]; "" of [None] and []."""
+    if layers in ([], [None]):
         return ""
     first = layers[0]
     last = layers[-1]

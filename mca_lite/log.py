@@ -25,7 +25,7 @@ from . import kernels, lora, model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
-from .families import DENSE_CONFIG, FAMILIES
+from .families import FAMILIES
 from .files import RUN_SUMMARY_NAME, TRAINER_LOG_NAME, describe_error, write_file, write_json
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 
@@ -209,9 +209,7 @@ def _fields_of(config) -> dict[str, Any]:
     if hasattr(config, "hf_model_type"):
         return vars(config)
     family = FAMILIES.get(getattr(config, "model_type", None))
-    if family is not None:
-        return family.values(config)
-    return {name: getattr(config, hf_name, None) for hf_name, name in DENSE_CONFIG.items()}
+    return family.values(config) if family else {}
 
 
 def _latent_weights(fields: dict[str, Any]) -> float:
@@ -559,7 +557,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             _CONNECTIONS: connections(args, device),
         },
         "steps": steps_summary(trainer, plan),
-        "chosen": {str(i + 1): note for i, note in enumerate(args.notes)},
+        "chosen": dict(enumerate(args.notes, 1)),
     }
     return {**sections, **trainer.extra_summary}
 

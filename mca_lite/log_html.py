@@ -343,10 +343,10 @@ tr > th:first-child { width: 14rem; }
 .right { color: var(--c2); font-weight: 600; }
 {% endblock %}
 
-{% macro table(rows) %}
+{% macro table(rows, only_differing=false) %}
 <table>{% if several %}<tr><th></th>{% for run in runs %}<th>{{ run.name }}</th>{% endfor %}</tr>
 {% endif %}
-{% for name, texts in rows.items() %}
+{% for name, texts in rows.items() if not only_differing or texts|unique|list|length > 1 %}
 <tr><th>{{ name }}</th>{% for text in texts %}
 <td>{% if texts|unique|list|length > 1 %}<b>{{ text }}</b>{% else %}{{ text }}{% endif %}</td>
 {%- endfor %}</tr>
@@ -398,7 +398,7 @@ tr > th:first-child { width: 14rem; }
 {%- endfor %}</div>
 {% endif %}
 {% if config %}<h2>{{ "Keys that differ" if several else "Configuration" }}</h2>
-<div class='card'>{{ table(config) }}</div>
+<div class='card'>{{ table(config, several) }}</div>
 {% endif %}
 {% endblock %}
 """
@@ -408,14 +408,12 @@ def page(runs: Sequence[RunFolder]) -> str:
     """The page of one run, or of several beside each other."""
     several = len(runs) > 1
     config = beside([run.config() for run in runs])
-    if several:
-        config = {name: texts for name, texts in config.items() if len(set(texts)) > 1}
     answers = _answers(runs)  # before the problems, which name what could not be read
     sections = [run.summary["sections"] for run in runs]
     names = dict.fromkeys(itertools.chain(*sections))
     return render(
         _REPORT,
-        title=f"{len(runs)} runs" if several else runs[0].name,
+        title=", ".join(run.name for run in runs),
         refreshes=any(run.state() == "running" for run in runs),
         drawn=time.strftime("%Y-%m-%d %H:%M:%S"),
         several=several,

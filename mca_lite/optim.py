@@ -222,7 +222,7 @@ class OffloadedOptimizer:
     def __init__(self, inner: torch.optim.Optimizer, fraction: float):
         self.inner = inner
         self.on_host: set[torch.Tensor] = set()
-        parameters = [p for group in inner.param_groups for p in group["params"]]
+        parameters = list(itertools.chain(*(group["params"] for group in inner.param_groups)))
         left = fraction * sum(p.numel() for p in parameters)
         for parameter in parameters:
             if left > 0:

@@ -314,7 +314,6 @@ def train(plan: Plan, callbacks: Sequence = (), explained=None):
         if args.do_eval and not (args.do_train and args.eval_strategy != "no"):
             metrics = trainer.evaluate()
             if parallel.is_main():
-                Path(args.output_dir).mkdir(parents=True, exist_ok=True)
                 write_json(Path(args.output_dir) / EVAL_RESULTS_NAME, metrics)
         if args.do_predict:
             _predict(trainer.eval_dataset, trainer)
@@ -325,25 +324,22 @@ def train(plan: Plan, callbacks: Sequence = (), explained=None):
 def _predict(sets, trainer) -> None:
     """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
     predict_with_generate generations.jsonl too, a line an answer. Collective."""
-    files: dict[str, list[dict]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
+    predictions: list[dict] = []
+    answers: list[dict] = []
     if not isinstance(sets, dict):
         sets = {"": sets}
     for name, dataset in sets.items():
         logps, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
         of_set = {"dataset": name} if name else {}
-        files[PREDICTIONS_NAME] += [of_set | line for line in records_of(logps)]
+        predictions += [of_set | line for line in records_of(logps)]
         if trainer.answers is not None:
-            files[GENERATIONS_NAME] += [of_set | line for line in trainer.answers.lines]
+            answers += [of_set | line for line in trainer.answers.lines]
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         trainer.report.print(f"{name or 'evaluation'}: {len(logps):,} samples, {shown}")
-    if not parallel.is_main():
-        return
-    folder = Path(trainer.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in files.items():
-        if lines:
+    for name, lines in ((PREDICTIONS_NAME, predictions), (GENERATIONS_NAME, answers)):
+        if lines and parallel.is_main():
             text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-            write_file(folder / name, f"{text}\n")
+            write_file(Path(trainer.args.output_dir) / name, f"{text}\n")
 
 
 def build_trainer(plan: Plan, callbacks: Sequence = ()):
@@ -385,9 +381,7 @@ def _export(plan: Plan, trainer, result) -> None:
     if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
         trainer.save_merged_model()
     if result.global_step > first:
-        steps = show_count(result.global_step, "step")
-        if first:
-            steps = f"steps {first + 1} to {result.global_step}"
+        steps = show_count(result.global_step - first, "step")
         seconds = result.metrics["train_runtime"]
         done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
     else:
@@ -429,8 +423,8 @@ def data_summary(plan: Plan) -> dict[str, str]:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
     if len(data.dataset) > 1:
-        weights = [f"{weight:g}" for weight in data.mix_weights or ()]
-        summary["mixed"] = ", weights ".join(filter(None, (data.mix_strategy, ", ".join(weights))))
+        weights = map("weight {:g}".format, data.mix_weights or ())
+        summary["mixed"] = ", ".join([data.mix_strategy, *weights])
     for name, part in named_sets(plan.data).items():
         if isinstance(part, TokenStream):
             order = "in the order of the files"
