@@ -132,7 +132,7 @@ records:
 
 {% for part in parts %}
 
-{{ part.name }}: {{ part.summary }}
+{{ part.name }}: {{ facts[part.name] }}
 {% for name, numbers in part.problems.items() %}
   {{ "{:16}{:7,}".format(name, numbers|length) }}
 {%- if numbers %}  {{ numbers[:5]|join(", ") }}{% endif %}
@@ -148,9 +148,9 @@ records:
 {% endif %}
   {{ part.packing }}
 {% for row in part.rows %}
-  row {{ "{:<7}".format(row.number) }}{{ row.documents|sum(attribute=1) }} of {{ row.capacity }}:
-{%- for name, _ in row.documents[:8] %} {{ name }}{% if not loop.last %},{% endif %}{% endfor %}
-{%- if row.documents|length > 8 %}, ...{% endif %}
+  row {{ "{:<7}".format(row.number) }}{{ row.samples|sum(attribute=1) }} of {{ row.capacity }}:
+{%- for name, _ in row.samples[:8] %} {{ name }}{% if not loop.last %},{% endif %}{% endfor %}
+{%- if row.samples|length > 8 %}, ...{% endif %}
 
 {% endfor %}
 {% for sample in part.samples %}
@@ -208,9 +208,9 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% endmacro %}
 
 {% macro row(r) %}
-{% set free = r.capacity - r.documents|sum(attribute=1) %}
+{% set free = r.capacity - r.samples|sum(attribute=1) %}
 <div class='row'><span>{{ r.number }}</span>
-{%- for name, size in r.documents %}
+{%- for name, size in r.samples %}
 <i style='flex:{{ size }} 0 0' title='{{ name }}: {{ "{:,}".format(size) }} tokens'>{{ name }}</i>
 {%- endfor %}
 {% if free %}<s style='flex:{{ free }} 0 0' title='{{ "{:,}".format(free) }} free'></s>{% endif %}
@@ -229,7 +229,7 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% for part in parts %}
 {% set id = loop.index0 %}
 {% set shown = part.samples|map(attribute="number")|list %}
-<h2>{{ part.name }}</h2><p>{{ part.summary }}</p><div class='tiles'>
+<h2>{{ part.name }}</h2><p>{{ facts[part.name] }}</p><div class='tiles'>
 {% for name, numbers in part.problems.items() %}
 {% call tile(name, numbers|length) %}{{ problems[name] }}{% for number in numbers[:5] %}
 {{ ": " if loop.first else ", " }}

@@ -47,13 +47,14 @@ def _watch(options) -> int | None:
         # folders of output/* without a run are left out, unless there is nothing else
         begun = [run for run in runs if run.read().state() != NO_RUN]
         size = shutil.get_terminal_size((100, 40))
-        lines = frame(begun or runs, size.columns)
+        shown = begun or runs
+        lines = frame(shown, size.columns)
         if is_last:
             print("\n".join(lines))
             return None if begun else USER_ERROR
         # from the top left of a cleared screen
         print("\033[H\033[J" + "\n".join(lines[: size.lines - 1]), flush=True)
-        if all(run.state() in _ENDED for run in begun or runs):
+        if all(run.state() in _ENDED for run in shown):
             return None
         time.sleep(max(0.1, options.every))
 
@@ -114,9 +115,11 @@ def main_report(words: list[str]) -> int:
 def _report(options) -> None:
     runs = [RunFolder(folder) for folder in options.folders]
     drawn = [run for run in runs if run.records]
-    path = Path(options.output or "comparison.html")
-    if len(runs) == 1 and not options.output:
-        path = runs[0].folder / PAGE_NAME
+    path = runs[0].folder / PAGE_NAME
+    if len(runs) > 1:
+        path = Path("comparison.html")
+    if options.output:
+        path = Path(options.output)
     if drawn:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, page(drawn))

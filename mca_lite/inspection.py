@@ -67,10 +67,10 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row: (name, tokens) of each document, and the tokens for which there is room."""
+    """A packed row: (number, tokens) of each sample, and the tokens for which there is room."""
 
     number: int
-    documents: list[tuple[str, int]]
+    samples: list[tuple[int, int]]
     capacity: int
 
 
@@ -81,7 +81,6 @@ class Part:
     from them. rows: some of them, [] where a sample is a row."""
 
     name: str
-    summary: str
     bars: list[tuple[str, int]] = field(default_factory=list)
     problems: dict[str, list[int]] = field(default_factory=dict)
     packing: str = "not packed: each sample is a row, padded to the longest of its micro-batch"
@@ -121,9 +120,7 @@ class DataInspector:
         trained_shards: set = set()
         for name, dataset in self.sets.items():
             tokens = samples_of(dataset)
-            share = dataset.num_trained_tokens / max(dataset.num_tokens, 1)
-            summary = f"{len(tokens):,} {self.objective.unit}s, {dataset.num_tokens:,} tokens, "
-            part = Part(name, f"{summary}{share:.1%} of them trained")
+            part = Part(name)
             shards = {shard.folder for shard in tokens.shards}
             if not self.joins or not shards <= trained_shards:  # else it has the texts of training
                 hashes = self._scan(tokens, part, trained_on)
@@ -203,18 +200,14 @@ class DataInspector:
             yield "cut in a turn" if end == self.cutoff_len else "no end of turn"
 
     def _map_packs(self, packs: Packs, part: Part) -> None:
-        names = [f" {side}" for side in SIDES] if self.objective.has_pairs else [""]
-        capacity = self.cutoff_len * len(names)
+        capacity = self.cutoff_len * packs.documents_per_sample
         part.packing = f"{len(packs):,} rows of {capacity:,} tokens, samples do not see each other"
         part.packing += f", {packs.padding_fraction:.1%} padding"
-        lengths = packs.dataset.document_lengths
+        sizes = packs.dataset.document_lengths.sum(axis=1).tolist()
         # the longest samples are in the first rows: rows from all over the set
         for number in np.unique(np.linspace(0, len(packs) - 1, _MAX_ROWS, dtype=int)).tolist():
-            row = Row(number, [], capacity)
-            for i in packs.packs[number]:
-                sides = [f"{i}{name}" for name in names]
-                row.documents.extend(zip(sides, lengths[i].tolist(), strict=True))
-            part.rows.append(row)
+            samples = [(i, sizes[i]) for i in packs.packs[number]]
+            part.rows.append(Row(number, samples, capacity))
 
     def _sample(self, dataset: TokenDataset, number: int, part: Part) -> Sample:
         documents = [tokens_of(document) for document in dataset[number]]
@@ -290,7 +283,6 @@ def _model_facts(plan: Plan) -> dict:
         weights = f"{len(planned.source.names()):,} tensors, whose names and shapes fit"
     return {
         "name": plan.arguments.model.model_name_or_path,
-        "type": getattr(planned.config, "hf_model_type", None) or planned.config.model_type,
         "weights": weights,
         "tokens": f"{planned.vocab_size:,}",
         "reference": plan.second_model and str(plan.second_model.folder),

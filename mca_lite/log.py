@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import kernels, lora, model_config, parallel
+from . import lora, model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
@@ -446,9 +446,6 @@ class Report(TrainerCallback):
         self._file = self._opened.enter_context(open(self.log_path, "a", encoding="utf-8"))
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.first_step + 1 and kernels.is_on():
-            took = self._clock() - self._started
-            self.print(f"the first step took {took:.1f} s: kernels were compiled in it")
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 

@@ -378,8 +378,7 @@ def scaler_states(scalers: list) -> list[dict]:
 def load_scaler_states(scalers: list, states: list[dict]) -> None:
     """Restore scalers from scaler_states(); a constant one is not changed. With another number of
     parts in this layout the last state is that of the rest: all follow the same overflows."""
-    for i, scaler in enumerate(scalers):
-        if states and isinstance(scaler, DynamicGradScaler):
-            state = states[min(i, len(states) - 1)]
+    for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
+        if isinstance(scaler, DynamicGradScaler):
             scale = torch.tensor([state["scale"]], dtype=torch.float32)
             scaler.load_state_dict({**state, "scale": scale})

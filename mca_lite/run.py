@@ -189,20 +189,25 @@ def _plan_tokenizer(
     """
     keys = arguments.model
     finetuning = arguments.finetuning
-    added = [*(keys.add_tokens or []), *(keys.add_special_tokens or [])]
+    plain = keys.add_tokens or []
+    special = keys.add_special_tokens or []
     tokenizer = load_tokenizer(planned.folder, keys.trust_remote_code)
     known = len(tokenizer)
     old = planned.old_vocab_size
-    tokenizer.add_tokens(keys.add_tokens or [])
-    tokenizer.add_tokens(keys.add_special_tokens or [], special_tokens=True)
+    tokenizer.add_tokens(plain)
+    tokenizer.add_tokens(special, special_tokens=True)
     size = max(len(tokenizer), old)
-    if size > old and not (keys.resize_vocab or added):
+    if size > old and not (keys.resize_vocab or plain + special):
         reason = f"the tokenizer has {size} tokens, and the model's vocab_size is {old}: they do "
         reason += "not belong together, or new tokens were added without growing the embedding"
         judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it")
     new = max(len(tokenizer) - known, size - old)
     if not new:
-        return tokenizer, 0, ["vocabulary: the tokenizer had all of the new tokens"] * bool(added)
+        return (
+            tokenizer,
+            0,
+            ["vocabulary: the tokenizer had all of the new tokens"] * bool(plain + special),
+        )
     line = f"vocabulary: {show_count(new, 'new token')}"
     if size > old:
         _grow(planned, size)

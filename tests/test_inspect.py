@@ -166,7 +166,7 @@ def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
     assert f"pair 0: the first {at} tokens\n    <|im_start|>user\n    q<|im_end|>\n" in out
     assert "assistant\n    «I say »\n" in out
     assert "goes on\n    «4<|im_end|>»" in out and "goes on\n    «5!<|im_end|>»" in out
-    assert "0 chosen, 0 rejected" in out  # in one row
+    assert re.search(r"row 0 .*: 0$", out, re.MULTILINE)  # both sides in one row
     page = Page(file.read_text())
     assert page.marked.endswith("I say 4<|im_end|>5!<|im_end|>")
 

@@ -285,18 +285,6 @@ def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_time_that_kernels_took_to_compile_is_said_once(is_on, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mca_lite.kernels.is_on", lambda: is_on)
-    clock = Clock()
-    report = make_report(tmp_path, clock=clock)
-    state = begin(report, global_step=10, max_steps=30)
-    for state.global_step, clock.now in ((11, 13.24), (12, 14.0)):
-        report.on_step_end(ARGS, state, TrainerControl())
-    said = "the first step took 13.2 s: kernels were compiled in it\n"
-    assert capsys.readouterr().out == said * is_on
-
-
 def test_progress_line_shows_skipped_steps_and_metrics_of_the_objective():
     line = format_progress(
         {"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5}, max_steps=4
