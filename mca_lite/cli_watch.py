@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
     """Watch the runs -> exit code."""
     parser = parser_of("watch", __doc__)
     parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR", help="of a run")
-    seconds = at_least(0, float)
+    seconds = at_least(0.1, float)
     parser.add_argument(
         "--every", type=seconds, default=2.0, metavar="SECONDS", help="to the next frame (2)"
     )
@@ -56,7 +56,7 @@ def _watch(options) -> int | None:
         print("\033[H\033[J" + "\n".join(lines[: size.lines - 1]), flush=True)
         if all(run.state() in _ENDED for run in shown):
             return None
-        time.sleep(max(0.1, options.every))
+        time.sleep(options.every)
 
 
 def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
@@ -123,7 +123,7 @@ def _report(options) -> None:
     if drawn:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, page(drawn))
-        print(path.absolute(), *(run.name for run in drawn))
+        print(path.absolute())
     missing = []
     for run in runs:
         if not run.records:

@@ -243,8 +243,6 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 # -- the dry run
 
-_MAX_RANKS = 64
-
 
 def check(arguments: RunArguments) -> None:
     """Print the beginning of a run in the world of WORLD_SIZE: model, data, steps, and the tensors
@@ -411,7 +409,7 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
         of_experts["expert"] = config.expert_model_parallel_size
     heads = "".join(f" {name:>7}" for name in ("stage", *sizes, *of_experts))
     yield f"\nrank{heads}     parameters        trained  first step reads"
-    for rank in range(min(args.world_size, _MAX_RANKS)):
+    for rank in range(args.world_size):
         stage, within = divmod(rank, args.world_size // len(stages))
         places = {"stage": stage, **_places(within, sizes), **_places(within, of_experts)}
         total, trained, _ = stages[stage]
@@ -419,8 +417,6 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
         batches = [f"{count} x [{b}, {s // cp}]" for (b, s), count in counts.items()]
         columns = "".join(f" {place:>{max(7, len(name))}}" for name, place in places.items())
         yield f"{rank:>4}{columns} {total:>14,} {trained:>14,}  {', '.join(batches)}"
-    if args.world_size > _MAX_RANKS:
-        yield f"  ... and {args.world_size - _MAX_RANKS:,} ranks more"
     if args.sequence_packing:
         yield f"note: megatron-core on GPUs pads packed rows to multiples of {PACKED_BUCKET} tokens"
 

@@ -258,13 +258,13 @@ def plot_loss(run: RunFolder, path: Path) -> None:
     trained = run.points("loss")
     losses = itertools.accumulate(run.values("loss"), lambda mean, loss: 0.9 * mean + 0.1 * loss)
     smoothed = [(step, loss) for (step, _), loss in zip(trained, losses, strict=True)]
-    for label, points, look in (
-        ("loss", trained, {"color": "tab:blue", "alpha": 0.3}),
-        ("loss, smoothed", smoothed, {"color": "tab:blue"}),
-        ("eval_loss", run.points("eval_loss"), {"color": "tab:orange", "marker": "o"}),
+    for label, points, color in (
+        ("loss", trained, "lightsteelblue"),
+        ("loss, smoothed", smoothed, "tab:blue"),
+        ("eval_loss", run.points("eval_loss"), "tab:orange"),
     ):
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, **look)
+            axes.plot(*zip(*points, strict=True), color=color, label=label, marker=".")
             axes.legend()
     axes.grid(alpha=0.3)
     picture = io.BytesIO()

@@ -41,9 +41,6 @@ class MegatronLRScheduler(OptimizerParamScheduler):
     Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
     """
 
-    def get_lr(self, param_group: dict) -> float:
-        return float(super().get_lr(param_group))
-
     def step(self, increment: int = 1) -> None:
         """Count `increment` finished steps and set every group's rate and decay."""
         super().step(increment)
@@ -271,9 +268,8 @@ def _place(parameter: torch.Tensor, weights: torch.Tensor, gradient: torch.Tenso
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, under way."""
-    pinned = tensor.is_cuda
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-    return copy.copy_(tensor, non_blocking=True)
+    place = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return place.copy_(tensor, non_blocking=True)
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -318,9 +314,9 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     Without a scheduler each group keeps its weight decay, and its rate is the highest of the
     schedule of lr_scheduler_type. ValueError for optimizers that would not update the model.
     """
+    if optimizers == (None, None):
+        return optimizers
     optimizer, scheduler = optimizers
-    if optimizer is None and scheduler is None:
-        return None, None
     if is_megatron:
         raise ValueError(
             "optimizers: expected (None, None) under megatron-core, which updates float32 copies "

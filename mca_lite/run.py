@@ -191,23 +191,21 @@ def _plan_tokenizer(
     finetuning = arguments.finetuning
     plain = keys.add_tokens or []
     special = keys.add_special_tokens or []
+    added = plain + special
     tokenizer = load_tokenizer(planned.folder, keys.trust_remote_code)
     known = len(tokenizer)
     old = planned.old_vocab_size
     tokenizer.add_tokens(plain)
     tokenizer.add_tokens(special, special_tokens=True)
     size = max(len(tokenizer), old)
-    if size > old and not (keys.resize_vocab or plain + special):
+    if size > old and not (keys.resize_vocab or added):
         reason = f"the tokenizer has {size} tokens, and the model's vocab_size is {old}: they do "
         reason += "not belong together, or new tokens were added without growing the embedding"
         judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it")
     new = max(len(tokenizer) - known, size - old)
     if not new:
-        return (
-            tokenizer,
-            0,
-            ["vocabulary: the tokenizer had all of the new tokens"] * bool(plain + special),
-        )
+        had_all = "vocabulary: the tokenizer had all of the new tokens"
+        return tokenizer, 0, [had_all] * bool(added)
     line = f"vocabulary: {show_count(new, 'new token')}"
     if size > old:
         _grow(planned, size)
@@ -378,9 +376,7 @@ def _export(plan: Plan, trainer, result) -> None:
     """Write the model, and print the end of the run. A resumed run's time and loss are those of the
     steps since."""
     args = plan.arguments.training
-    report = trainer.report
-    first = report.first_step
-    last = trainer.state.max_steps
+    first = trainer.report.first_step
     if args.save_hf_model:
         trainer.save_model()
     if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
@@ -390,11 +386,11 @@ def _export(plan: Plan, trainer, result) -> None:
         seconds = result.metrics["train_runtime"]
         done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
     else:
-        done = f"nothing was left to train: the run goes to step {last}, and its checkpoint is at "
-        done += f"step {first}"
+        done = f"nothing was left to train: the run goes to step {trainer.state.max_steps}"
+        done += f", and its checkpoint is at step {first}"
     if args.save_hf_model:
         done += f"; the model is in {args.output_dir}"
-    report.print(done)
+    trainer.report.print(done)
 
 
 class _SaveConfig(TrainerCallback):
