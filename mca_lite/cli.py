@@ -100,7 +100,7 @@ def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def at_least(least: int, kind: type = int) -> Callable[[str], float]:
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
     """The type of an option: a number of this kind, `least` or more."""
 
     def read(text: str) -> float:

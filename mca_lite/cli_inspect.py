@@ -14,8 +14,12 @@ python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
 Exit code: 0, or 2 for a run that would not begin: `error:` names the reason.
 """
 
+import collections
 import inspect
+from functools import partial
 from pathlib import Path
+
+import jinja2
 
 from . import world
 from .args import parse_args
@@ -26,9 +30,6 @@ from .log_html import render
 
 _MAX_CHARS = 1500  # of a piece of a sample in the terminal, and on the page
 _MAX_PAGE_CHARS = 20_000
-_WIDTH = 60
-_TRAINED = "\x1b[32m"
-_PLAIN = "\x1b[0m"
 
 
 def main(words: list[str]) -> int:
@@ -59,45 +60,36 @@ def _check(words: list[str], options) -> None:
         check(arguments)
 
 
-def _inspect(words: list[str], options) -> int:
-    plan, refused = _read(words)
+def _inspect(words: list[str], options) -> int | None:
+    plan, stop = _read(words)
     from .inspection import PROBLEMS, DataInspector
     from .run import data_summary
 
     inspector = DataInspector(plan, options.samples)
-    records = inspector.records()
-    parts = list(inspector.parts())
-    report = [line for line in plan.data.report if not line.startswith("  first ")]
-    stops = [f"a run would stop: {refused}"] if refused is not None else []
-    print("\n".join(report))
-    print("\nrecords: " + ", ".join(f"{count:,} {name}" for name, count in records.items()))
-    for part in parts:
-        print("\n".join(_part_lines(part, has_colors())))
+    facts = {
+        "facts": {"model": plan.arguments.model.model_name_or_path, **data_summary(plan)},
+        "report": plan.data.report,
+        "stop": stop,
+        "records": inspector.records(),
+        "parts": list(inspector.parts()),
+        "problems": PROBLEMS,
+    }
+    marks = ("\x1b[32m", "\x1b[0m") if has_colors() else "«»"
+    terminal = jinja2.Template(_TERMINAL, trim_blocks=True)
+    print(terminal.render(facts, marks=marks, visible=partial(visible, most=_MAX_CHARS)))
     if options.html:
-        title = next((word for word in words if word.endswith((".yaml", ".yml", ".json"))), "run")
-        names = {part.name for part in parts}
-        facts = {name: text for name, text in data_summary(plan).items() if name not in names}
         text = render(
-            _PAGE,
-            title=f"inspect {title}",
-            facts={"model": plan.arguments.model.model_name_or_path, **facts},
-            records=records,
-            report=stops + report,
-            parts=parts,
-            problems=PROBLEMS,
-            visible=lambda text: visible(text, _MAX_PAGE_CHARS),
+            _PAGE, **facts, title="inspect", visible=partial(visible, most=_MAX_PAGE_CHARS)
         )
         Path(options.html).parent.mkdir(parents=True, exist_ok=True)
         write_file(options.html, text)
         print(f"\nthe page is in {options.html}")
-    for line in stops:
-        print(f"\n{line}")
-    return USER_ERROR if stops else 0
+    return USER_ERROR if stop else None
 
 
 def _read(words: list[str]):
-    """(run.Plan, the ValueError of a record at which a run would stop, or None). With such a record
-    the plan is of the others."""
+    """(run.Plan, the text of the ValueError of a record at which a run would stop, or ""). With
+    such a record the plan is of the others."""
     arguments = _arguments(words)
     if arguments.data.streaming:
         remedy = "streaming=false max_samples=1000"
@@ -105,15 +97,10 @@ def _read(words: list[str]):
     from .run import make_plan
 
     try:
-        return make_plan(arguments), None
+        return make_plan(arguments), ""
     except ValueError as error:
-        if arguments.data.on_bad_record == "skip":
-            raise
-        try:
-            plan = make_plan(parse_args([*words, "on_bad_record=skip"], needs_world=False))
-        except ValueError:
-            raise error from None
-        return plan, error
+        arguments = parse_args([*words, "on_bad_record=skip"], needs_world=False)
+        return make_plan(arguments), f"a run would stop: {error}"
 
 
 def _arguments(words: list[str]):
@@ -124,9 +111,6 @@ def _arguments(words: list[str]):
     return arguments
 
 
-# -- the facts in the terminal
-
-
 def visible(text: str, most: int) -> str:
     """The text with codes for invisible characters and those that control a terminal, without its
     middle where it is longer than `most`."""
@@ -135,58 +119,56 @@ def visible(text: str, most: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
-def _part_lines(part, is_coloured: bool) -> list[str]:
-    lines = ["", f"{part.name}: {part.summary}"]
-    for name, numbers in part.problems.items():
-        lines.append(f"  {name:16}{len(numbers):>7,}  {_first(numbers, 5)}".rstrip())
-    if part.bars:
-        lines.append("  tokens of a document")
-    for lengths, count in part.bars:
-        bar = "█" * round(40 * count / max(part.bars, key=lambda bar: bar[1])[1])
-        lines.append(f"  {lengths:>13}{count:>10,} {bar}".rstrip())
-    lines.append(f"  {part.packing}")
-    lines += [f"  row {row.number:<7}{_row_line(row)}" for row in part.rows]
-    for sample in part.samples:
-        lines += ["", *_sample_lines(sample, is_coloured)]
-    return lines
+# -- the facts in the terminal, and on a page
 
+_TERMINAL = """{% for line in report if not line.startswith("  first ") %}
+{{ line }}
+{% endfor %}
 
-def _first(items: list, most: int) -> str:
-    return ", ".join(map(str, items[:most])) + ", ..." * (len(items) > most)
+records:
+{%- for name, count in records.items() %} {{ "{:,} {}".format(count, name) }}
+{%- if not loop.last %},{% endif %}
+{% endfor %}
 
+{% for part in parts %}
 
-def _row_line(row) -> str:
-    """A picture of a row, then its documents' names."""
-    picture = ""
-    at = 0
-    for i, (_, size) in enumerate(row.documents):
-        at += size
-        picture += "▓▒"[i % 2] * (round(_WIDTH * at / row.capacity) - len(picture))
-    names = _first([name for name, _ in row.documents], 8)
-    return f"{picture:·<{_WIDTH}} {at:,} of {row.capacity:,}: {names}"
+{{ part.name }}: {{ facts[part.name] }}
+{% for name, numbers in part.problems.items() %}
+  {{ "{:16}{:7,}".format(name, numbers|length) }}
+{%- if numbers %}  {{ numbers[:5]|join(", ") }}{% endif %}
+{%- if numbers|length > 5 %}, ...{% endif %}
 
+{% endfor %}
+{% if part.bars %}
+  tokens of a document
+{% set most = part.bars|map(attribute=1)|max %}
+{% for lengths, count in part.bars %}
+  {{ "{:>13}{:>10,} {}".format(lengths, count, "█" * (40 * count // most))|trim("\n ") }}
+{% endfor %}
+{% endif %}
+  {{ part.packing }}
+{% for row in part.rows %}
+  row {{ "{:<7}".format(row.number) }}{{ row.samples|sum(attribute=1) }} of {{ row.capacity }}:
+{%- for name, _ in row.samples[:8] %} {{ name }}{% if not loop.last %},{% endif %}{% endfor %}
+{%- if row.samples|length > 8 %}, ...{% endif %}
 
-def _sample_lines(sample, is_coloured: bool) -> list[str]:
-    problems = " - " * bool(sample.problems) + ", ".join(sample.problems)
-    lines = []
-    for side in sample.sides:
-        text = "".join(_marked(*run, is_coloured) for run in side.runs)
-        lines += [f"  {side.name}{problems}", *(f"    {line}" for line in text.split("\n"))]
-        problems = ""  # once for a pair
-    return lines
+{% endfor %}
+{% for sample in part.samples %}
+{% for side in sample.sides %}
+{% if loop.first %}
 
+{% endif %}
+  {{ side.name }}
+{%- if loop.first and sample.problems %} - {{ sample.problems|join(", ") }}{% endif %}
 
-def _marked(text: str, is_trained: bool, is_coloured: bool) -> str:
-    """A run of tokens in the terminal, in colour or in «» where it is trained."""
-    text = visible(text, _MAX_CHARS)
-    before, after = (_TRAINED, _PLAIN)
-    if not is_coloured:
-        text = text.replace("«", "\\«").replace("»", "\\»")
-        before, after = "«»"
-    return f"{before}{text}{after}" if is_trained else text
+    {% for text, is_trained in side.runs %}
+{{- marks[0] if is_trained }}{{ visible(text)|indent(4, blank=true) }}{{ marks[1] if is_trained }}
+{%- endfor %}
 
-
-# -- the facts on a page
+{% endfor %}
+{% endfor %}
+{% endfor %}
+{{ stop }}"""
 
 _PAGE = """{% extends "base" %}
 {% block style %}
@@ -226,9 +208,9 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% endmacro %}
 
 {% macro row(r) %}
-{% set free = r.capacity - r.documents|sum(attribute=1) %}
+{% set free = r.capacity - r.samples|sum(attribute=1) %}
 <div class='row'><span>{{ r.number }}</span>
-{%- for name, size in r.documents %}
+{%- for name, size in r.samples %}
 <i style='flex:{{ size }} 0 0' title='{{ name }}: {{ "{:,}".format(size) }} tokens'>{{ name }}</i>
 {%- endfor %}
 {% if free %}<s style='flex:{{ free }} 0 0' title='{{ "{:,}".format(free) }} free'></s>{% endif %}
@@ -242,11 +224,12 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% for name, count in records.items() %}{{ tile(name, count, name != "read") }}{% endfor %}</div>
 <details><summary>what was read</summary>
 <pre class='card'>{{ visible(report|join("\n")) }}</pre></details>
+{% if stop %}<p class='c5'>{{ visible(stop) }}</p>{% endif %}
 <p><mark>Marked</mark> tokens are trained: they carry loss. The others are read.</p>
 {% for part in parts %}
 {% set id = loop.index0 %}
 {% set shown = part.samples|map(attribute="number")|list %}
-<h2>{{ part.name }}</h2><p>{{ part.summary }}</p><div class='tiles'>
+<h2>{{ part.name }}</h2><p>{{ facts[part.name] }}</p><div class='tiles'>
 {% for name, numbers in part.problems.items() %}
 {% call tile(name, numbers|length) %}{{ problems[name] }}{% for number in numbers[:5] %}
 {{ ": " if loop.first else ", " }}
@@ -342,7 +325,8 @@ def _leave_out_chance(arguments) -> None:
     """Switch off dropout, and layers that transformers' models do not have."""
     args = arguments.training
     for key in ("fp16", "fp8"):
-        if value := getattr(args, key):
+        value = getattr(args, key)
+        if value:
             refuse(key, value, "its rounding is not measured here", "bf16: true, or float32")
     if arguments.backend.use_mca:
         args.attention_dropout = args.hidden_dropout = 0.0
@@ -352,22 +336,18 @@ def _leave_out_chance(arguments) -> None:
 
 
 def _table(rows) -> list[str]:
-    gradients = sorted((row for row in rows if row.kind == "gradients"), key=_excess, reverse=True)
-    groups: dict[str, list] = {}
-    for row in gradients:
-        groups.setdefault(row.group, []).append(row)
+    gradients = [row for row in rows if row.kind == "gradients"]
+    gradients.sort(key=lambda row: row.distance / row.bound)
+    worst = {row.group: row for row in gradients}
+    counts = collections.Counter(row.group for row in gradients)
     return [
         f"{'':52}{'size':>10}{'distance':>10}{'rounding':>10}{'bound':>10}",
         *(_line(row, row.name) for row in rows if row.kind != "gradients"),
         f"gradients: the worst of each kind, of {len(gradients)}",
-        *(_line(alike[0], f"{name} ({len(alike)})") for name, alike in groups.items()),
+        *(_line(row, f"{group} ({counts[group]})") for group, row in reversed(worst.items())),
         "the worst of all",
-        *(_line(row, row.name) for row in gradients[:_WORST]),
+        *(_line(row, row.name) for row in reversed(gradients[-_WORST:])),
     ]
-
-
-def _excess(row) -> float:
-    return row.distance / row.bound
 
 
 def _line(row, name: str) -> str:
@@ -380,12 +360,11 @@ def _verdict(rows, bf16: bool) -> list[str]:
     lines = ["right: the layout computes what plain torch does, to rounding"]
     wrong = [row for row in rows if row.differs]
     if wrong:
-        first = wrong[0]
         gradients = [row for row in rows if row.kind == "gradients"]
         count = sum(row.differs for row in gradients)
         lines = [
-            f"wrong: {first.name} differs first, by {first.distance:.1e} where rounding explains "
-            f"{first.bound:.1e}; {count} of {len(gradients)} gradients differ",
+            f"wrong: {wrong[0].name} differs first, by {wrong[0].distance:.1e} where rounding "
+            f"explains {wrong[0].bound:.1e}; {count} of {len(gradients)} gradients differ",
             f"most likely: {_cause(wrong, gradients)}",
         ]
     if bf16:

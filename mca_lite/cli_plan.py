@@ -95,9 +95,7 @@ def step_time(
     samples = args.train_global_batch_size
     tokens = samples * sum(lengths)
     squares = samples * sum(n**2 for n in lengths)
-    beside = None
-    if reference:
-        beside = ModelWork(sizes.weights, 0.0, sizes.core)
+    beside = sizes if reference else None
     # adapters are less than a percent
     work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
     head = sizes.hidden_size * sizes.vocab_size

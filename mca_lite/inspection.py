@@ -3,9 +3,11 @@
 One process does it alone. The dry run (check) writes nothing.
 """
 
+import collections
 import copy
 import dataclasses
 import itertools
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ from .files import check_can_write
 from .log import format_summary, steps_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
-from .run import Plan, data_summary, make_plan
+from .run import Plan, data_summary, make_plan, named_sets
 
 # -- the data
 
@@ -64,10 +66,10 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row: (name, tokens) of each document, and the tokens for which there is room."""
+    """A packed row: (number, tokens) of each sample, and the tokens for which there is room."""
 
     number: int
-    documents: list[tuple[str, int]]
+    samples: list[tuple[int, int]]
     capacity: int
 
 
@@ -78,7 +80,6 @@ class Part:
     from them. rows: some of them, [] where a sample is a row."""
 
     name: str
-    summary: str
     bars: list[tuple[str, int]] = field(default_factory=list)
     problems: dict[str, list[int]] = field(default_factory=dict)
     packing: str = "not packed: each sample is a row, padded to the longest of its micro-batch"
@@ -100,23 +101,16 @@ class DataInspector:
         if not self.objective.joins_documents:
             ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).end_of_turn().strip())
         self.ends = tuple(filter(None, ends))
-        vocabulary = self.tokenizer.get_vocab()
-        self.end_ids = [vocabulary[text] for text in self.ends if text in vocabulary]
-        evaluated = plan.data.eval
-        if not isinstance(evaluated, dict):
-            evaluated = {"evaluation": evaluated}
-        sets = {"training": plan.data.train, **evaluated}
-        self.sets = {name: dataset for name, dataset in sets.items() if dataset is not None}
+        self.sets = named_sets(plan.data)
 
     def records(self) -> dict[str, int]:
         """Counts of records over the files of all datasets."""
-        sets = self.sets.values()
-        shards = {shard.folder: shard for one in sets for shard in samples_of(one).shards}
-        counts = dict.fromkeys(("read", BAD, CUT, UNLABELED, LEFT_OUT), 0)
-        for shard in shards.values():
-            counts["read"] += shard.tally.records
-            for kind in (BAD, CUT, UNLABELED, LEFT_OUT):
-                counts[kind] += shard.tally.number(kind)
+        tallies = {}
+        for dataset in self.sets.values():
+            tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
+        counts = {"read": sum(tally.records for tally in tallies.values())}
+        for kind in (BAD, CUT, UNLABELED, LEFT_OUT):
+            counts[kind] = sum(tally.number(kind) for tally in tallies.values())
         return counts
 
     def parts(self) -> Iterator[Part]:
@@ -125,7 +119,7 @@ class DataInspector:
         trained_shards: set = set()
         for name, dataset in self.sets.items():
             tokens = samples_of(dataset)
-            part = Part(name, self._summary(dataset))
+            part = Part(name)
             shards = {shard.folder for shard in tokens.shards}
             if not self.joins or not shards <= trained_shards:  # else it has the texts of training
                 hashes = self._scan(tokens, part, trained_on)
@@ -136,17 +130,13 @@ class DataInspector:
             if isinstance(dataset, Packs):
                 self._map_packs(dataset, part)
             elif self.joins:
-                self._map_joined(dataset, part)
+                rows = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens"
+                part.packing = f"{rows}, texts joined and cut, which see each other"
             numbers = set(range(min(self.shown, len(tokens))))
             if not self.joins:  # texts have numbers of their own
-                numbers |= {number for of in part.problems.values() for number in of[:1]}
+                numbers.update(*(found[:1] for found in part.problems.values()))
             part.samples = [self._sample(tokens, number, part) for number in sorted(numbers)]
             yield part
-
-    def _summary(self, dataset) -> str:
-        samples = f"{len(samples_of(dataset)):,} {self.objective.unit}s"
-        share = dataset.num_trained_tokens / max(dataset.num_tokens, 1)
-        return f"{samples}, {dataset.num_tokens:,} tokens, {share:.1%} of them trained"
 
     def _ends_of_texts(self, shard) -> np.ndarray:
         """Places after the end token of each joined text."""
@@ -162,20 +152,19 @@ class DataInspector:
     def _scan(self, dataset: TokenDataset, part: Part, trained_on: set[int]) -> set[int]:
         """Fill part.problems -> hashes of the samples."""
         part.problems = {name: [] for name in PROBLEMS}
-        if not trained_on:
-            del part.problems["in training too"]
-        if self.objective.joins_documents:
-            del part.problems["no end of turn"], part.problems["cut in a turn"]
         hashes: set[int] = set()
         for number, documents in self._units(dataset):
             key = hash(tuple(tokens.tobytes() for tokens, _ in documents))
-            problems = {"duplicate": key in hashes, "in training too": key in trained_on}
+            found = set()
+            if key in hashes:
+                found.add("duplicate")
+            if key in trained_on:
+                found.add("in training too")
             hashes.add(key)
             for tokens, trained in documents:
-                problems |= dict.fromkeys(self._problems(tokens, trained), True)
-            for name, numbers in part.problems.items():
-                if problems.get(name):
-                    numbers.append(number)
+                found |= set(self._problems(tokens, trained))
+            for name in found:
+                part.problems[name].append(number)
         return hashes
 
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple]]]:
@@ -185,10 +174,8 @@ class DataInspector:
             for number in np.sort(np.unique(dataset.index, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
             return
-        texts = (
-            text
-            for shard in dataset.shards
-            for text in np.split(shard.maps()[0], self._ends_of_texts(shard)[:-1])
+        texts = itertools.chain.from_iterable(
+            np.split(shard.maps()[0], self._ends_of_texts(shard)[:-1]) for shard in dataset.shards
         )
         for number, text in enumerate(texts):
             yield number, [(text.astype(np.int64), np.ones(len(text), bool))]
@@ -196,56 +183,41 @@ class DataInspector:
     def _problems(self, tokens: np.ndarray, trained: np.ndarray) -> Iterator[str]:
         """Names of PROBLEMS of one document."""
         bos = self.tokenizer.bos_token_id
+        is_bos = tokens == bos
         # where bos is eos too, it stands between joined texts
         separates = self.joins and bos == self.tokenizer.eos_token_id
-        if bos is not None and not separates and ((tokens[1:] == bos) & (tokens[:-1] == bos)).any():
+        if not separates and (is_bos[1:] & is_bos[:-1]).any():
             yield "double BOS"
         ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
-        for end in ends[~np.isin(tokens[ends], self.end_ids)].tolist():
+        end_ids = self.tokenizer.convert_tokens_to_ids(list(self.ends))
+        for end in ends[~np.isin(tokens[ends], end_ids)].tolist():
             # an end of several tokens, or white space after it
             tail = self.tokenizer.decode(tokens[: end + 1][-_TAIL:].tolist()).rstrip()
-            if not tail.endswith(self.ends):
-                is_cut = end == self.cutoff_len  # a document has one token more at most
-                yield "cut in a turn" if is_cut else "no end of turn"
+            if tail.endswith(self.ends):
+                continue
+            # a document has one token more at most
+            yield "cut in a turn" if end == self.cutoff_len else "no end of turn"
 
     def _map_packs(self, packs: Packs, part: Part) -> None:
-        names = [f" {side}" for side in SIDES] if self.objective.has_pairs else [""]
-        capacity = self.cutoff_len * len(names)
+        capacity = self.cutoff_len * packs.documents_per_sample
         part.packing = f"{len(packs):,} rows of {capacity:,} tokens, samples do not see each other"
         part.packing += f", {packs.padding_fraction:.1%} padding"
-        lengths = packs.dataset.document_lengths
+        sizes = packs.dataset.document_lengths.sum(axis=1).tolist()
         # the longest samples are in the first rows: rows from all over the set
         for number in np.unique(np.linspace(0, len(packs) - 1, _MAX_ROWS, dtype=int)).tolist():
-            documents = []
-            for i in packs.packs[number]:
-                for name, length in zip(names, lengths[i].tolist(), strict=True):
-                    documents.append((f"{i}{name}", length))
-            part.rows.append(Row(number, documents, capacity))
-
-    def _map_joined(self, dataset: TokenDataset, part: Part) -> None:
-        part.packing = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens, texts joined "
-        part.packing += "and cut, which see each other"
-        ends = list(map(self._ends_of_texts, dataset.shards))
-        texts_before = np.cumsum([0, *map(len, ends)]).tolist()
-        for number in range(min(len(dataset), _MAX_ROWS)):
-            shard, row = dataset.place(number)
-            start, stop = dataset.shards[shard].spans[row, 0]
-            inside = ends[shard][(ends[shard] > start) & (ends[shard] < stop - 1)]
-            first = texts_before[shard] + int(np.searchsorted(ends[shard], start, side="right"))
-            sizes = np.diff([start, *inside, stop - 1]).tolist()
-            documents = [(str(text), size) for text, size in enumerate(sizes, first)]
-            part.rows.append(Row(number, documents, self.cutoff_len))
+            samples = [(i, sizes[i]) for i in packs.packs[number]]
+            part.rows.append(Row(number, samples, capacity))
 
     def _sample(self, dataset: TokenDataset, number: int, part: Part) -> Sample:
-        documents = dataset[number]
-        problems = []
-        if not self.joins:
-            problems = [name for name, numbers in part.problems.items() if number in numbers]
-        sizes = [f"{len(document['input_ids']):,} tokens" for document in documents]
+        documents = [tokens_of(document) for document in dataset[number]]
+        sizes = [f"{len(tokens):,} tokens" for tokens, _ in documents]
+        if self.joins:
+            return Sample(number, [self._side(f"row {number}, {sizes[0]}", documents[0])], [])
+        problems = [name for name, numbers in part.problems.items() if number in numbers]
         if not self.objective.has_pairs:
-            name = f"{'row' if self.joins else 'sample'} {number}, {sizes[0]}"
-            return Sample(number, [self._side(name, documents[0])], problems)
-        chosen, rejected = (tokens_of(document)[0] for document in documents)
+            side = self._side(f"sample {number}, {sizes[0]}", documents[0])
+            return Sample(number, [side], problems)
+        (chosen, _), (rejected, _) = documents
         size = min(len(chosen), len(rejected))
         at = int(np.append(chosen[:size] != rejected[:size], True).argmax())
         sides = [self._side(f"pair {number}: the first {at:,} tokens", documents[0], stop=at)]
@@ -253,29 +225,22 @@ class DataInspector:
             sides.append(self._side(f"{name}, {count}, goes on", document, at))
         return Sample(number, sides, problems)
 
-    def _side(self, name: str, document: dict, start: int = 0, stop: int | None = None) -> Side:
-        tokens, trained = (column[start:stop] for column in tokens_of(document))
+    def _side(self, name: str, document: tuple, start: int = 0, stop: int | None = None) -> Side:
+        tokens, trained = (column[start:stop] for column in document)
         return Side(name, marked_runs(tokens, trained, self.tokenizer))
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """("from-to", number of lengths there) of at most 12 bars of one round width."""
-    width = 1
+    """("from-to", number of lengths there) of at most 12 bars of one width."""
     least = int(lengths.min())
-    most = int(lengths.max())
-    factors = itertools.cycle((2, 2.5, 2))  # 1, 2, 5, 10
-    while most // width - least // width >= _MAX_BARS:
-        width = int(width * next(factors))
-    bars = []
-    for start in range(least // width * width, most + 1, width):
-        name = f"{start:,}" if width == 1 else f"{start:,}-{start + width - 1:,}"
-        bars.append((name, int(((lengths >= start) & (lengths < start + width)).sum())))
-    return bars
+    width = math.ceil((int(lengths.max()) - least + 1) / _MAX_BARS)
+    counts = np.bincount((lengths - least) // width).tolist()
+    starts = range(least, least + width * len(counts), width)
+    ranges = [f"{start:,}-{start + width - 1:,}" for start in starts]
+    return list(zip(ranges, counts, strict=True))
 
 
 # -- the dry run
-
-_MAX_RANKS = 64
 
 
 def check(arguments: RunArguments) -> None:
@@ -310,16 +275,13 @@ def _link_cache(cache: Path, folder: Path) -> None:
 
 def _model_facts(plan: Plan) -> dict:
     planned = plan.model
-    weights = "a checkpoint of this package"
-    if planned.from_scratch:
-        weights = "drawn from the seed"
-    elif planned.source is not None:
+    weights = "a checkpoint of this package, or drawn from the seed"
+    if planned.source is not None:
         weights = f"{len(planned.source.names()):,} tensors, whose names and shapes fit"
     return {
         "name": plan.arguments.model.model_name_or_path,
-        "type": getattr(planned.config, "hf_model_type", None) or planned.config.model_type,
         "weights": weights,
-        "tokens": planned.vocab_size,
+        "tokens": f"{planned.vocab_size:,}",
         "reference": plan.second_model and str(plan.second_model.folder),
     }
 
@@ -329,18 +291,17 @@ def _step_facts(plan: Plan) -> dict:
     is refused."""
     args = plan.arguments.training
     config = plan.model.config
-    notes = []
-    resumed = args.resume_from_checkpoint
-    if resumed in (None, False):
+    notes: list[str] = []
+    if not args.resume_from_checkpoint:
         ckpt_folder.check_new(args)
     else:
-        kind = "megatron"
-        hf = getattr(config, "hf_config", None)
-        if not plan.arguments.backend.use_mca:
-            kind = "torch"
-            hf = config.to_dict()
-        identity = ckpt_folder.model_identity(hf)
-        ckpt_folder.choose(args, resumed, kind, identity, notes.append)
+        kind = "torch"
+        values = config.to_dict()
+        if plan.arguments.backend.use_mca:
+            kind = "megatron"
+            values = config.hf_config
+        identity = ckpt_folder.model_identity(values)
+        ckpt_folder.choose(args, args.resume_from_checkpoint, kind, identity, notes.append)
     trainer = _planned_trainer(plan, 0)
     facts = steps_summary(trainer, trainer.plan_batches(trainer.train_dataset))
     del facts["from step"]  # it is in the checkpoint, which is not read
@@ -435,33 +396,29 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
     args = plan.arguments.training
     shapes = _first_batches(plan)
     config = plan.model.config
-    tp = args.tensor_model_parallel_size
     cp = args.context_parallel_size
-    sp = tp if args.sequence_parallel else 1
     # in megatron-core's order of ranks the first of these counts fastest
-    sizes = {"tensor": tp, "context": cp, "data": args.data_parallel_size}
+    sizes = {
+        "tensor": args.tensor_model_parallel_size,
+        "context": cp,
+        "data": args.data_parallel_size,
+    }
     of_experts = {}
     if plan.arguments.backend.use_mca and config.num_moe_experts:
         of_experts["expert tensor"] = config.expert_tensor_parallel_size
         of_experts["expert"] = config.expert_model_parallel_size
     heads = "".join(f" {name:>7}" for name in ("stage", *sizes, *of_experts))
     yield f"\nrank{heads}     parameters        trained  first step reads"
-    for rank in range(min(args.world_size, _MAX_RANKS)):
+    for rank in range(args.world_size):
         stage, within = divmod(rank, args.world_size // len(stages))
         places = {"stage": stage, **_places(within, sizes), **_places(within, of_experts)}
         total, trained, _ = stages[stage]
-        batches = []
-        for (b, s), alike in itertools.groupby(shapes[places["data"]]):
-            batch = f"{len(list(alike))} x [{b}, {s // cp}]"
-            if stage:  # of the stage before
-                batch += f" as [{s // cp // sp}, {b}, {config.hidden_size}]"
-            batches.append(batch)
+        counts = collections.Counter(shapes[places["data"]])
+        batches = [f"{count} x [{b}, {s // cp}]" for (b, s), count in counts.items()]
         columns = "".join(f" {place:>{max(7, len(name))}}" for name, place in places.items())
         yield f"{rank:>4}{columns} {total:>14,} {trained:>14,}  {', '.join(batches)}"
-    if args.world_size > _MAX_RANKS:
-        yield f"  ... and {args.world_size - _MAX_RANKS:,} ranks more"
-    if args.sequence_packing and not torch.cuda.is_available() and plan.arguments.backend.use_mca:
-        yield f"note: on GPUs packed rows are padded to multiples of {PACKED_BUCKET} tokens"
+    if args.sequence_packing:
+        yield f"note: megatron-core on GPUs pads packed rows to multiples of {PACKED_BUCKET} tokens"
 
 
 def _tensor_lists(stages: list) -> Iterator[str]:
@@ -469,8 +426,7 @@ def _tensor_lists(stages: list) -> Iterator[str]:
     for stage, (_, _, tensors) in enumerate(stages):
         yield f"\na rank of stage {stage} holds"
         for (name, shape), layers in tensors.items():
-            where = "" if layers == [None] else f"  layers {_spans(layers)}"
-            yield f"  {name:58} {list(shape)}{where}"
+            yield f"  {name:58} {list(shape)}{_spans(layers)}"
 
 
 def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
@@ -503,15 +459,19 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     for name, parameter in model.named_parameters():
         total += parameter.numel()
         trained += parameter.numel() * parameter.requires_grad
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        name = re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
-        number = int(layer[1]) if layer else None
-        tensors.setdefault((name, tuple(parameter.shape)), []).append(number)
+        parts = re.split(r"\.layers\.(\d+)\.", name)
+        key = ".layers.{}.".join(parts[::2]), tuple(parameter.shape)
+        tensors.setdefault(key, []).extend(map(int, parts[1::2]))
     return [(total, trained, tensors)]
 
 
-def _spans(layers: list[int]) -> str:
-    """0-3, 6 of [0, 1, 2, 3, 6]."""
-    starts = [n for n in layers if n - 1 not in layers]
-    ends = [n for n in layers if n + 1 not in layers]
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True))
+def _spans(layers: list) -> str:
+    """layers 0-3 of [0, 1, 2, 3], layers 1, 3 of [1, 3]; "" of [None] and []."""
+    if layers in ([], [None]):
+        return ""
+    first = layers[0]
+    last = layers[-1]
+    spans = ", ".join(map(str, layers))
+    if last > first and layers == list(range(first, last + 1)):
+        spans = f"{first}-{last}"
+    return f"  layers {spans}"

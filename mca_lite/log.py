@@ -5,6 +5,7 @@ trained weights multiplied with a token. c: half the sum of query and value chan
 and layers, by causal attention.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -20,38 +21,33 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import kernels, lora, model_config, parallel
+from . import lora, model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
-from .families import DENSE_CONFIG, FAMILIES
-from .files import (
-    PAGE_NAME,
-    RUN_SUMMARY_NAME,
-    TRAINER_LOG_NAME,
-    describe_error,
-    write_file,
-    write_json,
-)
-from .log_metrics import METRICS, LineFile, format_duration, log_line
+from .families import FAMILIES
+from .files import RUN_SUMMARY_NAME, TRAINER_LOG_NAME, describe_error, write_file, write_json
+from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 
 # -- speed
 
-# Dense bf16 and fp16 peaks in FLOP/s from NVIDIA's data sheets (without sparsity). Each row: words
-# of the device's name, words that must be missing, the peak. The first row that fits counts.
+# Words of a device's name, and its dense bf16 and fp16 peak in FLOP/s from NVIDIA's data sheets
+# (without sparsity); None where it is lower. The first row that fits counts.
 _PEAK_FLOPS = (
-    ({"A100"}, set(), 312e12),
-    ({"A800"}, set(), 312e12),
-    ({"H100", "PCIE"}, set(), 756e12),
-    ({"H800", "PCIE"}, set(), 756e12),
-    ({"H100", "NVL"}, set(), 835e12),
-    ({"H200", "NVL"}, set(), 835e12),
-    ({"H100"}, set(), 989e12),
-    ({"H800"}, set(), 989e12),
-    ({"H200"}, set(), 989e12),
-    ({"B200"}, set(), 2250e12),
-    ({"L40S"}, set(), 362e12),
-    ({"4090"}, {"D", "LAPTOP"}, 165e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("H100 PCIE", 756e12),
+    ("H800 PCIE", 756e12),
+    ("H100 NVL", 835e12),
+    ("H200 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("L40S", 362e12),
+    ("4090 D", None),
+    ("4090 LAPTOP", None),
+    ("4090", 165e12),
 )
 
 
@@ -78,13 +74,10 @@ class Throughput:
     @classmethod
     def of(cls, args) -> "Throughput":
         """The meter of a run with these TrainingArguments on this rank's device."""
-        name = ""
-        dtype = torch.float32
-        if torch.cuda.is_available():
-            name = torch.cuda.get_device_name()
-        if args.bf16 or args.fp16:
-            dtype = torch.bfloat16
-        return cls(args.world_size, peak_flops(name, dtype))
+        peak = None
+        if torch.cuda.is_available() and (args.bf16 or args.fp16):
+            peak = peak_flops(torch.cuda.get_device_name())
+        return cls(args.world_size, peak)
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._positions = 0
@@ -113,14 +106,11 @@ class Throughput:
         if not self._steps:
             return {}
         time_s = max(self._time_s, 1e-9)  # a clock may not have ticked
-        padding = 0.0
-        if self._positions:
-            padding = 1.0 - self._tokens / self._positions
         rates = {
             "step_time_s": self._time_s / self._steps,
             "tokens_per_second": self._tokens / time_s,
             "tokens_per_second_per_device": self._tokens / time_s / self.world_size,
-            "padding_fraction": padding,
+            "padding_fraction": 1.0 - self._tokens / max(self._positions, 1),
         }
         if self._flops:
             flops_per_device = self._flops / time_s / self.world_size
@@ -145,50 +135,47 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The FLOPs of a step: the formulas at the top of this file. `beside`: a reference, which runs
-    forward only."""
+    """The FLOPs of a step: the formulas at the top of this file. reference: a model beside, which
+    runs forward only."""
 
-    frozen: float
-    trained: float
-    core: float
-    beside: "ModelWork | None" = None
+    frozen: float = 0.0
+    trained: float = 0.0
+    core: float = 0.0
+    reference: ModelSizes | None = None
 
     def flops(self, tokens: float, squares: float) -> float:
         """tokens: without padding; squares: the sum of the documents' squared lengths."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
-        if self.beside is not None:
-            flops += self.beside.forward(tokens, squares)
+        if self.reference is not None:
+            flops += 2 * self.reference.weights * tokens + 2 * self.reference.core * squares
         return flops
 
-    def forward(self, tokens: float, squares: float) -> float:
-        """The FLOPs of a forward pass alone."""
-        return 2 * (self.frozen + self.trained) * tokens + 2 * self.core * squares
 
-
-def model_work(model, reference=None) -> ModelWork | None:
-    """The work of a model in training; None for unknown sizes.
+def model_work(model, reference=None) -> ModelWork:
+    """The work of a model in training; none for unknown sizes.
 
     model: VirtualModels or a transformers model, with its adapters. reference: a model that each
     batch passes forward only; `model` itself stands for its weights without adapters. Collective
-    over all ranks for VirtualModels with adapters.
+    over all ranks for models with adapters.
     """
     sizes = model_sizes(getattr(model, "config", None))
     if sizes is None:
-        return None
-    beside = None if reference is None else model_sizes(reference.config)
-    if beside is not None:
-        beside = ModelWork(beside.weights, 0.0, beside.core)
-    if lora.spec_of(model) is None:
-        return ModelWork(0.0, sizes.weights, sizes.core, beside)
-    adapters, saved = _trained_weights(model, sizes.expert_share)
+        return ModelWork()
+    beside = model_sizes(getattr(reference, "config", None))
+    adapters = 0.0
+    saved = sizes.weights
+    if lora.spec_of(model) is not None:
+        adapters, saved = _trained_weights(model, sizes.expert_share)
     return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside)
+
+
+_NEEDED = "num_layers hidden_size vocab_size num_attention_heads ffn_hidden_size".split()
 
 
 def model_sizes(config) -> ModelSizes | None:
     """The sizes in a McaModelConfig or a transformers config; None where they are missing."""
     fields = _fields_of(config)
-    needed = "num_layers hidden_size vocab_size num_attention_heads ffn_hidden_size".split()
-    if any(not fields.get(name) for name in needed):
+    if not all(map(fields.get, _NEEDED)):
         return None
     hidden = fields["hidden_size"]
     heads = fields["num_attention_heads"]
@@ -222,9 +209,7 @@ def _fields_of(config) -> dict[str, Any]:
     if hasattr(config, "hf_model_type"):
         return vars(config)
     family = FAMILIES.get(getattr(config, "model_type", None))
-    if family is not None:
-        return family.values(config)
-    return {name: getattr(config, hf_name, None) for hf_name, name in DENSE_CONFIG.items()}
+    return family.values(config) if family else {}
 
 
 def _latent_weights(fields: dict[str, Any]) -> float:
@@ -270,16 +255,8 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
     Every rank counts a tensor in its whole size, divided by the number of ranks that count it.
     """
     config = model.config
-    is_megatron = hasattr(config, "hf_model_type")
-    copies = 1
-    expert_parallel = 1
-    tensor_parallel = 1
-    chunks = [model]
-    if is_megatron:
-        copies = parallel.world_size() // config.pipeline_model_parallel_size
-        expert_parallel = config.expert_model_parallel_size
-        tensor_parallel = config.tensor_model_parallel_size
-        chunks = model
+    copies = parallel.world_size() // getattr(config, "pipeline_model_parallel_size", 1)
+    expert_parallel = getattr(config, "expert_model_parallel_size", 1)
     adapters = 0.0
     saved = 0.0
     for piece in lora.pieces_of(model):
@@ -287,30 +264,27 @@ def _trained_weights(model, expert_share: float) -> tuple[float, float]:
             continue  # a look-up
         share = expert_share * expert_parallel if piece.is_expert else 1.0
         adapters += math.prod(piece.full_shape) * share / copies
-    for chunk in chunks:
+    for chunk in lora.host_of(model).chunks:
         for name, parameter in chunk.named_parameters():
             is_matrix = parameter.requires_grad and parameter.dim() == 2
             if not is_matrix or ".lora." in name or "embed" in name:
                 continue
-            cut = tensor_parallel if getattr(parameter, "tensor_model_parallel", False) else 1
-            saved += parameter.numel() * cut / copies
+            size = parameter.numel()
+            if getattr(parameter, "tensor_model_parallel", False):
+                size *= config.tensor_model_parallel_size
+            saved += size / copies
     totals = torch.tensor([adapters, saved], dtype=torch.float64, device=parallel.device())
-    if is_megatron and parallel.world_size() > 1:
+    if parallel.world_size() > 1:
         dist.all_reduce(totals)
     return tuple(totals.tolist())
 
 
-def peak_flops(device_name: str, dtype: str | torch.dtype = torch.bfloat16) -> float | None:
-    """The dense peak of a device in FLOP/s, by its name of torch.cuda.get_device_name().
-
-    None for an unknown device and for dtypes other than bf16 and fp16: better no mfu than a wrong
-    one.
-    """
-    if str(dtype).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16"):
-        return None
+def peak_flops(device_name: str) -> float | None:
+    """The dense bf16 and fp16 peak of a device in FLOP/s, by its name of
+    torch.cuda.get_device_name(). None for an unknown device: better no mfu than a wrong one."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    for needed, forbidden, flops in _PEAK_FLOPS:
-        if needed <= words and not forbidden & words:
+    for name, flops in _PEAK_FLOPS:
+        if words.issuperset(name.split()):
             return flops
     return None
 
@@ -329,50 +303,30 @@ def peak_memory_gib() -> float:
 _DRAW_EVERY_S = 30.0
 _DRAW_SHARE = 50
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron-core recommends 1
-_ROWS = {metric.key for metric in METRICS}
+_WIDTH = 34  # of a name in the start summary
+_KNOWN = {"step", *(metric.key for metric in METRICS)}
 
 
 def format_summary(sections: Mapping[str, Mapping]) -> str:
     """The start summary as text: a line for each section's name, below it its values in one column.
-
-    Numbers get thousand separators, lists are joined by commas, and a value of None leaves its line
-    out.
-    """
-    known = {}
-    for name, values in sections.items():
-        known[name] = {key: value for key, value in values.items() if value is not None}
-    width = max((len(key) for values in known.values() for key in values), default=0)
+    A value of None leaves its line out."""
     lines = []
-    for name, values in known.items():
-        if values:
-            lines.append(name)
-            lines.extend(f"  {key:<{width}}  {_text(value)}" for key, value in values.items())
+    for name, values in sections.items():
+        known = {key: value for key, value in values.items() if value is not None}
+        lines += [name] * bool(known)
+        lines += [f"  {key:<{_WIDTH}}  {value}" for key, value in known.items()]
     return "\n".join(lines)
 
 
-def _text(value) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.6g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_text(item) for item in value)
-    return str(value)
-
-
 def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -> str:
-    """One line for one record of the log, in the order of METRICS."""
-    hidden = {"skipped_iter": 0}
-    logs = {k: v for k, v in logs.items() if v is not None and hidden.get(k) != v}
+    """One line for the numbers of one record of the log, in the order of METRICS."""
     parts = [f"step {logs['step']}/{max_steps}"]
-    for metric in METRICS:
-        if metric.in_line and metric.key in logs:
+    for metric in PROGRESS:
+        if metric.key in logs:
             parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
-        if key not in _ROWS:
-            parts.append(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}")
+        if key not in _KNOWN and value:  # as skipped_iter, in the steps after which it is 0
+            parts.append(f"{key} {metric_of(key).form(value)}")
     if eta_s is not None:
         parts.append(f"eta {format_duration(eta_s)}")
     return "  ".join(parts)
@@ -386,6 +340,34 @@ class Pictures(TrainerCallback):
 
     def on_init_end(self, args, state, control, trainer, **kwargs):
         trainer.report.draw = self.draw
+
+
+def _tensorboard(args, resumed_step: int) -> tuple[Callable, Callable]:
+    """(a function of numbers and their step, the function that closes the tracker)"""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step hides the numbers of a crashed run after the resumed step
+    purge_step = resumed_step + 1 if resumed_step else None
+    writer = SummaryWriter(os.path.join(args.output_dir, "runs"), purge_step=purge_step)
+
+    def track(numbers: dict, step: int) -> None:
+        for key, value in numbers.items():
+            group = "eval/" if key.startswith("eval_") else "train/"
+            writer.add_scalar(group + key.removeprefix("eval_"), value, step)
+
+    return track, writer.close
+
+
+def _wandb(args, resumed_step: int) -> tuple[Callable, Callable]:
+    import wandb
+
+    project = os.environ.get("WANDB_PROJECT", "mca_lite")
+    about = dict(name=args.run_name, config=args.to_dict(), dir=args.output_dir)
+    run = wandb.init(project=project, **about)
+    return lambda numbers, step: run.log(numbers, step=step), run.finish
+
+
+_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}  # of report_to
 
 
 class Report(TrainerCallback):
@@ -407,17 +389,12 @@ class Report(TrainerCallback):
         self.uses_bar = not args.disable_tqdm
         if args.disable_tqdm is None:
             self.uses_bar = sys.stderr.isatty()
-        self._file = self._bar = self._tensorboard = self._wandb = None
+        self._opened = contextlib.ExitStack()  # of a run: log, bar and trackers
+        self._file = self._bar = None
+        self._trackers: list[Callable] = []
         self._max_steps = self.first_step = 0
         self._started = self._draw_at = clock()
         self._facts: dict = {}  # run_summary.json
-
-    @property
-    def page_path(self) -> str | None:
-        """The path of the run's page, None where none is drawn."""
-        if self.draw is None or not self.args.html_report:
-            return None
-        return os.path.join(self.args.output_dir, PAGE_NAME)
 
     def print(self, text: str) -> None:
         """Print on the main rank only, above the bar if there is one."""
@@ -441,7 +418,7 @@ class Report(TrainerCallback):
             return
         self._close()
         os.makedirs(self.args.output_dir, exist_ok=True)
-        self._open_log(state.global_step)
+        self._open_log()
         self._facts |= {"max_steps": state.max_steps, "first_step": state.global_step}
         self._facts |= {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
         self._write_facts("running")
@@ -449,37 +426,26 @@ class Report(TrainerCallback):
         if self.uses_bar:
             from tqdm import tqdm
 
-            done = state.global_step
-            steps = state.max_steps
-            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
-        if "tensorboard" in self.args.report_to:
-            from torch.utils.tensorboard import SummaryWriter
+            self._bar = tqdm(
+                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True
+            )
+            self._opened.callback(self._bar.close)
+        for name in self.args.report_to:
+            track, close = _TRACKERS[name](self.args, state.global_step)
+            self._trackers.append(track)
+            self._opened.callback(close)
 
-            # purge_step hides the numbers of a crashed run after the resumed step
-            purge_step = state.global_step + 1 if state.global_step else None
-            folder = os.path.join(self.args.output_dir, "runs")
-            self._tensorboard = SummaryWriter(folder, purge_step=purge_step)
-        if "wandb" in self.args.report_to:
-            import wandb
-
-            project = os.environ.get("WANDB_PROJECT", "mca_lite")
-            about = dict(name=self.args.run_name, config=self.args.to_dict())
-            self._wandb = wandb.init(project=project, dir=self.args.output_dir, **about)
-
-    def _open_log(self, resumed_step: int) -> None:
-        """Open the log for appending, with the lines up to `resumed_step` (0: a new run, an empty
+    def _open_log(self) -> None:
+        """Open the log for appending, with the lines up to the resumed step (0: a new run, an empty
         log)."""
         kept = []
-        if resumed_step:
-            lines = filter(log_line, LineFile(self.log_path).read())
-            kept = [line for line in lines if line["step"] <= resumed_step]
+        if self.first_step:
+            lines = filter(log_line, read_lines(self.log_path))
+            kept = [line for line in lines if line["step"] <= self.first_step]
         write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = open(self.log_path, "a", encoding="utf-8")  # until on_train_end
+        self._file = self._opened.enter_context(open(self.log_path, "a", encoding="utf-8"))
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.first_step + 1 and kernels.is_on():
-            took = self._clock() - self._started
-            self.print(f"the first step took {took:.1f} s: kernels were compiled in it")
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -492,30 +458,28 @@ class Report(TrainerCallback):
         if not self.is_main:
             return
         logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
-        if self._file is not None:
-            self._file.write(json.dumps(logs) + "\n")
-            self._file.flush()  # for readers of the file, and against a crash
-        numbers = {k: v for k, v in logs.items() if k != "step" and isinstance(v, (int, float))}
-        if self._tensorboard is not None:
-            for key, value in numbers.items():
-                group = "eval/" if key.startswith("eval_") else "train/"
-                self._tensorboard.add_scalar(group + key.removeprefix("eval_"), value, logs["step"])
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=logs["step"])
-        self._show(logs)
-        if self._file is not None and self._clock() >= self._draw_at:
+        numbers = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
+        self._show(numbers)
+        step = numbers.pop("step")
+        for track in self._trackers:
+            track(numbers, step)
+        if self._file is None:
+            return
+        self._file.write(json.dumps(logs) + "\n")
+        self._file.flush()  # for readers of the file, and against a crash
+        if self._clock() >= self._draw_at:
             self._draw()
 
-    def _show(self, logs: Mapping) -> None:
-        if self._bar is not None and "loss" in logs:
-            self._bar.set_postfix_str(format_progress(logs, self._max_steps).split("  ", 1)[1])
+    def _show(self, numbers: Mapping) -> None:
+        if self._bar is not None and "loss" in numbers:
+            self._bar.set_postfix_str(format_progress(numbers, self._max_steps).split("  ", 1)[1])
             return
-        done = logs["step"] - self.first_step
-        left = self._max_steps - logs["step"]
+        done = numbers["step"] - self.first_step
+        left = self._max_steps - numbers["step"]
         eta_s = None
-        if done > 0 and left > 0 and "loss" in logs:
+        if done > 0 and left > 0 and "loss" in numbers:
             eta_s = (self._clock() - self._started) / done * left
-        self.print(format_progress(logs, self._max_steps, eta_s))
+        self.print(format_progress(numbers, self._max_steps, eta_s))
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end("finished")
@@ -545,12 +509,9 @@ class Report(TrainerCallback):
         self._draw_at = now + max(_DRAW_EVERY_S, _DRAW_SHARE * (now - began))
 
     def _close(self) -> None:
-        for opened in (self._file, self._bar, self._tensorboard):
-            if opened is not None:
-                opened.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._file = self._bar = self._tensorboard = self._wandb = None
+        self._opened.close()
+        self._file = self._bar = None
+        self._trackers = []
 
 
 def run_summary(trainer, plan) -> dict[str, dict]:
@@ -576,7 +537,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     shared += ["packed rows"] * args.sequence_packing
     sections = {
         "model": {
-            "name": getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None),
+            "name": getattr(config, "name_or_path", None),
             "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
@@ -593,12 +554,12 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             _CONNECTIONS: connections(args, device),
         },
         "steps": steps_summary(trainer, plan),
-        "chosen": {str(i + 1): note for i, note in enumerate(args.notes)},
+        "chosen": dict(enumerate(args.notes, 1)),
     }
     return {**sections, **trainer.extra_summary}
 
 
-def steps_summary(trainer, plan) -> dict[str, str | int]:
+def steps_summary(trainer, plan) -> dict[str, Any]:
     """Batch, steps and learning rate of a trainer, and of its BatchPlan."""
     args = trainer.args
     state = trainer.state

@@ -1,8 +1,11 @@
 """Metrics of the log: their names and forms, and the lines of trainer_log.jsonl."""
 
+import contextlib
 import json
+import operator
 import os
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,16 +34,15 @@ def format_rate(per_second: float) -> str:
 class Metric(NamedTuple):
     """A number of the log: its key there, its name and form for a reader.
 
-    chart: the title of its chart on the page, None for none. tiles: the statistics of the page's
-    tiles. in_line: shown in the progress line.
+    chart: the title of its chart on the page, None for none. figure: the number that stands for all
+    values of a run, on the page and in `watch`.
     """
 
     key: str
     name: str
     form: Callable[[Any], str] = "{:.4f}".format
     chart: str | None = None
-    tiles: tuple[str, ...] = ()
-    in_line: bool = True
+    figure: Callable[[Sequence[Any]], Any] = operator.itemgetter(-1)
 
 
 _LOSS = "Loss"
@@ -50,55 +52,57 @@ _LOADS = "Experts' load over the layer's mean"
 _percent = "{:.1%}".format
 _load = "{:.2f} x mean".format
 _count = "{:,}".format
-# In the order of the progress line and of the page. A key without a row is shown as it is, and has
+# In the order of the progress line, and of the page. A key without a row is shown as it is, and has
 # a chart of its own.
-METRICS = (
-    Metric("step", "step", in_line=False),
+PROGRESS = (
     Metric("epoch", "epoch", "{:.2f}".format),
-    Metric("loss", "loss", chart=_LOSS, tiles=("last",)),
-    Metric("eval_loss", "eval_loss", chart=_LOSS, tiles=("last", "best")),
+    Metric("loss", "loss", chart=_LOSS),
+    Metric("eval_loss", "eval_loss", chart=_LOSS),
     Metric("rewards/chosen", "reward chosen", chart=_REWARDS),
-    Metric("rewards/rejected", "... rejected", chart=_REWARDS),
-    Metric("rewards/margins", "... margin", chart=_REWARDS),
-    Metric(
-        "rewards/accuracies",
-        "pairs ahead",
-        _percent,
-        "Pairs with the chosen answer ahead",
-        ("last",),
-    ),
+    Metric("rewards/rejected", "reward rejected", chart=_REWARDS),
+    Metric("rewards/margins", "reward margin", chart=_REWARDS),
+    Metric("rewards/accuracies", "pairs ahead", _percent, "Pairs with the chosen answer ahead"),
     Metric("logps/chosen", "logp chosen", "{:.2f}".format, _LOGPS),
-    Metric("logps/rejected", "... rejected", "{:.2f}".format, _LOGPS),
+    Metric("logps/rejected", "logp rejected", "{:.2f}".format, _LOGPS),
     Metric("grad_norm", "grad_norm", "{:.2f}".format, "Gradient norm, before clipping"),
     Metric("learning_rate", "lr", "{:.1e}".format, "Learning rate of the next step"),
     Metric("expert_load_max", "experts, most", _load, _LOADS),
     Metric("expert_load_min", "experts, least", _load, _LOADS),
-    Metric("expert_load", "experts", in_line=False),  # [layers, experts], a picture on the page
-    Metric("tokens_per_second", "tokens/s", format_rate, "Tokens per second", ("median",)),
-    Metric("mfu", "MFU", _percent, "Share of the peak (MFU)", ("median",)),
-    Metric("step_time_s", "step", "{:.2f} s".format, "Seconds per step", in_line=False),
+    Metric("tokens_per_second", "tokens/s", format_rate, "Tokens per second", statistics.median),
+    Metric("mfu", "MFU", _percent, "Share of the peak (MFU)", statistics.median),
+)
+METRICS = (
+    *PROGRESS,
+    Metric("step_time_s", "step time", "{:.2f} s".format, "Seconds per step", statistics.median),
     Metric(
         "padding_fraction",
         "padding",
         _percent,
         "Padding, share of all positions",
-        ("median",),
-        in_line=False,
+        statistics.median,
     ),
     Metric(
-        "peak_memory_gib",
-        "memory",
-        "{:.2f} GiB".format,
-        "Peak memory of the main rank, GiB",
-        ("peak",),
-        in_line=False,
+        "peak_memory_gib", "memory", "{:.2f} GiB".format, "Peak memory of the main rank, GiB", max
     ),
-    Metric("consumed_tokens", "tokens", _count, tiles=("last",), in_line=False),
-    Metric("consumed_samples", "samples", _count, in_line=False),
+    Metric("consumed_tokens", "tokens", _count),
+    Metric("consumed_samples", "samples", _count),
     # their curves have the shape of tokens_per_second's
-    Metric("tokens_per_second_per_device", "tokens/s a device", format_rate, in_line=False),
-    Metric("tflops_per_device", "TFLOP/s a device", "{:.1f}".format, in_line=False),
+    Metric(
+        "tokens_per_second_per_device", "tokens/s a device", format_rate, figure=statistics.median
+    ),
+    Metric("tflops_per_device", "TFLOP/s a device", "{:.1f}".format, figure=statistics.median),
 )
+
+
+def metric_of(key: str) -> Metric:
+    """The row of a key, or a new one. An evaluation's key (eval_loss, eval_<data set>_loss) has the
+    row of the key in training."""
+    name = key.removeprefix("eval_")
+    for metric in METRICS:
+        of_data_set = name != key and name.endswith(f"_{metric.key}")
+        if name == metric.key or of_data_set:
+            return metric
+    return Metric(name, name, "{:.4g}".format, name)
 
 
 # -- lines of a file
@@ -115,59 +119,26 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MOST
 
 
-def _is_loads(value: Any) -> bool:
-    """True for numbers [layers, experts], at least one of each."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(row, list) and row and all(map(is_number, row)) for row in value)
-
-
 def log_line(record: dict) -> dict[str, Any]:
-    """A line of the log: its step, the keys that have numbers, and expert_load; {} without step."""
+    """A line of the log: its step, and the keys that have numbers; {} without step."""
     if not is_count(record.get("step")):
         return {}
-    fits = {"expert_load": _is_loads}
-    return {key: value for key, value in record.items() if fits.get(key, is_number)(value)}
+    return {key: value for key, value in record.items() if is_number(value)}
 
 
-class LineFile:
-    """The records of a .jsonl file that another process may be writing.
+def read_lines(path: str | os.PathLike, convert: Callable[[dict], dict] = dict) -> list[dict]:
+    """The records of a .jsonl file that another process may be writing, [] without a file.
 
-    convert: from a line's object to its record, an empty one for none. read() takes what was added:
-    a last line without its end waits for the next call, lines that are no objects are left out, and
-    a file in the place of the one before (of a resumed run, or a new one) is read from its
-    beginning. No file has no records. OSError or ValueError where it cannot be read.
+    convert: from a line's object to its record, an empty one for none. Lines that are no objects,
+    as a last one without its end, are left out. OSError or ValueError where it cannot be read.
     """
-
-    def __init__(self, path: str | os.PathLike, convert: Callable[[dict], dict] = dict):
-        self.path = Path(path)
-        self._convert = convert
-        self._begin(0)
-
-    def _begin(self, inode: int) -> None:
-        self.records: list[dict] = []
-        self.changed_at: float | None = None  # seconds since 1970; None without a file
-        self._inode = inode
-        self._offset = 0
-
-    def read(self) -> list[dict]:
-        if not is_there(self.path):
-            self._begin(0)
-            return self.records
-        with open(self.path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._begin(status.st_ino)
-            file.seek(self._offset)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self.changed_at = status.st_mtime
-        self._offset += len(whole + end)
-        for line in whole.split(b"\n"):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # of JSON, or of UTF-8; nested too deep
-                continue
-            record = self._convert(record) if isinstance(record, dict) else None
-            if record:
-                self.records.append(record)
-        return self.records
+    path = Path(path)
+    if not is_there(path):
+        return []
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):  # JSON, UTF-8; nested too deep
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(convert(record))
+    return list(filter(None, records))

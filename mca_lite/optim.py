@@ -13,6 +13,7 @@ max * n / w in the warm-up, then by style:
 and min after D. The first update uses the rate of n = 0.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +41,13 @@ class MegatronLRScheduler(OptimizerParamScheduler):
     Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
     """
 
-    _last_lr: list[float]  # the constructor makes step 0
-
-    def get_lr(self, param_group: dict) -> float:
-        return float(super().get_lr(param_group))
-
     def step(self, increment: int = 1) -> None:
         """Count `increment` finished steps and set every group's rate and decay."""
         super().step(increment)
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float]:
         """The rate in force, one of each group."""
-        return self._last_lr
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
@@ -64,25 +59,21 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     Raises: ConfigError for numbers of steps that do not fit.
     """
     kwargs = args.lr_scheduler_kwargs
-    style = SCHEDULES[args.lr_scheduler_type]
     warmup, end, decay = plan_schedule(args, num_training_steps)
-    min_lr = kwargs.get("min_lr")
-    if min_lr is None:
-        min_lr = kwargs.get("min_lr_rate", 0.0) * args.learning_rate
     return MegatronLRScheduler(
         optimizer,
         init_lr=0.0 if warmup else args.learning_rate,
         max_lr=args.learning_rate,
-        min_lr=min_lr,
+        min_lr=kwargs.get("min_lr", kwargs.get("min_lr_rate", 0.0) * args.learning_rate),
         lr_warmup_steps=warmup,
         lr_decay_steps=max(end, warmup + 1),
-        lr_decay_style=style,
+        lr_decay_style=SCHEDULES[args.lr_scheduler_type],
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
         wd_incr_steps=max(num_training_steps, 1),
         wd_incr_style="constant",
         wsd_decay_steps=decay,
-        lr_wsd_decay_style=kwargs.get("decay_type", "cosine") if style == "WSD" else None,
+        lr_wsd_decay_style=kwargs.get("decay_type", "cosine"),
     )
 
 
@@ -192,9 +183,7 @@ def create_megatron_optimizer(
         part.optimizer = _made_here(part, args)
         if args.optimizer_cpu_offload:
             fraction = args.optimizer_offload_fraction
-            part.optimizer = OffloadedOptimizer(
-                part.optimizer, fraction, lambda groups: row.make(groups, args)
-            )
+            part.optimizer = OffloadedOptimizer(part.optimizer, fraction)
     for group in optimizer.param_groups:
         # they would override the scheduler's limits
         group.pop("min_lr", None)
@@ -220,32 +209,22 @@ def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
 
 class OffloadedOptimizer:
     """An optimizer with the states of a share of its parameters in host memory, updated there: the
-    first ones, up to `fraction` of all elements.
+    first ones, up to `fraction` of all elements. on_host: these parameters.
 
     The weights stay on their device: an update copies them and their gradients to the host and
     back. megatron's crashes in bf16 without its distributed optimizer and in float32 with it, and
     a loaded checkpoint does not reach its copies of the weights.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, fraction: float, make):
-        """make(groups) -> an optimizer of the same kind as `inner`."""
+    def __init__(self, inner: torch.optim.Optimizer, fraction: float):
         self.inner = inner
-        parameters = [p for group in inner.param_groups for p in group["params"]]
+        self.on_host: set[torch.Tensor] = set()
+        parameters = list(itertools.chain(*(group["params"] for group in inner.param_groups)))
         left = fraction * sum(p.numel() for p in parameters)
-        # an update on the host is one of stand-ins, with tensors during the update alone
-        self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
         for parameter in parameters:
             if left > 0:
-                self._stand_ins[parameter] = torch.nn.Parameter(torch.empty(0, device="cpu"))
+                self.on_host.add(parameter)
             left -= parameter.numel()
-        self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
-
-    def _host_groups(self) -> list[dict]:
-        groups = []
-        for group in self.param_groups:
-            params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
-            groups.append({**group, "params": params})
-        return groups
 
     @property
     def param_groups(self) -> list[dict]:
@@ -261,39 +240,36 @@ class OffloadedOptimizer:
 
     def settle(self, parameter: torch.Tensor) -> None:
         """Move a parameter's states to the device of its updates, after a checkpoint's load."""
-        if parameter in self._stand_ins:
+        if parameter in self.on_host:
             states = self.state[parameter]
             self.state[parameter] = {name: value.cpu() for name, value in states.items()}
 
     @torch.no_grad()
     def step(self) -> None:
-        gradients = {p: p.grad for p in self._stand_ins if p.grad is not None}
-        for parameter in gradients:
-            parameter.grad = None
-        self.inner.step()  # of all others
-        self._host.param_groups = self._host_groups()
-        for parameter, gradient in gradients.items():
-            stand_in = self._stand_ins[parameter]
-            stand_in.data = _to_host(parameter)
-            stand_in.grad = _to_host(gradient)
-            self._host.state[stand_in] = self.state.get(parameter, {})
-        if gradients and next(iter(gradients)).is_cuda:
+        on_device = []
+        for parameter in self.on_host:
+            if parameter.grad is not None:
+                on_device.append((parameter, parameter.data, parameter.grad))
+                _place(parameter, _to_host(parameter.data), _to_host(parameter.grad))
+        if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are there
-        self._host.step()
-        for parameter, gradient in gradients.items():
-            stand_in = self._stand_ins[parameter]
-            parameter.copy_(stand_in, non_blocking=True)
-            parameter.grad = gradient
-            self.state[parameter] = self._host.state.pop(stand_in)
-            stand_in.data = torch.empty(0, device="cpu")
-            stand_in.grad = None
+        self.inner.step()
+        for parameter, weights, gradient in on_device:
+            weights.copy_(parameter.data, non_blocking=True)
+            _place(parameter, weights, gradient)
+
+
+def _place(parameter: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Give a parameter the tensors of another device."""
+    parameter.grad = None  # its device is that of the weights
+    parameter.data = weights
+    parameter.grad = gradient
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, under way."""
-    pinned = tensor.is_cuda
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-    return copy.copy_(tensor, non_blocking=True)
+    place = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return place.copy_(tensor, non_blocking=True)
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -307,11 +283,10 @@ def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer for a plain torch model, with megatron's groups and their key wd_mult."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        dict(params=[p for p in parameters if decays(p)], wd_mult=1.0),
-        dict(params=[p for p in parameters if not decays(p)], wd_mult=0.0),
-    ]
+    groups: list[dict] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[not decays(parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     return OPTIMIZERS[args.optim].make(groups, args)
 
@@ -339,9 +314,9 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     Without a scheduler each group keeps its weight decay, and its rate is the highest of the
     schedule of lr_scheduler_type. ValueError for optimizers that would not update the model.
     """
+    if optimizers == (None, None):
+        return optimizers
     optimizer, scheduler = optimizers
-    if optimizer is None and scheduler is None:
-        return None, None
     if is_megatron:
         raise ValueError(
             "optimizers: expected (None, None) under megatron-core, which updates float32 copies "
@@ -351,7 +326,7 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizers: expected a torch optimizer first, got {optimizer!r}")
-    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    updated = set(itertools.chain(*(group["params"] for group in optimizer.param_groups)))
     trained = {p for p in model.parameters() if p.requires_grad}
     if updated != trained:
         raise ValueError(
@@ -364,12 +339,14 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
             group.setdefault("max_lr", group["lr"])
             group["start_wd"] = group["end_wd"] = group.get("weight_decay", 0.0)
         return optimizer, None
-    kinds = torch.optim.lr_scheduler
-    steps_alone = not isinstance(scheduler, kinds.ReduceLROnPlateau)
-    if not (isinstance(scheduler, kinds.LRScheduler) and steps_alone):
-        raise ValueError(f"optimizers: expected a scheduler that counts steps, got {scheduler!r}")
-    if scheduler.optimizer is not optimizer:
-        raise ValueError("optimizers: the scheduler is another optimizer's")
+    counts_steps = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(
+        scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    )
+    if not counts_steps or scheduler.optimizer is not optimizer:
+        raise ValueError(
+            "optimizers: expected a scheduler of this optimizer that counts steps, got "
+            f"{scheduler!r}"
+        )
     return optimizer, GivenScheduler(scheduler)
 
 
@@ -390,18 +367,14 @@ def create_grad_scaler(args):
 
 def scaler_states(scalers: list) -> list[dict]:
     """The states of loss scalers for JSON: the scale, and the progress to the next one."""
-    return [
-        {k: float(v) if torch.is_tensor(v) else v for k, v in scaler.state_dict().items()}
-        for scaler in scalers
-    ]
+    states = [scaler.state_dict() for scaler in scalers]
+    return [{**state, "scale": float(state["scale"])} for state in states if state]
 
 
 def load_scaler_states(scalers: list, states: list[dict]) -> None:
     """Restore scalers from scaler_states(); a constant one is not changed. With another number of
     parts in this layout the last state is that of the rest: all follow the same overflows."""
-    for i, scaler in enumerate(scalers):
-        state = states[min(i, len(states) - 1)] if states else {}
-        if state and isinstance(scaler, DynamicGradScaler):
-            scaler.load_state_dict(
-                {**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)}
-            )
+    for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
+        if isinstance(scaler, DynamicGradScaler):
+            scale = torch.tensor([state["scale"]], dtype=torch.float32)
+            scaler.load_state_dict({**state, "scale": scale})

@@ -36,8 +36,9 @@ from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
-from .data import DatasetBundle, TokenDataset, load_datasets
-from .data_batches import Packs
+from .data import DatasetBundle, load_datasets
+from .data_batches import Packs, samples_of
+from .data_stream import TokenStream
 from .errors import Judge, refuse
 from .families import FAMILIES
 from .files import (
@@ -96,10 +97,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     """Read tokenizer, configs, weights' index, adapter and data. ValueError for wrong ones. No
     collectives: ranks waiting for the token cache poll for it."""
     transformers.utils.logging.disable_progress_bar()
-    check_can_write(arguments.training.output_dir, "output_dir")
     keys = arguments.model
     args = arguments.training
-    of_epoch = 0
+    check_can_write(args.output_dir, "output_dir")
     objective = OBJECTIVES[arguments.finetuning.stage]
     folder = resolve_folder(keys.model_name_or_path, keys.model_revision)
     planned = _plan_model(arguments, folder, keys.train_from_scratch, arguments.model_config)
@@ -117,10 +117,11 @@ def make_plan(arguments: RunArguments) -> Plan:
         second_model = _plan_second_model(arguments, second_folder, planned)
     data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed)
     data.report[:0] = report
+    of_epoch = 0
     if data.train is not None and not arguments.data.streaming:
         of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
     steps = args.steps_of_run(of_epoch)
-    if data.train is not None and args.max_steps <= 0:  # else its rule knew the steps
+    if data.train is not None:
         plan_schedule(args, steps)  # refuses a schedule without steps to decay in
     return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
 
@@ -131,21 +132,20 @@ def _plan_model(
     """The model of a folder, its weights unopened. values: its config.json, if it was read
     before."""
     remote = arguments.model.trust_remote_code
-    judge = Judge(None)
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
         read_json(folder / HF_GENERATION_CONFIG_NAME)  # exports copy it
     if arguments.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(
             str(folder), arguments.training, remote, values
         )
-        vocab_size = config.vocab_size
-    else:
-        config = model_config.load_hf_config(str(folder), remote, values)
-        vocab_size = config.get_text_config().vocab_size
-        check_torch_experts(config, judge)
-        if arguments.training.sequence_packing:
-            check_torch_packing(config, judge)
+        return PlannedModel(folder, config, config.vocab_size, config.vocab_size, from_scratch)
+    config = model_config.load_hf_config(str(folder), remote, values)
+    judge = Judge(None)
+    check_torch_experts(config, judge)
+    if arguments.training.sequence_packing:
+        check_torch_packing(config, judge)
     judge.close()
+    vocab_size = config.get_text_config().vocab_size
     return PlannedModel(folder, config, vocab_size, vocab_size, from_scratch)
 
 
@@ -160,7 +160,8 @@ def _open_source(planned: PlannedModel) -> None:
     if is_mca:
         weights_convert.check_names(config, planned.source.names())
         check_shapes(planned.source, config.hf_config)
-    elif config.model_type in FAMILIES:  # transformers may convert files of others
+        return
+    if config.model_type in FAMILIES:  # transformers may convert files of others
         check_shapes(planned.source, config.to_dict())
 
 
@@ -186,22 +187,24 @@ def _plan_tokenizer(
     """
     keys = arguments.model
     finetuning = arguments.finetuning
-    asked = bool(keys.add_tokens or keys.add_special_tokens)
+    plain = keys.add_tokens or []
+    special = keys.add_special_tokens or []
+    added = plain + special
     tokenizer = load_tokenizer(planned.folder, keys.trust_remote_code)
     known = len(tokenizer)
     old = planned.old_vocab_size
-    tokenizer.add_tokens(keys.add_tokens or [])
-    tokenizer.add_tokens(keys.add_special_tokens or [], special_tokens=True)
+    tokenizer.add_tokens(plain)
+    tokenizer.add_tokens(special, special_tokens=True)
     size = max(len(tokenizer), old)
-    if size > old and not (keys.resize_vocab or asked):
+    if size > old and not (keys.resize_vocab or added):
         reason = f"the tokenizer has {size} tokens, and the model's vocab_size is {old}: they do "
         reason += "not belong together, or new tokens were added without growing the embedding"
         judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it")
     new = max(len(tokenizer) - known, size - old)
     if not new:
-        had = "vocabulary: the tokenizer had all of the new tokens"
-        return tokenizer, 0, [had] if asked else []
-    line = f"vocabulary: {new} new token{'s' if new > 1 else ''}"
+        had_all = "vocabulary: the tokenizer had all of the new tokens"
+        return tokenizer, 0, [had_all] * bool(added)
+    line = f"vocabulary: {show_count(new, 'new token')}"
     if size > old:
         _grow(planned, size)
         line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
@@ -216,9 +219,8 @@ def _grow(planned: PlannedModel, size: int) -> None:
     """Give a planned model `size` tokens. transformers loads the old rows before it grows a model:
     its config does not change."""
     planned.vocab_size = size
-    if size == planned.old_vocab_size or not isinstance(
-        planned.config, model_config.McaModelConfig
-    ):
+    is_mca = isinstance(planned.config, model_config.McaModelConfig)
+    if size == planned.old_vocab_size or not is_mca:
         return
     if (planned.folder / DIST_NAME).is_dir() and not planned.from_scratch:
         model.refuse_new_rows(planned.folder, planned.old_vocab_size, size)
@@ -313,7 +315,6 @@ def train(plan: Plan, callbacks: Sequence = (), explained=None):
         if args.do_eval and not (args.do_train and args.eval_strategy != "no"):
             metrics = trainer.evaluate()
             if parallel.is_main():
-                Path(args.output_dir).mkdir(parents=True, exist_ok=True)
                 write_json(Path(args.output_dir) / EVAL_RESULTS_NAME, metrics)
         if args.do_predict:
             _predict(trainer.eval_dataset, trainer)
@@ -324,25 +325,22 @@ def train(plan: Plan, callbacks: Sequence = (), explained=None):
 def _predict(sets, trainer) -> None:
     """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
     predict_with_generate generations.jsonl too, a line an answer. Collective."""
-    files: dict[str, list[dict]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
+    predictions: list[dict] = []
+    answers: list[dict] = []
     if not isinstance(sets, dict):
         sets = {"": sets}
     for name, dataset in sets.items():
         logps, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
         of_set = {"dataset": name} if name else {}
-        files[PREDICTIONS_NAME] += [of_set | line for line in records_of(logps)]
+        predictions += [of_set | line for line in records_of(logps)]
         if trainer.answers is not None:
-            files[GENERATIONS_NAME] += [of_set | line for line in trainer.answers.lines]
+            answers += [of_set | line for line in trainer.answers.lines]
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         trainer.report.print(f"{name or 'evaluation'}: {len(logps):,} samples, {shown}")
-    if not parallel.is_main():
-        return
-    folder = Path(trainer.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in files.items():
-        if lines:
+    for name, lines in ((PREDICTIONS_NAME, predictions), (GENERATIONS_NAME, answers)):
+        if lines and parallel.is_main():
             text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-            write_file(folder / name, f"{text}\n")
+            write_file(Path(trainer.args.output_dir) / name, f"{text}\n")
 
 
 def build_trainer(plan: Plan, callbacks: Sequence = ()):
@@ -373,29 +371,24 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
 
 
 def _export(plan: Plan, trainer, result) -> None:
+    """Write the model, and print the end of the run. A resumed run's time and loss are those of the
+    steps since."""
     args = plan.arguments.training
-    report = trainer.report
-    last = trainer.state.max_steps
+    first = trainer.report.first_step
     if args.save_hf_model:
         trainer.save_model()
     if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
         trainer.save_merged_model()
-    steps = show_count(result.global_step, "step")
-    first = report.first_step
-    if first:  # resumed: time and loss are those of the steps since
-        steps = f"steps {first + 1} to {result.global_step}"
-    seconds = result.metrics["train_runtime"]
-    done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
-    if result.global_step == first:
-        why = f"the run goes to step {last}"
-        if first < last:
-            why = "the run ended early before (early_stopping_patience, or a callback)"
-        done = f"nothing was left to train: {why}, and its checkpoint is at step {first}"
+    if result.global_step > first:
+        steps = show_count(result.global_step - first, "step")
+        seconds = result.metrics["train_runtime"]
+        done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
+    else:
+        done = f"nothing was left to train: the run goes to step {trainer.state.max_steps}"
+        done += f", and its checkpoint is at step {first}"
     if args.save_hf_model:
         done += f"; the model is in {args.output_dir}"
-    if report.page_path is not None:
-        done += f"; its report is {report.page_path}"
-    report.print(done)
+    trainer.report.print(done)
 
 
 class _SaveConfig(TrainerCallback):
@@ -413,50 +406,43 @@ def data_summary(plan: Plan) -> dict[str, str]:
     """Lines of the start summary on the objective and the data."""
     data = plan.arguments.data
     keys = plan.arguments.finetuning
-    datasets = plan.data
     spec = plan.model.adapters
     packing = ""
     if plan.arguments.training.sequence_packing:
         packing = ", samples packed, none sees another"
     elif data.packing:
         packing = ", documents joined and cut"
-    words = [keys.stage, plan.objective.describe(keys)]
     summary = {
-        "stage": ", ".join(filter(None, words)),
+        "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(keys)))),
         "finetuning": "full: every weight is trained",
         "dataset": ", ".join(data.dataset),
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
-    if datasets.train is not None:
-        summary["training"] = _training_summary(plan)
-    if len(data.dataset) > 1:
-        weights = f", weights {', '.join(f'{w:g}' for w in data.mix_weights or ())}"
-        summary["mixed"] = data.mix_strategy + (weights if data.mix_weights else "")
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
-    evaluated = datasets.eval if isinstance(datasets.eval, dict) else {"evaluation": datasets.eval}
-    for name, part in evaluated.items():
-        if part is not None:
-            trained = f"{part.num_trained_tokens:,} trained tokens"
-            summary[name] = f"{_count(plan, part)}, {trained}"
+    if len(data.dataset) > 1:
+        weights = map("weight {:g}".format, data.mix_weights or ())
+        summary["mixed"] = ", ".join([data.mix_strategy, *weights])
+    for name, part in named_sets(plan.data).items():
+        if isinstance(part, TokenStream):
+            order = "in the order of the files"
+            if part.shuffles:
+                order = f"shuffled in blocks of {part.block_records:,} records"
+            summary[name] = f"streamed, {order}; every rank reads and tokenises all of it"
+            continue
+        count = f"{len(samples_of(part)):,} {plan.objective.unit}s"
+        if isinstance(part, Packs):
+            count = f"{len(part):,} packs of {count}"
+        tokens = f"{part.num_tokens:,} tokens, {part.num_trained_tokens:,} trained"
+        summary[name] = f"{count}, {tokens}"
     return summary
 
 
-def _count(plan: Plan, part: TokenDataset | Packs) -> str:
-    """The rows of a dataset in words: global_batch_size counts them."""
-    if isinstance(part, Packs):
-        return f"{len(part):,} packs of {len(part.dataset):,} {plan.objective.unit}s"
-    return f"{len(part):,} {plan.objective.unit}s"
-
-
-def _training_summary(plan: Plan) -> str:
-    keys = plan.arguments.data
-    train = plan.data.train
-    if not keys.streaming:
-        trained = f"{train.num_trained_tokens:,} trained"
-        return f"{_count(plan, train)}, {train.num_tokens:,} tokens, {trained}"
-    order = "in the order of the files"
-    if not keys.disable_shuffling:
-        order = f"shuffled in blocks of {keys.buffer_size:,} records"
-    return f"streamed, {order}; every rank reads and tokenises all of it"
+def named_sets(data: DatasetBundle) -> dict[str, Any]:
+    """Name -> dataset of a run: training, and evaluation or the names of its data sets."""
+    evaluated = data.eval
+    if not isinstance(evaluated, dict):
+        evaluated = {"evaluation": evaluated}
+    sets = {"training": data.train, **evaluated}
+    return {name: dataset for name, dataset in sets.items() if dataset is not None}

@@ -35,7 +35,7 @@ from .data_batches import (
 )
 from .data_stream import TokenStream
 from .files import IGNORE_INDEX, replacing
-from .log import ModelWork, Report, model_work, run_summary
+from .log import Report, model_work, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .trainer_evaluation import Evaluator, PredictionOutput
@@ -458,8 +458,7 @@ class McaTrainer:
         self._load_from_checkpoint(resume_from_checkpoint)
         self.guard.start_run()
         self.guard.check_weights("before the first step")
-        work = model_work(self.model, self._reference_model) or ModelWork(0.0, 0.0, 0.0)
-        self.events = StepEvents(self, work)
+        self.events = StepEvents(self, model_work(self.model, self._reference_model))
         self.report.summary(run_summary(self, plan))
         return plan
 

@@ -244,7 +244,7 @@ def test_a_resumed_run_that_is_done_says_so(tmp_path, capsys):
     words = f"configs/sft.yaml {SHORT} use_mca=false max_samples=20 output_dir={tmp_path / 'out'} "
     words += f"cache_dir={tmp_path / 'cache'} save_strategy=steps"
     said = world.run(said_by, 1, [f"{words} max_steps={n}" for n in (2, 1, 4)])[0]
-    assert "trained 2 steps in" in said and "trained steps 3 to 4 in" in said
+    assert said.count("trained 2 steps in") == 2
     assert "nothing was left to train: the run goes to step 1, and its checkpoint is at" in said
     assert "note: other values than before, taken from here on: max_steps 2 -> 1\n" in said
 

@@ -70,7 +70,7 @@ def test_what_is_wrong_with_records_is_counted(tmp_path):
     assert count(out, "double BOS") == ["1  13", "0"]
     assert count(out, "no end of turn") == ["0", "0"]
     assert count(out, "cut in a turn") == ["1  14", "0"]
-    assert count(out, "in training too") == ["1  0"]
+    assert count(out, "in training too") == ["0", "1  0"]
     assert "  sample 13, " in out and "- double BOS" in out  # shown, for something is wrong
     assert "  sample 4, " not in out
 
@@ -135,7 +135,7 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
     code, out = inspect(f"{words} dataset={data} --html {file} --samples 1")
     assert code == 0, out
     assert "assistant\n    «an <b>answer</b><|im_end|>»" in out
-    assert r"&amp; \x1b[2J \u202e \«x\»" in out and "\x1b" not in out
+    assert r"&amp; \x1b[2J \u202e «x»" in out and "\x1b" not in out
     text = file.read_text()
     page = Page(text)
     assert "an <b>answer</b><|im_end|>" in page.marked and "alert" not in page.marked
@@ -146,13 +146,13 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
     assert "url(" not in text and "//" not in text and "@import" not in text
 
 
-def test_a_terminal_gets_colours(tmp_path):
-    from mca_lite.cli_inspect import _sample_lines
-    from mca_lite.inspection import Sample, Side
+def test_a_terminal_gets_colours(tmp_path, monkeypatch):
+    from mca_lite import cli_inspect
 
-    sample = Sample(0, [Side("sample 0", [("q\n", False), ("a\x1b«", True)])], [])
-    lines = _sample_lines(sample, is_coloured=True)
-    assert lines == ["  sample 0", "    q", "    \x1b[32ma\\x1b«\x1b[0m"]
+    monkeypatch.setattr(cli_inspect, "has_colors", lambda: True)
+    data = write(tmp_path / "a.jsonl", [chat("q", "a\x1b«")])
+    out = inspect(f"{model(tmp_path)} stage=sft dataset={data}")[1]
+    assert "assistant\n    \x1b[32ma\\x1b«<|im_end|>\x1b[0m\n" in out
 
 
 def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
@@ -166,37 +166,29 @@ def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
     assert f"pair 0: the first {at} tokens\n    <|im_start|>user\n    q<|im_end|>\n" in out
     assert "assistant\n    «I say »\n" in out
     assert "goes on\n    «4<|im_end|>»" in out and "goes on\n    «5!<|im_end|>»" in out
-    assert "0 chosen, 0 rejected" in out  # in one row
+    assert re.search(r"row 0 .*: 0$", out, re.MULTILINE)  # both sides in one row
     page = Page(file.read_text())
     assert page.marked.endswith("I say 4<|im_end|>5!<|im_end|>")
 
 
-def test_rows_name_their_documents(tmp_path):
+def test_texts_that_rows_cut_are_counted_whole(tmp_path):
     texts = ["abcd", "ef", "ghijklmn", "ef"]  # with their end tokens 5, 3, 9, 3
     data = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    words = model(tmp_path) + f"stage=pt dataset={data} cutoff_len=7"
-    out = inspect(words)[1]
-    rows = [
-        line.split("of 7: ")[1]
-        for line in out.splitlines()
-        if line.startswith("  row ") and "of 7" in line
-    ]
-    # 20 tokens, of which neighbours share the one at which they meet: 0-6, 7-13, 14-18
-    assert rows == ["0, 1", "1, 2", "2, 3"]
+    out = inspect(model(tmp_path) + f"stage=pt dataset={data} cutoff_len=7")[1]
+    assert "3 rows of 7 tokens, texts joined and cut" in out
     assert count(out, "duplicate") == ["1  3"]
-    assert re.search(r"^ +3 +2 █+$", out, re.MULTILINE) and re.search(
-        r"^ +9 +1 █+$", out, re.MULTILINE
-    )
+    for length, number in ((3, 2), (5, 1), (9, 1)):
+        assert re.search(rf"^ +{length}-{length} +{number} █+$", out, re.MULTILINE)
 
 
-def test_lengths_fall_into_round_bars():
+def test_lengths_fall_into_bars():
     import numpy as np
 
     from mca_lite.inspection import histogram
 
-    assert histogram(np.array([7, 7, 9])) == [("7", 2), ("8", 0), ("9", 1)]
+    assert histogram(np.array([7, 7, 9])) == [("7-7", 2), ("8-8", 0), ("9-9", 1)]
     bars = histogram(np.array([3, 999, 1000]))
-    assert bars[0] == ("0-99", 1) and bars[-2:] == [("900-999", 1), ("1,000-1,099", 1)]
+    assert bars[0] == ("3-86", 1) and bars[-1] == ("927-1,010", 2)
 
 
 # -- the dry run

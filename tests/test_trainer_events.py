@@ -448,8 +448,8 @@ def test_optimizers_that_would_not_update_the_model_are_refused():
         ((None, foreign), False, "expected a torch optimizer first, got None"),
         ((torch.optim.SGD([model.weight], lr=0.1), None), False, "lacks 1 of the model's 2"),
         ((torch.optim.SGD(other.parameters(), lr=0.1), None), False, "and has 2 others"),
-        ((optimizer, plateau), False, "expected a scheduler that counts steps"),
-        ((optimizer, foreign), False, "the scheduler is another optimizer's"),
+        ((optimizer, plateau), False, "a scheduler of this optimizer that counts steps"),
+        ((optimizer, foreign), False, "expected a scheduler of this optimizer"),
     ]
     for given, is_megatron, said in refused:
         with pytest.raises(ValueError, match=said):

@@ -17,7 +17,7 @@ from mca_lite.callbacks import TrainerControl, TrainerState
 from mca_lite.cli_watch import frame, sparkline
 from mca_lite.log import Report
 from mca_lite.log_html import RunFolder, draw, page
-from mca_lite.log_metrics import LineFile
+from mca_lite.log_metrics import read_lines
 from tests.shared import tiny, world
 from tests.shared.training import Clock
 
@@ -55,21 +55,18 @@ def test_half_a_line_waits_for_its_end_and_nonsense_is_passed_over(tmp_path):
     assert [line["step"] for line in run.read().records] == [10]
     append(run.folder, 'ss": 2.5}\nnonsense\n[1]\n{"loss": 1}\n{"step": 30, "loss": NaN}\n\xff\n')
     assert run.read().points("loss") == [(10, 3.0), (20, 2.5)]
-    assert run.step == 30 and run.last("grad_norm") == 1.25
+    assert run.step == 30 and run.values("grad_norm") == [1.25]
 
 
 def test_the_log_of_a_resumed_run_is_read_anew(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    lines = LineFile(path)
-    assert len(lines.read()) == 3
+    assert len(read_lines(path)) == 3
     (tmp_path / "new").write_text('{"step": 1}\n')
     os.replace(tmp_path / "new", path)
-    assert lines.read() == [{"step": 1}]
+    assert read_lines(path) == [{"step": 1}]
     path.unlink()
-    assert lines.read() == []
-    path.write_text('{"step": 7}\n')
-    assert lines.read() == [{"step": 7}]
+    assert read_lines(path) == []
 
 
 def dead_process() -> int:
@@ -129,39 +126,37 @@ def test_a_frame_has_the_runs_beside_each_other(tmp_path):
     first = make_run(tmp_path / "first", [4.0, 3.0, 2.5])
     append(first, json.dumps({"step": 30, "eval_loss": 2.75, "expert_load_max": 1.5}) + "\n")
     second = make_run(tmp_path / "second", [4.0] * 10, state="finished")
-    lines = frame([RunFolder(x) for x in (first, second, tmp_path / "third")], 140)
-    assert max(map(len, lines)) <= 140
-    columns = [[line[start : start + 42].rstrip() for line in lines] for start in (0, 44, 88)]
+    lines = frame([RunFolder(x) for x in (first, second, tmp_path / "third")], 120)
+    assert max(map(len, lines)) <= 120
+    names, *columns = [
+        [line[start : start + 32].rstrip() for line in lines] for start in (0, 18, 50, 82)
+    ]
     one, other, nothing = columns
     assert one[0].endswith("/first") and other[0].endswith("/second")
-    assert re.fullmatch(r"running  step 30/100 30%  eta 3m5\ds", one[1])
-    assert other[1] == "finished  step 100/100 100%  after 1m40s"
-    assert nothing[1] == "no run yet" and not any(nothing[2:])
-    assert one[-1].startswith("last line ")
-    assert {line[:15].strip(): line[15:28].strip() for line in one[2:-1]} == {
+    one, other, nothing = (
+        {line[:18].rstrip(): cell[:14].rstrip() for line, cell in zip(lines, column, strict=True)}
+        for column in columns
+    )
+    assert re.fullmatch(r"3m5\ds", one.pop("time left")) and one.pop("last line") in ("0s", "1s")
+    del one[""], one["time"]
+    assert one == {
+        "state": "running", "step": "30 of 100",
         "epoch": "0.50", "loss": "2.5000", "eval_loss": "2.7500", "grad_norm": "1.25",
-        "lr": "3.0e-04",
+        "lr": "3.0e-04", "step time": "2.00 s",
         "tokens/s": "12.3k", "MFU": "42.0%", "padding": "37.5%", "memory": "1.50 GiB",
         "experts, most": "1.50 x mean",
     }  # fmt: skip
+    assert other["state"] == "finished" and other["step"] == "100 of 100"
+    assert nothing["state"] == "no run yet" and nothing["loss"] == ""
 
 
-def test_a_narrow_frame_has_them_below_each_other_and_color_takes_no_room(tmp_path):
-    folders = [make_run(tmp_path / name, [2.0, 1.0]) for name in "ab"]
-    runs = [RunFolder(folder) for folder in folders]
-    lines = frame(runs, 40)
-    assert max(map(len, lines)) <= 40 and lines.count("") == 1
-    colored = frame(runs, 90, has_colors=True)
-    assert "\033[32mrunning" in colored[1]
-    assert [re.sub(r"\033\[\d+m", "", line).rstrip() for line in colored] == frame(runs, 90)
-
-
-def test_a_narrow_frame_keeps_whole_sparklines_and_marks_a_cut(tmp_path):
+def test_a_narrow_frame_has_them_below_each_other_and_keeps_whole_sparklines(tmp_path):
     losses = [4.0, 3.0, 1.0]
-    lines = frame([RunFolder(make_run(tmp_path / "a", losses, state="interrupted"))], 30)
-    assert lines[1] == "interrupted  step 30/100 30..."
-    [row] = [line for line in lines if line.startswith("loss ")]
-    assert row[28:] == sparkline(losses, 2) == "█▁"
+    runs = [RunFolder(make_run(tmp_path / name, losses)) for name in "ab"]
+    lines = frame(runs, 36)
+    assert max(map(len, lines)) <= 36
+    rows = [line for line in lines if line.startswith("loss ")]
+    assert [row[32:] for row in rows] == [sparkline(losses, 2)] * 2 == ["█▁"] * 2
 
 
 def test_a_sparkline_has_the_first_and_the_last_value_at_its_ends():
@@ -204,8 +199,8 @@ def test_a_folder_of_other_things_is_left_out_beside_runs(tmp_path, capsys, monk
     (tmp_path / "page.html").touch()
     assert cli_watch.main(["first", "cache", "page.html", "later"]) == 0
     printed = capsys.readouterr().out
-    assert "first" in printed and "later" in printed
-    assert "cache" not in printed and "page.html" not in printed
+    assert "first" in printed
+    assert not any(name in printed for name in ("cache", "page.html", "later"))
     assert cli_watch.main(["cache"]) == 2
     assert "cache" in capsys.readouterr().out
 
@@ -251,21 +246,19 @@ def test_the_numbers_on_the_page_are_the_logs(tmp_path):
     )
     assert tiles.pop("time") in ("1m40s", "1m41s")
     assert tiles == {
-        "state": "finished", "step": "40 of 100", "loss, last": "1.0000",
-        "eval_loss, last": "1.7500", "eval_loss, best": "1.5000", "tokens/s, median": "12.3k",
-        "MFU, median": "42.0%", "padding, median": "37.5%", "memory, peak": "1.50 GiB",
+        "state": "finished", "step": "40 of 100", "epoch": "0.50", "loss": "1.0000",
+        "eval_loss": "1.7500", "grad_norm": "1.25", "lr": "3.0e-04", "tokens/s": "12.3k",
+        "MFU": "42.0%", "step time": "2.00 s", "padding": "37.5%", "memory": "1.50 GiB",
     }  # fmt: skip
     chart = cards(root)["Loss"]
-    assert texts(chart, "span", "c0") == ["loss 1"] and texts(chart, "span", "c1") == [
-        "eval_loss 1.75"
-    ]
-    assert texts(chart, "title") == [
-        "step 10\nloss 4", "step 20\nloss 2\neval_loss 1.5", "step 30\nloss 3",
-        "step 40\nloss 1\neval_loss 1.75",
-    ]  # fmt: skip
-    # the curve from its path and the axis' ends: 1 to 4 by steps of 1, from step 10 to 40
-    assert texts(chart, "span", "y")[1:] == ["1", "2", "3", "4"]
-    places = re.findall(r"([\d.]+) ([\d.]+)", chart.find(".//path").get("d"))
+    assert texts(chart, "span", "c0") == ["— loss 1.0000"]
+    assert texts(chart, "span", "c1") == ["— eval_loss 1.7500"]
+    # the curve from its path and the axis' ends: 1 to 4, from step 10 to 40
+    marks = texts(chart, "span", "y")
+    assert marks == ["4.0000", "3.2500", "2.5000", "1.7500", "1.0000"]
+    assert texts(chart, "span", "x") == ["step 10", "40"]
+    curve = next(path for path in chart.iter("path") if path.get("class") == "c0")
+    places = re.findall(r"([\d.]+) ([\d.]+)", curve.get("d"))
     assert [10 + float(x) / 1000 * 30 for x, _ in places] == pytest.approx([10, 20, 30, 40], 1e-3)
     assert [4 - float(y) / 1000 * 3 for _, y in places] == pytest.approx(losses, 1e-3)
     table = dict(zip(texts(root, "th"), texts(root, "td"), strict=True))
@@ -280,14 +273,13 @@ def test_a_page_of_several_runs_shows_what_differs(tmp_path):
         (run / "generations.jsonl").write_text(json.dumps(answer) + "\n")
     root = parse(page([RunFolder(run) for run in runs]))
     chart = cards(root)["Loss"]
-    assert texts(chart, "span", "c0") == ["a: loss 2"] and texts(chart, "span", "c1") == [
-        "b: loss 1"
-    ]
-    assert texts(chart, "title")[1] == "step 20\na: loss 2\nb: loss 1"
+    a, b = runs
+    assert texts(chart, "span", "c0") == [f"— {a}: loss 2.0000"]
+    assert texts(chart, "span", "c1") == [f"— {b}: loss 1.0000"]
     rows = [texts(row, "*")[1:] for row in root.iter("tr")]
     rows = [[*dict.fromkeys(row)] for row in rows]
     assert ["seed", "1", "2"] in rows and not any(row[0] == "bf16" for row in rows)
-    assert ["prompt", "expected", "before", "after, a", "after, b"] in rows
+    assert ["prompt", "expected", "before", f"after, {a}", f"after, {b}"] in rows
     assert texts(root, "td", "right") == ["y1"]  # of b's the answer is another
 
 
@@ -298,7 +290,7 @@ def test_texts_of_a_model_stay_texts(tmp_path):
     text = page([RunFolder(run)])
     assert "<img" not in text and "<script" not in text and "\x00" not in text
     root = ElementTree.fromstring(text)
-    assert texts(root, "td")[:2] == ["</td><img src=x>", "<|im_end|>\n\ufffd"]
+    assert texts(root, "td")[:4] == ["</td><img src=x>", "", "", "<|im_end|>\n\ufffd"]
     text.encode()
 
 
@@ -311,11 +303,11 @@ def test_a_long_log_makes_a_short_page_without_losing_a_spike(tmp_path):
     # a quarter of a second, and in a process that holds many tests' garbage three times that
     assert time.process_time() - started < 4 and len(text) < 1_000_000
     chart = cards(parse(text))["Loss"]
-    assert "step 37,780\nloss 9" in texts(chart, "title")
-    assert "step 50,000\nloss 2.01" in texts(chart, "title")[-1]
+    path = chart.findall(".//path")[-1].get("d")
+    assert re.search(r"L755.6 0.0L", path) and path.endswith("L1000.0 998.6h0")
 
 
-def test_experts_constants_spikes_and_single_lines_are_drawn(tmp_path):
+def test_constants_spikes_and_single_lines_are_drawn(tmp_path):
     run = make_run(tmp_path / "run", [0.0])
     append(run, json.dumps({
         "step": 20, "loss": 1e-12, "rewards/accuracies": 1.0, "logps/chosen": -5.0,
@@ -323,13 +315,10 @@ def test_experts_constants_spikes_and_single_lines_are_drawn(tmp_path):
     }) + "\n")  # fmt: skip
     append(run, '{"step": 20, "eval_loss": 1.0, "eval_web_loss": 1.0, "eval_own": 2.0}\n')
     root = parse(page([RunFolder(run)]))
-    assert texts(cards(root)["own"], "span", "c1") == ["eval_own 2"]
-    assert texts(cards(root)["Loss"], "span", "c2") == ["eval_web_loss 1"]
+    assert texts(cards(root)["own"], "span", "c1") == ["— eval_own 2"]
+    assert texts(cards(root)["Loss"], "span", "c2") == ["— eval_web_loss 1.0000"]
     assert "Pairs with the chosen answer ahead" in cards(root)
-    assert texts(root, "title")[-2:] == [
-        "layer 0 of those with experts: most 1.5 (expert 1), least 0.5 (expert 0)",
-        "layer 1 of those with experts: most 4 (expert 0), least 0 (expert 1)",
-    ]
+    assert not {"step", "expert_load"} & cards(root).keys()
 
 
 def test_a_frame_of_folders_without_a_run_ends_with_the_code_of_an_error(tmp_path, capsys):
@@ -337,7 +326,7 @@ def test_a_frame_of_folders_without_a_run_ends_with_the_code_of_an_error(tmp_pat
     nothing = str(tmp_path / "nothing")
     assert cli_watch.main([nothing, "--once"]) == 2
     assert cli_watch.main([nothing, str(run), "--once"]) == 0
-    assert capsys.readouterr().out.count("no run yet") == 2
+    assert capsys.readouterr().out.count("no run yet") == 1
 
 
 def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
@@ -347,10 +336,10 @@ def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     parse((first / "report.html").read_text())
     monkeypatch.chdir(tmp_path)
     assert cli_watch.main_report([str(first), str(second)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/comparison.html: {first}, {second}\n"
-    assert "a: loss" in (tmp_path / "comparison.html").read_text()
+    assert capsys.readouterr().out == f"{tmp_path}/comparison.html\n"
+    assert f"{first}: loss" in (tmp_path / "comparison.html").read_text()
     assert cli_watch.main_report([str(tmp_path / "nothing")]) == 2
-    assert "expected a run's folder with trainer_log.jsonl" in capsys.readouterr().err
+    assert "expected a run's folder, with lines in trainer_log.jsonl" in capsys.readouterr().err
 
 
 # somebody else's folder
@@ -482,14 +471,14 @@ def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, 
         report.log({"step": step, "loss": 1 / step})
     assert drawn == [3, 6]
     run = RunFolder(tmp_path)
-    assert run.state() == "running" and run.max_steps == 9
+    assert run.state() == "running" and run.summary["max_steps"] == 9
     text = (tmp_path / "report.html").read_text()
     assert "loss <b>0.1667</b>" in text and "http-equiv='refresh'" in text
     report.log({"step": 7, "loss": 0.5})
     report.on_train_end(None, TrainerState(), TrainerControl())
     assert drawn == [3, 6, 7] and run.read().state() == "finished"
     text = (tmp_path / "report.html").read_text()
-    assert "loss <b>0.5</b>" in text and "3 samples" in text and ">finished<" in text
+    assert "loss <b>0.5000</b>" in text and "3 samples" in text and ">finished<" in text
     assert "refresh" not in text
 
 
@@ -520,7 +509,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsy
     report.on_train_end(None, TrainerState(), TrainerControl())
     out = capsys.readouterr().out
     assert out.count("note: no more pictures of this run: disk full") == 1
-    assert report.page_path is None and RunFolder(tmp_path).state() == "finished"
+    assert RunFolder(tmp_path).state() == "finished"
 
 
 def train_with_and_without(model: str, out: str) -> None:
